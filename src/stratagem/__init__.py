@@ -1,0 +1,134 @@
+"""Stratagem: tf.distribute's strategies, rebuilt for PyTorch.
+
+This is the front door: every public name stands in the table below, and nothing else happens here.
+Names are loaded when first used, so that ``import stratagem`` stays quick and a program that trains
+on one device never loads the cluster parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stratagem import cluster_resolver as cluster_resolver
+    from stratagem import compat as compat
+    from stratagem import config as config
+    from stratagem import data as data
+    from stratagem import errors as errors
+    from stratagem import metrics as metrics
+    from stratagem import nn as nn
+    from stratagem import partitioners as partitioners
+    from stratagem import testing as testing
+    from stratagem._cluster.coordinator import ClusterCoordinator as ClusterCoordinator
+    from stratagem._cluster.coordinator import PerWorkerValues as PerWorkerValues
+    from stratagem._cluster.coordinator import RemoteValue as RemoteValue
+    from stratagem._cluster.local import LocalCluster as LocalCluster
+    from stratagem._cluster.resolvers import ClusterSpec as ClusterSpec
+    from stratagem._cluster.server import Server as Server
+    from stratagem._core.context import InputContext as InputContext
+    from stratagem._core.context import ReplicaContext as ReplicaContext
+    from stratagem._core.context import ValueContext as ValueContext
+    from stratagem._core.context import function as function
+    from stratagem._core.context import get_current_worker_index as get_current_worker_index
+    from stratagem._core.context import get_replica_context as get_replica_context
+    from stratagem._core.context import get_strategy as get_strategy
+    from stratagem._core.context import has_strategy as has_strategy
+    from stratagem._core.context import in_cross_replica_context as in_cross_replica_context
+    from stratagem._core.context import set_strategy as set_strategy
+    from stratagem._core.reduction import ReduceOp as ReduceOp
+    from stratagem._core.values import DistributedValues as DistributedValues
+    from stratagem._core.values import Mirrored as Mirrored
+    from stratagem._core.values import PerReplica as PerReplica
+    from stratagem._core.values import convert_to_tensor as convert_to_tensor
+    from stratagem._core.variables import Variable as Variable
+    from stratagem._core.variables import VariableAggregation as VariableAggregation
+    from stratagem._core.variables import VariableSynchronization as VariableSynchronization
+    from stratagem._ps.sharded import ShardedVariable as ShardedVariable
+    from stratagem._strategies.base import Strategy as Strategy
+    from stratagem._strategies.central_storage import (
+        CentralStorageStrategy as CentralStorageStrategy,
+    )
+    from stratagem._strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from stratagem._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from stratagem._strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from stratagem.cli import auto_strategy as auto_strategy
+    from stratagem.config import CommunicationOptions as CommunicationOptions
+    from stratagem.config import InputOptions as InputOptions
+    from stratagem.config import RunOptions as RunOptions
+    from stratagem.errors import StratagemError as StratagemError
+
+__version__ = "0.1.0"
+
+# Name -> module that defines it; "" marks a public module of the package itself.
+_HOME_OF = {
+    # strategies
+    "Strategy": "_strategies.base",
+    "OneDeviceStrategy": "_strategies.one_device",
+    "CentralStorageStrategy": "_strategies.central_storage",
+    "MirroredStrategy": "_strategies.mirrored",
+    "ParameterServerStrategy": "_strategies.parameter_server",
+    "auto_strategy": "cli",
+    # contexts
+    "ReplicaContext": "_core.context",
+    "ValueContext": "_core.context",
+    "InputContext": "_core.context",
+    "get_strategy": "_core.context",
+    "has_strategy": "_core.context",
+    "get_replica_context": "_core.context",
+    "in_cross_replica_context": "_core.context",
+    "set_strategy": "_core.context",
+    "get_current_worker_index": "_core.context",
+    "function": "_core.context",
+    # values, variables, reductions
+    "DistributedValues": "_core.values",
+    "PerReplica": "_core.values",
+    "Mirrored": "_core.values",
+    "convert_to_tensor": "_core.values",
+    "Variable": "_core.variables",
+    "VariableAggregation": "_core.variables",
+    "VariableSynchronization": "_core.variables",
+    "ShardedVariable": "_ps.sharded",
+    "ReduceOp": "_core.reduction",
+    # clusters
+    "ClusterCoordinator": "_cluster.coordinator",
+    "RemoteValue": "_cluster.coordinator",
+    "PerWorkerValues": "_cluster.coordinator",
+    "LocalCluster": "_cluster.local",
+    "ClusterSpec": "_cluster.resolvers",
+    "Server": "_cluster.server",
+    # options and errors
+    "RunOptions": "config",
+    "InputOptions": "config",
+    "CommunicationOptions": "config",
+    "StratagemError": "errors",
+    # public modules
+    "cluster_resolver": "",
+    "compat": "",
+    "config": "",
+    "data": "",
+    "errors": "",
+    "metrics": "",
+    "nn": "",
+    "partitioners": "",
+    "testing": "",
+}
+
+__all__ = sorted([*_HOME_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
+    if home == "":
+        return importlib.import_module(f"stratagem.{name}")
+    value = getattr(importlib.import_module(f"stratagem.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Processes and the closures they run: coordinator, workers, servers, local clusters."""

@@ -1,0 +1,1 @@
+"""What values and variables are; this room knows no process and no socket."""

@@ -1,0 +1,1 @@
+"""Input: the lazy dataset pipeline and how its batches reach the replicas."""

@@ -1,0 +1,1 @@
+"""Variables on parameter servers: the store, its server, and its clients."""

@@ -1,0 +1,1 @@
+"""The strategies: where variables live and where computation runs."""

@@ -1,0 +1,1 @@
+"""Bytes between processes; this room knows nothing of training."""

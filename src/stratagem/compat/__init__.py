@@ -1,0 +1,1 @@
+"""The seed pages' historical names, for people who come from tf.distribute."""

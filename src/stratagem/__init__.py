@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from stratagem._strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
-    from stratagem.cli import auto_strategy as auto_strategy
+    from stratagem.launch import auto_strategy as auto_strategy
     from stratagem.config import CommunicationOptions as CommunicationOptions
     from stratagem.config import InputOptions as InputOptions
     from stratagem.config import RunOptions as RunOptions
@@ -70,7 +70,7 @@ _HOME_OF = {
     "CentralStorageStrategy": "_strategies.central_storage",
     "MirroredStrategy": "_strategies.mirrored",
     "ParameterServerStrategy": "_strategies.parameter_server",
-    "auto_strategy": "cli",
+    "auto_strategy": "launch",
     # contexts
     "ReplicaContext": "_core.context",
     "ValueContext": "_core.context",

@@ -1,0 +1,1 @@
+"""What each sub-command of ``stratagem`` does; `cli.py` only parses the words."""

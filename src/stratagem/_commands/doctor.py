@@ -1,0 +1,233 @@
+"""``stratagem doctor``: is this machine fit to train on, and if not, what to do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from stratagem import config
+
+__all__ = ["Finding", "Verdict", "examine", "report"]
+
+
+class Verdict(Enum):
+    """How a check came out."""
+
+    GOOD = "ok"
+    WARNING = "warning"
+    BAD = "problem"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing looked at: what was found, and what to do about it."""
+
+    subject: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+# A coordinator with 50 workers holds a few descriptors for each; this leaves ample room.
+_OPEN_FILES_WANTED = 1024
+# Below this, a laptop-sized model with two servers already competes with the page cache.
+_MEMORY_WANTED_BYTES = 2 << 30
+
+
+def examine() -> list[Finding]:
+    """Run every check; a check that itself fails is reported as a problem, never hidden.
+
+    Example:
+        >>> findings = examine()
+        >>> [finding.subject for finding in findings][:2]
+        ['python', 'torch']
+    """
+    findings: list[Finding] = []
+    for check in _CHECKS:
+        try:
+            findings += check()
+        except Exception as error:
+            findings.append(
+                Finding(
+                    subject=check.__name__.lstrip("_"),
+                    verdict=Verdict.BAD,
+                    found=f"the check itself failed: {type(error).__name__}: {error}",
+                    remedy="Report this with the output of `stratagem doctor --debug`.",
+                )
+            )
+    return findings
+
+
+def report(console: Console) -> int:
+    """Print the findings as a table; 0 when nothing is broken, 3 otherwise."""
+    findings = examine()
+    table = Table(title="stratagem doctor")
+    for column in ("what", "verdict", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    colours = {Verdict.GOOD: "green", Verdict.WARNING: "yellow", Verdict.BAD: "bold red"}
+    for finding in findings:
+        table.add_row(
+            finding.subject,
+            f"[{colours[finding.verdict]}]{finding.verdict.value}[/]",
+            finding.found,
+            finding.remedy,
+        )
+    console.print(table)
+    return 3 if any(finding.verdict is Verdict.BAD for finding in findings) else 0
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    yield Finding(
+        subject="python",
+        verdict=Verdict.GOOD if good else Verdict.BAD,
+        found=version,
+        remedy="" if good else "Install Python 3.11 or newer.",
+    )
+
+
+def _torch() -> Iterator[Finding]:
+    import torch
+
+    yield Finding(
+        subject="torch",
+        verdict=Verdict.GOOD,
+        found=f"{torch.__version__}, {torch.get_num_threads()} threads",
+    )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
+    yield Finding(
+        subject="devices",
+        verdict=Verdict.GOOD,
+        found=f"{os.cpu_count()} CPU cores, {gpus} GPUs{': ' + names if names else ''}",
+    )
+
+
+def _shared_memory() -> Iterator[Finding]:
+    # Parameters live in memfd segments: they count against memory, not against the size of /dev/shm.
+    try:
+        descriptor = os.memfd_create("stratagem-doctor")
+    except (AttributeError, OSError) as error:
+        yield Finding(
+            subject="shared memory",
+            verdict=Verdict.WARNING,
+            found=f"no memfd here ({error})",
+            remedy="Parameters will travel over sockets; use Linux 3.17 or newer to avoid copies.",
+        )
+        return
+    os.close(descriptor)
+    free = _available_memory_bytes()
+    good = free >= _MEMORY_WANTED_BYTES
+    yield Finding(
+        subject="shared memory",
+        verdict=Verdict.GOOD if good else Verdict.WARNING,
+        found=f"memfd works, {free / 1e9:.1f} GB of memory available",
+        remedy="" if good else "Parameters and optimizer state must fit: free memory or add servers.",
+    )
+
+
+def _available_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
+
+
+def _open_files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    good = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES_WANTED
+    yield Finding(
+        subject="open files",
+        verdict=Verdict.GOOD if good else Verdict.WARNING,
+        found=f"limit {soft} (hard limit {hard})",
+        remedy="" if good else f"Run `ulimit -n {_OPEN_FILES_WANTED}` before starting.",
+    )
+
+
+def _ports() -> Iterator[Finding]:
+    from stratagem._wire.channel import loopback_works
+
+    problem = loopback_works()
+    yield Finding(
+        subject="ports",
+        verdict=Verdict.GOOD if problem is None else Verdict.BAD,
+        found="a loopback port can be opened and reached" if problem is None else problem,
+        remedy="" if problem is None else "Allow connections to 127.0.0.1 in this sandbox.",
+    )
+
+
+def _clock() -> Iterator[Finding]:
+    info = time.get_clock_info("monotonic")
+    year = time.gmtime().tm_year
+    good = info.monotonic and info.resolution <= 1e-3 and year >= 2024
+    yield Finding(
+        subject="clock",
+        verdict=Verdict.GOOD if good else Verdict.WARNING,
+        found=f"resolution {info.resolution:g} s, year {year}",
+        remedy="" if good else "Set the machine's clock: deadlines and logs depend on it.",
+    )
+
+
+def _cluster_key() -> Iterator[Finding]:
+    if config.environment("STRATAGEM_CLUSTER_KEY"):
+        yield Finding(subject="cluster key", verdict=Verdict.GOOD, found="STRATAGEM_CLUSTER_KEY")
+        return
+    name = config.environment("STRATAGEM_CLUSTER_KEY_FILE")
+    if not name:
+        yield Finding(
+            subject="cluster key",
+            verdict=Verdict.GOOD,
+            found="none: clusters stay on this machine (loopback only)",
+            remedy="To span machines, put one secret in STRATAGEM_CLUSTER_KEY_FILE on each.",
+        )
+        return
+    path = Path(name)
+    if not path.is_file():
+        yield Finding(
+            subject="cluster key",
+            verdict=Verdict.BAD,
+            found=f"STRATAGEM_CLUSTER_KEY_FILE={name!r} does not exist",
+            remedy="Create it: `head -c 32 /dev/urandom | base64 > FILE && chmod 600 FILE`.",
+        )
+        return
+    exposed = bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
+    yield Finding(
+        subject="cluster key",
+        verdict=Verdict.WARNING if exposed else Verdict.GOOD,
+        found=f"{name}{', readable by others' if exposed else ''}",
+        remedy=f"chmod 600 {name}" if exposed else "",
+    )
+
+
+def _compiler() -> Iterator[Finding]:
+    found = shutil.which("c++") or shutil.which("g++")
+    yield Finding(
+        subject="compiler",
+        verdict=Verdict.GOOD,
+        found=found or "none: torch.compile's default backend will not work",
+        remedy="" if found else "Install g++ if you use torch.compile.",
+    )
+
+
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python,
+    _torch,
+    _shared_memory,
+    _open_files,
+    _ports,
+    _clock,
+    _cluster_key,
+    _compiler,
+)

@@ -1,0 +1,97 @@
+"""``stratagem train``: run a user's script with the strategy made for it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stratagem import launch
+
+if TYPE_CHECKING:
+    from stratagem._strategies.base import Strategy
+
+__all__ = ["STRATEGIES", "open_strategy", "run_script"]
+
+STRATEGIES = ("one", "central", "mirrored", "ps")
+
+
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    strategy: str,
+    replicas: int,
+    workers: int,
+    ps: int,
+) -> None:
+    """Run `script` as ``__main__`` while `sg.auto_strategy()` answers with the strategy asked for."""
+    path = Path(script)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no script {script!r} (looked in {Path.cwd()}); give the path of a Python file"
+        )
+    saved = sys.argv, sys.path[:]
+    with (
+        open_strategy(strategy, replicas=replicas, workers=workers, ps=ps) as made,
+        launch.announced(made),
+    ):
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, str(path.resolve().parent))
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            sys.argv, sys.path[:] = saved
+
+
+@contextmanager
+def open_strategy(name: str, *, replicas: int, workers: int, ps: int) -> Iterator[Strategy]:
+    """The strategy called `name`; whatever it needs (a cluster) is closed again.
+
+    Example:
+        >>> with open_strategy("central", replicas=2, workers=1, ps=1) as strategy:
+        ...     strategy.num_replicas_in_sync
+        2
+    """
+    from stratagem._strategies.central_storage import CentralStorageStrategy
+    from stratagem._strategies.mirrored import MirroredStrategy
+    from stratagem._strategies.one_device import OneDeviceStrategy
+
+    devices = _devices(replicas)
+    if name == "one":
+        with OneDeviceStrategy(devices[0]) as one:
+            yield one
+    elif name == "central":
+        with CentralStorageStrategy(devices, parameter_device="cpu:0") as central:
+            yield central
+    elif name == "mirrored":
+        with MirroredStrategy(devices) as mirrored:
+            yield mirrored
+    elif name == "ps":
+        from stratagem._cluster.local import LocalCluster
+        from stratagem._strategies.parameter_server import ParameterServerStrategy
+
+        with (
+            LocalCluster(workers=workers, ps=ps) as cluster,
+            ParameterServerStrategy(cluster.resolver) as served,
+        ):
+            yield served
+    else:
+        raise ValueError(f"unknown strategy {name!r}; expected one of {', '.join(STRATEGIES)}")
+
+
+def _devices(replicas: int) -> list[str]:
+    """One GPU a replica where there are GPUs, else as many logical CPUs."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = replicas or gpus or 2
+    if gpus and count > gpus:
+        raise ValueError(
+            f"{count} replicas asked for, but this machine has {gpus} GPUs; "
+            f"use --replicas {gpus} or fewer"
+        )
+    return [f"{'gpu' if gpus else 'cpu'}:{i}" for i in range(count)]

@@ -1,0 +1,91 @@
+"""Which strategy a script gets: from `stratagem train`, from ``TF_CONFIG``, or the plain default.
+
+`auto_strategy` is the one public name. The `train` command announces its choice here before it runs
+the script in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from stratagem import config
+
+if TYPE_CHECKING:
+    from stratagem._strategies.base import Strategy
+
+__all__ = ["announced", "auto_strategy"]
+
+_announced: list[Strategy] = []
+
+
+@contextmanager
+def announced(strategy: Strategy) -> Iterator[None]:
+    """While open, `auto_strategy` answers with `strategy`."""
+    _announced.append(strategy)
+    try:
+        yield
+    finally:
+        _announced.pop()
+
+
+def auto_strategy() -> Strategy:
+    """The strategy this process should train with.
+
+    1. Under ``stratagem train --strategy …``: the strategy the command made.
+    2. With ``TF_CONFIG`` naming parameter servers: on the coordinator ("chief", or no task) a
+       `ParameterServerStrategy`; on a worker or parameter server this call serves until the
+       cluster is done and then ends the process, so one script can be started for every role.
+    3. Otherwise: `MirroredStrategy` when there are several GPUs, else `OneDeviceStrategy` on the
+       GPU or the CPU.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.auto_strategy()
+        >>> strategy.num_replicas_in_sync >= 1
+        True
+    """
+    if _announced:
+        return _announced[-1]
+    text = config.environment("TF_CONFIG")
+    if text and "ps" in _jobs(text):
+        return _from_tf_config()
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus > 1:
+        from stratagem._strategies.mirrored import MirroredStrategy
+
+        return MirroredStrategy()
+    from stratagem._strategies.one_device import OneDeviceStrategy
+
+    return OneDeviceStrategy("gpu:0" if gpus else "cpu:0")
+
+
+def _jobs(tf_config: str) -> set[str]:
+    try:
+        described = json.loads(tf_config)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"TF_CONFIG is not JSON ({error}): {tf_config[:80]!r}. Expected "
+            '{"cluster": {"worker": [...], "ps": [...]}, "task": {"type": ..., "index": ...}}.'
+        ) from error
+    cluster = described.get("cluster", {}) if isinstance(described, dict) else {}
+    return set(cluster)
+
+
+def _from_tf_config() -> Strategy:
+    from stratagem._cluster.resolvers import TFConfigClusterResolver
+    from stratagem._cluster.server import Server
+    from stratagem._strategies.parameter_server import ParameterServerStrategy
+
+    resolver = TFConfigClusterResolver()
+    if resolver.task_type in ("worker", "ps"):
+        with Server(
+            resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id
+        ) as server:
+            server.join()
+        raise SystemExit(0)
+    return ParameterServerStrategy(resolver)

@@ -6,6 +6,7 @@ an explicit argument, then the environment, then the default stated here.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -67,3 +68,22 @@ def replica_timeout_s() -> float:
     Set ``STRATAGEM_REPLICA_TIMEOUT_S`` to change it.
     """
     return seconds_from_environment("STRATAGEM_REPLICA_TIMEOUT_S", 600.0)
+
+
+def set_up_logging(level: str) -> None:
+    """Print the records of the ``stratagem`` logger (the one documented namespace) to stderr.
+
+    Only commands call this; as a library Stratagem leaves logging to the program.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(
+            f"log level {level!r} (STRATAGEM_LOG) is not known; expected debug, info, warning "
+            "or error."
+        )
+    logger = logging.getLogger("stratagem")
+    logger.setLevel(number)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname).1s %(name)s: %(message)s"))
+        logger.addHandler(handler)

@@ -1,0 +1,257 @@
+"""The ``stratagem`` command: words in, exit code out.
+
+Exit codes: 0 done; 1 the work failed; 2 the command line was wrong; 3 `doctor` found a problem;
+130 stopped by Ctrl-C. Errors are one readable line; ``--debug`` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from stratagem import config
+
+__all__ = ["main"]
+
+_EXIT_FAILED = 1
+_EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Example:
+        >>> main(["version"])  # doctest: +ELLIPSIS
+        stratagem ... (torch ...)
+        0
+    """
+    options = _parser().parse_args(arguments)
+    _set_up_logging(debug=options.debug)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        print("stratagem: stopped", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    except SystemExit:
+        raise
+    except Exception as error:
+        if options.debug:
+            raise
+        note = "".join(f"\n  {line}" for line in getattr(error, "__notes__", ()))
+        print(
+            f"stratagem: {type(error).__name__}: {error}{note}\n  (--debug shows the traceback)",
+            file=sys.stderr,
+        )
+        return _EXIT_FAILED
+
+
+def _set_up_logging(*, debug: bool) -> None:
+    level = "debug" if debug else (config.environment("STRATAGEM_LOG") or "warning")
+    config.set_up_logging(level)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stratagem",
+        description="Train one ordinary PyTorch step on one device, many devices, or a cluster.",
+        epilog=(
+            "exit codes: 0 done, 1 the work failed, 2 wrong command line, "
+            "3 doctor found a problem, 130 Ctrl-C"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_server(commands)
+    _add_demo(commands)
+    _add_doctor(commands)
+    _add_top(commands)
+    _add_version(commands)
+    return parser
+
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _command(
+    commands: _Commands[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # SUPPRESS: otherwise the sub-parser's default would overwrite a --debug given before the command.
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
+
+
+def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "train",
+        _train,
+        summary="run a script with the strategy made for it (sg.auto_strategy() picks it up)",
+        examples=(
+            "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
+            "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 -- --epochs 3"
+        ),
+    )
+    parser.add_argument("script", help="the Python file to run as __main__")
+    parser.add_argument("--strategy", choices=("one", "central", "mirrored", "ps"), default="one")
+    parser.add_argument(
+        "--replicas", type=_positive, default=0, help="replicas of central and mirrored (all GPUs)"
+    )
+    parser.add_argument("--workers", type=_positive, default=2, help="workers of ps (2)")
+    parser.add_argument("--ps", type=_positive, default=2, help="parameter servers of ps (2)")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as argv")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from stratagem._commands.train import run_script
+
+    arguments = options.arguments
+    run_script(
+        options.script,
+        arguments[1:] if arguments[:1] == ["--"] else arguments,
+        strategy=options.strategy,
+        replicas=options.replicas,
+        workers=options.workers,
+        ps=options.ps,
+    )
+    return 0
+
+
+def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "server",
+        _server,
+        summary="serve one task of a cluster until it is told to stop",
+        examples=(
+            "  TF_CONFIG='{...}' stratagem server\n"
+            "  stratagem server --job ps --index 0 \\\n"
+            '    --cluster \'{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}\''
+        ),
+    )
+    parser.add_argument("--job", choices=("worker", "ps"), help="default: TF_CONFIG's task type")
+    parser.add_argument("--index", type=int, help="default: TF_CONFIG's task index")
+    parser.add_argument("--cluster", help="JSON of job -> addresses; default: TF_CONFIG's cluster")
+
+
+def _server(options: argparse.Namespace) -> int:
+    from stratagem._commands.server import serve
+
+    return serve(job=options.job, index=options.index, cluster=options.cluster)
+
+
+def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "demo",
+        _demo,
+        summary="train a click-through model on a local cluster, with a live picture",
+        examples="  stratagem demo\n  stratagem demo --seconds 20 --plain",
+    )
+    parser.add_argument("--seconds", type=_positive, default=60, help="about how long (60)")
+    parser.add_argument("--workers", type=_positive, default=2)
+    parser.add_argument("--ps", type=_positive, default=2)
+    parser.add_argument("--output", default="demo-output", help="folder for model and picture")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a live picture")
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from stratagem._demo.run import DemoOptions, run_demo
+
+    return run_demo(
+        DemoOptions(
+            seconds=options.seconds,
+            workers=options.workers,
+            ps=options.ps,
+            output=options.output,
+            plain=options.plain,
+        )
+    )
+
+
+def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
+    _command(
+        commands,
+        "doctor",
+        _doctor,
+        summary="check this machine and say what to do",
+        examples="  stratagem doctor",
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from stratagem._commands.doctor import report
+
+    return report(Console())
+
+
+def _add_top(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "top",
+        _top,
+        summary="watch a running cluster",
+        examples=(
+            "  stratagem top\n"
+            '  stratagem top --cluster \'{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}\''
+        ),
+    )
+    parser.add_argument("--cluster", help="JSON of job -> addresses; default: TF_CONFIG's cluster")
+    parser.add_argument("--once", action="store_true", help="print one picture and stop")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between pictures (1)")
+
+
+def _top(options: argparse.Namespace) -> int:
+    from stratagem._commands.top import watch
+
+    return watch(cluster=options.cluster, once=options.once, interval_s=options.interval)
+
+
+def _add_version(commands: _Commands[argparse.ArgumentParser]) -> None:
+    _command(
+        commands,
+        "version",
+        _version,
+        summary="print the versions of stratagem, torch and Python",
+        examples="  stratagem version",
+    )
+
+
+def _version(options: argparse.Namespace) -> int:
+    import torch
+
+    import stratagem
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    print(f"stratagem {stratagem.__version__} (torch {torch.__version__}, Python {python})")
+    return 0

@@ -1,0 +1,137 @@
+"""What the coordinator and a worker ask of the strategy, as two interfaces.
+
+Contract 7 (docs/design/0002): the strategy's side is written in `_strategies` and `_ps`, which
+import nothing from here; the interfaces are structural. `PlainViews` is the smallest
+implementation: nothing is special, everything travels by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class WorkerViews(Protocol):
+    """A worker's view of the strategy and everything that belongs to it."""
+
+    def define(self, token: Hashable, definition: object) -> None:
+        """Remembers what is needed to rebuild `token`."""
+
+    def rebuild(self, token: Hashable) -> object:
+        """The worker's view of `token`: the same object at every call."""
+
+    def apply(self, updates: Sequence[object]) -> None:
+        """Takes over what moved on the coordinator since the last closure."""
+
+    def closure(self, closure_id: int | None) -> AbstractContextManager[object]:
+        """Surrounds one closure; its exit waits until every write is acknowledged."""
+
+    def close(self) -> None:
+        """Lets go of the servers."""
+
+
+class WorkerSetup(Protocol):
+    """Travels to a worker once per life."""
+
+    def connect(self, *, worker_index: int, incarnation: int) -> WorkerViews:
+        """Builds the views on the worker."""
+
+
+class CoordinatorViews(Protocol):
+    """The coordinator's side of the strategy."""
+
+    def describe(self, obj: object) -> Hashable | None:
+        """A token if `obj` belongs to the strategy, else None."""
+
+    def definition(self, token: Hashable) -> object:
+        """What a worker needs to rebuild `token`."""
+
+    def snapshot(self) -> int:
+        """A number that moves whenever later closures must see something new."""
+
+    def updates(self, after: int, upto: int) -> Sequence[object]:
+        """What moved between two snapshots."""
+
+    def worker_setup(self) -> WorkerSetup:
+        """What a worker needs to build its views."""
+
+    def fence(self, worker_index: int, incarnation: int) -> None:
+        """Makes every server refuse writes of this incarnation and older ones."""
+
+    def check_servers(self, timeout_s: float) -> None:
+        """Raises ParameterServerLost if a server does not answer in time."""
+
+    def forget_closures(self, below: int) -> None:
+        """Exactly-once closures with a smaller id are finished."""
+
+    def close(self) -> None:
+        """Ends the session on the servers."""
+
+
+@dataclass(frozen=True)
+class PlainSetup:
+    """Setup of a worker for which nothing is special."""
+
+    def connect(self, *, worker_index: int, incarnation: int) -> WorkerViews:
+        """Builds the views of a worker without a strategy."""
+        return PlainWorkerViews()
+
+
+class PlainWorkerViews:
+    """Views of a worker for which nothing is special."""
+
+    def define(self, token: Hashable, definition: object) -> None:
+        """Never called: no object has a token."""
+        raise LookupError(f"{token!r} was defined for a worker that has no strategy.")
+
+    def rebuild(self, token: Hashable) -> object:
+        """Never called: no object has a token."""
+        raise LookupError(f"{token!r} is unknown: this worker has no strategy.")
+
+    def apply(self, updates: Sequence[object]) -> None:
+        """Nothing can have moved."""
+
+    def closure(self, closure_id: int | None) -> AbstractContextManager[object]:
+        """Nothing to enter, nothing to wait for."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class PlainViews:
+    """Coordinator's views of a strategy that ships nothing but functions."""
+
+    def describe(self, obj: object) -> Hashable | None:
+        """Nothing is special."""
+        return None
+
+    def definition(self, token: Hashable) -> object:
+        """Never called: no object has a token."""
+        raise LookupError(f"{token!r} has no definition: nothing is special here.")
+
+    def snapshot(self) -> int:
+        """Nothing moves."""
+        return 0
+
+    def updates(self, after: int, upto: int) -> Sequence[object]:
+        """Nothing moves."""
+        return ()
+
+    def worker_setup(self) -> WorkerSetup:
+        """A setup without servers."""
+        return PlainSetup()
+
+    def fence(self, worker_index: int, incarnation: int) -> None:
+        """There are no servers to tell."""
+
+    def check_servers(self, timeout_s: float) -> None:
+        """There are no servers to ask."""
+
+    def forget_closures(self, below: int) -> None:
+        """There are no servers to tell."""
+
+    def close(self) -> None:
+        """There is no session to end."""

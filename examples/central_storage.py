@@ -1,0 +1,67 @@
+"""The same digits, two replicas around one central copy; the step does not change.
+
+    python examples/central_storage.py
+    python examples/central_storage.py --replicas 3 --epochs 2
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import stratagem as sg
+
+# Knobs.
+EPOCHS = 10
+REPLICAS = 2
+GLOBAL_BATCH = 64
+LEARNING_RATE = 1e-2
+HELD_OUT = 360
+
+
+def main(epochs: int = EPOCHS, replicas: int = REPLICAS) -> float:
+    torch.manual_seed(0)
+    digits = load_digits()
+    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
+    train = sg.data.Dataset.from_tensor_slices((pixels[HELD_OUT:], labels[HELD_OUT:]))
+    batches = train.shuffle(seed=1).batch(GLOBAL_BATCH)
+
+    # Logical CPU devices: each is a replica with a thread of its own. On a GPU machine leave the
+    # list out and every GPU is one.
+    strategy = sg.CentralStorageStrategy([f"cpu:{i}" for i in range(replicas)], "cpu:0")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # sees the gradient of the whole batch
+        optimizer.step()
+        return loss.detach()
+
+    with strategy:
+        for epoch in range(epochs):
+            losses = [
+                strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None)
+                for batch in strategy.distribute_dataset(batches)
+            ]
+            print(f"epoch {epoch}: loss {torch.stack(losses).mean():.4f}")
+
+    with torch.no_grad():
+        right = model(pixels[:HELD_OUT]).argmax(1) == labels[:HELD_OUT]
+    accuracy = right.float().mean().item()
+    print(f"held-out accuracy {accuracy:.3f}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--replicas", type=int, default=REPLICAS)
+    options = parser.parse_args()
+    main(options.epochs, options.replicas)

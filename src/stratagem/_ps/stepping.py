@@ -1,0 +1,267 @@
+"""How a real ``torch.optim`` class steps on the shards one server holds.
+
+Called by `store.py` only. Knows parameters, gradients and optimizer classes; knows no version, no
+worker and no message.
+
+Three ways to apply a gradient given as rows (unique ids, one value each):
+
+- *compact*: parameter rows and their state rows are gathered, the real class steps on these alone,
+  and the rows are put back. Used where a zero gradient changes nothing (plain SGD, Adagrad without
+  weight decay, SparseAdam), so that the outcome is the one of the dense gradient.
+- *sparse*: the layer asked for sparse gradients (``sparse=True``) and the class is another one: it
+  gets a sparse tensor, as in plain PyTorch, and may refuse it, as in plain PyTorch.
+- *dense*: every other class (Adam's moments decay with zero gradients too): the rows are spread over
+  a gradient of the shard's shape. Costs time and memory of the whole shard, gives plain PyTorch's
+  numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import UnsupportedOptimizer
+
+HyperparameterValue = float | int | bool | str | None | Sequence[float]
+Hyperparameters = Mapping[str, HyperparameterValue]
+StateValue = Tensor | float | int | bool | None
+
+# Classes that look at a whole tensor at once (its norm, its rows and columns, its matrix shape):
+# on a part of the tensor they would compute something else.
+WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "LBFGS"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """The gradient of one variable: of its shape, or rows of it (unique ids, duplicates summed)."""
+
+    variable: int
+    values: Tensor
+    ids: Tensor | None = None
+    sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One parameter group: the variables of it that live on this server, and its settings."""
+
+    variables: tuple[int, ...]
+    hyperparameters: Hyperparameters
+
+
+def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> type[Optimizer]:
+    """The class behind a dotted name, if its module may be imported here.
+
+    Raises:
+        UnsupportedOptimizer: the module is not allowed, or the name is no optimizer class.
+
+    Example:
+        >>> resolve_optimizer_class("torch.optim.SGD")
+        <class 'torch.optim.sgd.SGD'>
+    """
+    module_name, _, name = class_name.rpartition(".")
+    allowed = ("torch.optim", *modules)
+    if not any(module_name == one or module_name.startswith(one + ".") for one in allowed):
+        raise UnsupportedOptimizer(
+            f"parameter servers may not import {class_name!r}: only optimizers from "
+            f"{', '.join(allowed)} are allowed. Start the servers with the module on their list of "
+            "optimizer modules (STRATAGEM_OPTIMIZER_MODULES)."
+        )
+    found = getattr(importlib.import_module(module_name), name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UnsupportedOptimizer(f"{class_name!r} is not a torch.optim.Optimizer class.")
+    return found
+
+
+class ServerOptimizer:
+    """One optimizer over the variables of one server.
+
+    Args:
+        class_name: dotted name of the class.
+        groups: its parameter groups; a group may have no variable here.
+        parameters: memory of every variable named in the groups.
+        modules: modules beside ``torch.optim`` that may be imported.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.5})]
+        >>> stepper = ServerOptimizer("torch.optim.SGD", groups, {1: w})
+        >>> stepper.step([Gradient(variable=1, values=torch.ones(2))])
+        >>> w
+        tensor([0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        class_name: str,
+        groups: Sequence[GroupSpec],
+        parameters: Mapping[int, Tensor],
+        *,
+        modules: Sequence[str] = (),
+    ) -> None:
+        self._class = resolve_optimizer_class(class_name, modules)
+        self._parameters = {
+            number: nn.Parameter(tensor, requires_grad=False)
+            for number, tensor in parameters.items()
+        }
+        self._group_of = {
+            number: index for index, group in enumerate(groups) for number in group.variables
+        }
+        self._optimizer: Any = self._class(
+            [
+                {
+                    "params": [self._parameters[number] for number in group.variables],
+                    **_checked(group.hyperparameters),
+                }
+                for group in groups
+            ]
+        )
+
+    @property
+    def class_name(self) -> str:
+        """Name of the optimizer class, without its module."""
+        return self._class.__name__
+
+    def set_hyperparameters(self, changes: Mapping[int, Hyperparameters]) -> None:
+        """Change settings of groups, by group number, for this and later steps."""
+        for index, values in changes.items():
+            self._optimizer.param_groups[index].update(_checked(values))
+
+    def step(self, gradients: Sequence[Gradient]) -> None:
+        """One step of the real class; variables without a gradient are left alone."""
+        touched: list[nn.Parameter] = []
+        compact: list[Gradient] = []
+        try:
+            for gradient in gradients:
+                parameter = self._find(gradient.variable)
+                if gradient.ids is not None and self._rows_suffice(gradient):
+                    compact.append(gradient)
+                    continue
+                parameter.grad = _full_gradient(parameter, gradient)
+                touched.append(parameter)
+            if touched:
+                self._optimizer.step()
+        finally:
+            for parameter in touched:
+                parameter.grad = None
+        for gradient in compact:
+            self._step_rows(gradient)
+
+    def adopt_state(self, previous: ServerOptimizer) -> None:
+        """Take over what another one remembers about the variables both have."""
+        for number, parameter in previous._parameters.items():
+            state = previous._optimizer.state.get(parameter)
+            if state and number in self._parameters:
+                self._optimizer.state[self._parameters[number]] = state
+
+    def state_entries(self) -> Iterator[tuple[int, str, StateValue]]:
+        """All state, as (variable, key, value)."""
+        for number, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                yield number, key, value
+
+    def load_state(self, entries: Iterable[tuple[int, str, StateValue]]) -> None:
+        """Replace the state of the variables named."""
+        fresh: dict[int, dict[str, StateValue]] = {}
+        for number, key, value in entries:
+            kept = value.clone() if isinstance(value, Tensor) else value
+            fresh.setdefault(number, {})[key] = kept
+        for number, state in fresh.items():
+            self._optimizer.state[self._find(number)] = state
+
+    def _find(self, variable: int) -> nn.Parameter:
+        if variable not in self._parameters:
+            raise ValueError(
+                f"variable {variable!r} got a gradient for a {self.class_name} that does not train "
+                "it: add it to one of the optimizer's parameter groups."
+            )
+        return self._parameters[variable]
+
+    def _rows_suffice(self, gradient: Gradient) -> bool:
+        """True if updating only the rows given equals a step with the dense gradient."""
+        group = self._optimizer.param_groups[self._group_of[gradient.variable]]
+        if self._class is torch.optim.SGD:
+            return not group["momentum"] and not group["weight_decay"]
+        if self._class is torch.optim.Adagrad:
+            # Without eps an untouched row with an empty accumulator would be 0/0.
+            return not group["weight_decay"] and bool(group["eps"])
+        return self._class is torch.optim.SparseAdam
+
+    def _step_rows(self, gradient: Gradient) -> None:
+        """Step on the rows of the gradient alone, with the real class."""
+        parameter = self._find(gradient.variable)
+        ids = gradient.ids
+        assert ids is not None
+        group = self._optimizer.param_groups[self._group_of[gradient.variable]]
+        if self._class is torch.optim.SGD:
+            # The whole of plain SGD's step; no state, so nothing to gather.
+            rate = float(group["lr"]) * (1 if group["maximize"] else -1)
+            parameter.detach().index_add_(0, ids, gradient.values, alpha=rate)
+            return
+        state = self._optimizer.state[parameter]
+        if self._class is torch.optim.SparseAdam and not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        rows = nn.Parameter(parameter.detach().index_select(0, ids), requires_grad=False)
+        rows.grad = gradient.values
+        if self._class is torch.optim.SparseAdam:
+            rows.grad = torch.sparse_coo_tensor(
+                torch.arange(ids.numel()).unsqueeze(0),
+                gradient.values,
+                rows.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        settings = {key: value for key, value in group.items() if key != "params"}
+        small: Any = self._class.__new__(self._class)
+        Optimizer.__init__(small, [{"params": [rows], **settings}], dict(self._optimizer.defaults))
+        whole = {key: value for key, value in state.items() if _is_per_row(value, parameter)}
+        small.state[rows] = {
+            key: value.index_select(0, ids) if key in whole else value
+            for key, value in state.items()
+        }
+        small.step()
+        parameter.detach().index_copy_(0, ids, rows.detach())
+        for key, value in small.state[rows].items():
+            if key in whole:
+                whole[key].index_copy_(0, ids, value)
+            else:
+                state[key] = value
+
+    def __repr__(self) -> str:
+        return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
+
+
+def _is_per_row(value: StateValue, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def _full_gradient(parameter: Tensor, gradient: Gradient) -> Tensor:
+    values, ids = gradient.values, gradient.ids
+    if ids is None:
+        if values.shape != parameter.shape:
+            raise ValueError(
+                f"variable {gradient.variable!r} got a gradient of shape {tuple(values.shape)!r}: "
+                f"expected {tuple(parameter.shape)!r}."
+            )
+        return values
+    if gradient.sparse:
+        return torch.sparse_coo_tensor(
+            ids.unsqueeze(0), values, parameter.shape, is_coalesced=True, check_invariants=False
+        )
+    return torch.zeros_like(parameter).index_copy_(0, ids, values)
+
+
+def _checked(values: Hyperparameters) -> dict[str, Any]:
+    """Settings as torch wants them: sequences (betas, etas) are tuples."""
+    return {
+        key: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,16 @@
+"""How variables are cut into shards: the public names.
+
+Example:
+    >>> import torch, stratagem as sg
+    >>> sg.partitioners.FixedShardsPartitioner(2)(shape=(5, 3), dtype=torch.float32)
+    [2, 1]
+"""
+
+from stratagem._core.partition import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]

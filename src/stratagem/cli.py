@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stratagem ... (torch ...)
         0
     """
-    options = _parser().parse_args(arguments)
+    options = _parse(sys.argv[1:] if arguments is None else list(arguments))
     _set_up_logging(debug=options.debug)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -45,6 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _EXIT_FAILED
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Our own words are taken out; what is left over belongs to the script of `train` alone."""
+    # Everything after "--" is the script's, even words that look like ours.
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    ours, separator, rest = arguments[:cut], arguments[cut : cut + 1], arguments[cut + 1 :]
+    parser = _parser()
+    options, left_over = parser.parse_known_args(ours)
+    if options.command is _train:
+        options.arguments = left_over + rest
+    elif left_over or separator:
+        parser.error(f"unrecognized arguments: {' '.join(left_over + separator + rest)}")
+    return options
 
 
 def _set_up_logging(*, debug: bool) -> None:
@@ -90,6 +104,7 @@ def _command(
         description=summary[0].upper() + summary[1:] + ".",
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     # SUPPRESS: otherwise the sub-parser's default would overwrite a --debug given before the command.
     parser.add_argument(
@@ -117,7 +132,8 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
         summary="run a script with the strategy made for it (sg.auto_strategy() picks it up)",
         examples=(
             "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
-            "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 -- --epochs 3"
+            "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 --epochs 3\n"
+            "words that are not ours, and all words after --, go to the script"
         ),
     )
     parser.add_argument("script", help="the Python file to run as __main__")
@@ -127,16 +143,14 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--workers", type=_positive, default=2, help="workers of ps (2)")
     parser.add_argument("--ps", type=_positive, default=2, help="parameter servers of ps (2)")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as argv")
 
 
 def _train(options: argparse.Namespace) -> int:
     from stratagem._commands.train import run_script
 
-    arguments = options.arguments
     run_script(
         options.script,
-        arguments[1:] if arguments[:1] == ["--"] else arguments,
+        options.arguments,
         strategy=options.strategy,
         replicas=options.replicas,
         workers=options.workers,

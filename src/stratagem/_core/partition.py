@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 class Partitioner:
@@ -69,9 +70,11 @@ class FixedShardsPartitioner(Partitioner):
 
     num_shards: int
 
+    @override
     def __call__(
         self, shape: Sequence[int], dtype: torch.dtype | type[str], axis: int = 0
     ) -> list[int]:
+        del dtype  # the number is the same for every type
         return _on_axis(shape, axis, min(self.num_shards, shape[axis]))
 
 
@@ -97,6 +100,7 @@ class MinSizePartitioner(Partitioner):
         _check_at_least("max_shards", self.max_shards, 1)
         _check_at_least("bytes_per_string", self.bytes_per_string, 1)
 
+    @override
     def __call__(
         self, shape: Sequence[int], dtype: torch.dtype | type[str], axis: int = 0
     ) -> list[int]:
@@ -131,6 +135,7 @@ class MaxSizePartitioner(Partitioner):
         _check_at_least("max_shards", self.max_shards or 0, 0)
         _check_at_least("bytes_per_string", self.bytes_per_string, 1)
 
+    @override
     def __call__(
         self, shape: Sequence[int], dtype: torch.dtype | type[str], axis: int = 0
     ) -> list[int]:
@@ -241,6 +246,7 @@ class ShardLayout:
         cuts = torch.searchsorted(ids, self._borders.to(ids.dtype)).tolist()
         return list(zip([0, *cuts], [*cuts, ids.numel()], strict=True))
 
+    @override
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.sizes[:8])) + (", …" if len(self.sizes) > 8 else "")
         return f"<ShardLayout {self.rows} rows in {len(self.sizes)} shards: {sizes}>"

@@ -12,8 +12,9 @@ running the closure again, sends them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+from typing_extensions import override
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +85,12 @@ class WriteLedger:
         """From now on refuse every write of this incarnation of the worker and of earlier ones."""
         self._lowest[worker] = max(self._lowest.get(worker, 0), incarnation + 1)
 
-    def forget_closures(self, closures: Iterable[int]) -> None:
-        """These exactly-once closures are finished: nobody will run them again."""
-        for closure in closures:
-            self._closures.pop(closure, None)
+    def forget_closures(self, below: int) -> None:
+        """Exactly-once closures with a smaller id are finished: nobody will run them again."""
+        for closure in [known for known in self._closures if known < below]:
+            del self._closures[closure]
 
+    @override
     def __repr__(self) -> str:
         return (
             f"<WriteLedger {self.applied} applied, {self.duplicates} duplicates, "

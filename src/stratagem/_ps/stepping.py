@@ -20,11 +20,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from stratagem.errors import UnsupportedOptimizer
 
@@ -105,7 +106,7 @@ class ServerOptimizer:
         *,
         modules: Sequence[str] = (),
     ) -> None:
-        self._class = resolve_optimizer_class(class_name, modules)
+        self._class = cast(Any, resolve_optimizer_class(class_name, modules))
         self._parameters = {
             number: nn.Parameter(tensor, requires_grad=False)
             for number, tensor in parameters.items()
@@ -126,7 +127,7 @@ class ServerOptimizer:
     @property
     def class_name(self) -> str:
         """Name of the optimizer class, without its module."""
-        return self._class.__name__
+        return str(self._class.__name__)
 
     def set_hyperparameters(self, changes: Mapping[int, Hyperparameters]) -> None:
         """Change settings of groups, by group number, for this and later steps."""
@@ -191,7 +192,7 @@ class ServerOptimizer:
         if self._class is torch.optim.Adagrad:
             # Without eps an untouched row with an empty accumulator would be 0/0.
             return not group["weight_decay"] and bool(group["eps"])
-        return self._class is torch.optim.SparseAdam
+        return bool(self._class is torch.optim.SparseAdam)
 
     def _step_rows(self, gradient: Gradient) -> None:
         """Step on the rows of the gradient alone, with the real class."""
@@ -235,6 +236,7 @@ class ServerOptimizer:
             else:
                 state[key] = value
 
+    @override
     def __repr__(self) -> str:
         return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
 

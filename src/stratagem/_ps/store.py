@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from stratagem._ps.ledger import Admission, WriteId, WriteLedger
 from stratagem._ps.stepping import Gradient, GroupSpec, Hyperparameters, ServerOptimizer
@@ -112,9 +113,9 @@ class VariableStore:
         """Refuse this incarnation of the worker, and earlier ones, from now on."""
         self._ledger.fence(worker, incarnation)
 
-    def forget_closures(self, closures: Iterable[int]) -> None:
-        """Exactly-once closures that are finished need not be remembered."""
-        self._ledger.forget_closures(closures)
+    def forget_closures(self, below: int) -> None:
+        """Exactly-once closures with a smaller id are finished and need not be remembered."""
+        self._ledger.forget_closures(below)
 
     # Variables.
 
@@ -316,6 +317,7 @@ class VariableStore:
         stored.version += 1
         return stored.version
 
+    @override
     def __repr__(self) -> str:
         stats = self.stats()
         return (

@@ -106,7 +106,7 @@ class ServerOptimizer:
         *,
         modules: Sequence[str] = (),
     ) -> None:
-        self._class = cast(Any, resolve_optimizer_class(class_name, modules))
+        self._class = cast("Any", resolve_optimizer_class(class_name, modules))
         self._parameters = {
             number: nn.Parameter(tensor, requires_grad=False)
             for number, tensor in parameters.items()

@@ -370,29 +370,31 @@ def _initialise(tensor: Tensor, operation: InitOp) -> None:
 
 
 def _scatter(tensor: Tensor, operation: str, ids: Tensor, values: Tensor) -> None:
-    if operation == "add":
-        tensor.index_add_(0, ids, values)
-    elif operation == "sub":
-        tensor.index_add_(0, ids, values, alpha=-1)
+    if operation in ("add", "sub"):
+        tensor.index_add_(0, ids, values, alpha=1 if operation == "add" else -1)
+        return
+    # The others work on the rows touched alone: gathered, combined, put back.
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    rows = tensor.index_select(0, unique)
+    target = inverse.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    if operation in ("min", "max"):
+        rows.scatter_reduce_(0, target, values, "amin" if operation == "min" else "amax")
     elif operation == "mul":
-        tensor.index_reduce_(0, ids, values, "prod")
+        rows.scatter_reduce_(0, target, values, "prod")
     elif operation == "div":
         # a / b1 / b2 = a / (b1·b2): the divisors of each row are multiplied first.
-        divisors = torch.ones_like(tensor).index_reduce_(0, ids, values, "prod")
-        tensor.div_(divisors, rounding_mode=None if tensor.is_floating_point() else "trunc")
-    elif operation == "min":
-        tensor.index_reduce_(0, ids, values, "amin")
-    elif operation == "max":
-        tensor.index_reduce_(0, ids, values, "amax")
+        divisors = torch.ones_like(rows).scatter_reduce_(0, target, values, "prod")
+        rows.div_(divisors, rounding_mode=None if tensor.is_floating_point() else "trunc")
     elif operation == "update":
-        # index_copy_ leaves the winner among duplicates open; keep the last of each row.
-        unique, inverse = torch.unique(ids, return_inverse=True)
-        last = torch.zeros_like(unique).index_reduce_(
-            0, inverse, torch.arange(ids.numel()), "amax", include_self=False
+        # Of several values for one row the last counts; scatter_ alone leaves the winner open.
+        order = torch.arange(ids.numel())
+        last = torch.zeros_like(unique).scatter_reduce_(
+            0, inverse, order, "amax", include_self=False
         )
-        tensor.index_copy_(0, unique, values.index_select(0, last))
+        rows = values.index_select(0, last)
     else:
         raise ValueError(
             f"unknown scatter operation {operation!r}: expected add, sub, mul, div, min, max or "
             "update."
         )
+    tensor.index_copy_(0, unique, rows)

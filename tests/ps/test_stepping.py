@@ -1,0 +1,177 @@
+"""The real optimizer classes on shards give plain PyTorch's numbers, dense and by rows."""
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem._ps.stepping import Gradient, GroupSpec, ServerOptimizer, resolve_optimizer_class
+from stratagem.errors import UnsupportedOptimizer
+
+ROWS, WIDTH, STEPS = 11, 3, 6
+
+# Every optimizer the issue names, with the options that change its path.
+OPTIMIZERS = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "maximize": True}),
+    ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("Adagrad", {"lr": 0.1}),
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1}),
+    ("Adagrad", {"lr": 0.1, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.1}),
+    ("Adam", {"lr": 0.1, "amsgrad": True, "betas": (0.8, 0.9)}),
+    ("AdamW", {"lr": 0.1}),
+    ("RMSprop", {"lr": 0.1, "centered": True}),
+    ("Adadelta", {"lr": 0.5}),
+    ("Adamax", {"lr": 0.1}),
+    ("NAdam", {"lr": 0.1}),
+    ("RAdam", {"lr": 0.1}),
+    ("ASGD", {"lr": 0.1, "t0": 2.0}),
+    ("Rprop", {"lr": 0.1}),
+]
+
+
+def gradients():
+    """Row gradients of a few steps: unique ids, some steps touching one shard only or nothing."""
+    generator = torch.Generator().manual_seed(0)
+    for ids in ([0, 4, 10], [1, 2], [0, 1, 9], [], [4], [3, 4, 5, 6, 10]):
+        yield (
+            torch.tensor(ids, dtype=torch.int64),
+            torch.randn(len(ids), WIDTH, generator=generator),
+        )
+
+
+def start():
+    return torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).clone()
+
+
+def plain(name, options, *, sparse=False):
+    """One-device PyTorch on the same gradients."""
+    weight = nn.Parameter(start())
+    optimizer = getattr(torch.optim, name)([weight], **options)
+    for ids, values in gradients():
+        dense = torch.zeros(ROWS, WIDTH).index_copy_(0, ids, values)
+        weight.grad = dense
+        if sparse:
+            weight.grad = torch.sparse_coo_tensor(
+                ids.unsqueeze(0), values, (ROWS, WIDTH), check_invariants=True
+            ).coalesce()
+        optimizer.step()
+    return weight.detach()
+
+
+def sharded(name, options, sizes, *, rows, sparse=False):
+    """The same on shards, each with its own server-side optimizer."""
+    whole = start()
+    pieces = []
+    for begin, size in zip(torch.tensor([0, *sizes]).cumsum(0)[:-1].tolist(), sizes, strict=True):
+        shard = whole[begin : begin + size].clone()
+        group = GroupSpec(variables=(1,), hyperparameters=options)
+        stepper = ServerOptimizer(f"torch.optim.{name}", [group], {1: shard})
+        for ids, values in gradients():
+            mine = (ids >= begin) & (ids < begin + size)
+            local, part = ids[mine] - begin, values[mine]
+            if rows:
+                gradient = Gradient(variable=1, values=part, ids=local, sparse=sparse)
+            else:
+                dense = torch.zeros(size, WIDTH).index_copy_(0, local, part)
+                gradient = Gradient(variable=1, values=dense)
+            stepper.step([gradient])
+        pieces.append(shard)
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "dense"])
+@pytest.mark.parametrize("sizes", [[ROWS], [4, 4, 3]], ids=["whole", "sharded"])
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
+def test_trained_weights_equal_plain_pytorch(name, options, sizes, rows):
+    torch.testing.assert_close(sharded(name, options, sizes, rows=rows), plain(name, options))
+
+
+@pytest.mark.parametrize("sizes", [[ROWS], [4, 4, 3]], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SparseAdam", {"lr": 0.1}),
+        ("SGD", {"lr": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("Adagrad", {"lr": 0.1}),
+    ],
+    ids=str,
+)
+def test_sparse_gradients_equal_plain_pytorch(name, options, sizes):
+    """``sparse=True`` layers: the class sees what plain PyTorch would give it."""
+    torch.testing.assert_close(
+        sharded(name, options, sizes, rows=True, sparse=True), plain(name, options, sparse=True)
+    )
+
+
+def test_adam_refuses_sparse_gradients_as_plain_pytorch_does():
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        sharded("Adam", {"lr": 0.1}, [ROWS], rows=True, sparse=True)
+
+
+def test_row_step_of_adagrad_leaves_other_rows_and_their_state_alone():
+    """Only the rows of the gradient are written (bit for bit)."""
+    weight = start()
+    group = GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})
+    stepper = ServerOptimizer("torch.optim.Adagrad", [group], {1: weight})
+    stepper.step([Gradient(variable=1, values=torch.ones(2, WIDTH), ids=torch.tensor([2, 5]))])
+    changed = (weight != start()).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [2, 5]
+    state = {key: value for _, key, value in stepper.state_entries()}
+    assert state["sum"].any(dim=1).nonzero().flatten().tolist() == [2, 5]
+    assert float(state["step"]) == 1
+
+
+def test_variables_without_a_gradient_stay_and_groups_keep_their_rates():
+    a, b, c = torch.ones(2), torch.ones(2), torch.ones(2)
+    groups = [
+        GroupSpec(variables=(1, 2), hyperparameters={"lr": 0.5}),
+        GroupSpec(variables=(), hyperparameters={"lr": 9.0}),
+        GroupSpec(variables=(3,), hyperparameters={"lr": 0.25}),
+    ]
+    stepper = ServerOptimizer("torch.optim.SGD", groups, {1: a, 2: b, 3: c})
+    both = [Gradient(variable=1, values=torch.ones(2)), Gradient(variable=3, values=torch.ones(2))]
+    stepper.step(both)
+    assert (a[0], b[0], c[0]) == (0.5, 1.0, 0.75)
+    stepper.set_hyperparameters({2: {"lr": 0.75}})
+    stepper.step(both)
+    assert (a[0], b[0], c[0]) == (0.0, 1.0, 0.0)
+
+
+def test_state_survives_saving_loading_and_a_new_group():
+    a, b = torch.ones(2), torch.ones(2)
+    one = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
+    two = [*one, GroupSpec(variables=(2,), hyperparameters={"lr": 0.1})]
+    stepper = ServerOptimizer("torch.optim.Adam", one, {1: a})
+    stepper.step([Gradient(variable=1, values=torch.ones(2))])
+    grown = ServerOptimizer("torch.optim.Adam", two, {1: a, 2: b})
+    grown.adopt_state(stepper)
+    assert {key for _, key, _ in grown.state_entries()} == {"step", "exp_avg", "exp_avg_sq"}
+    other = ServerOptimizer("torch.optim.Adam", one, {1: a.clone()})
+    other.load_state(grown.state_entries())
+    before = [value.clone() for _, _, value in other.state_entries()]
+    grown.step([Gradient(variable=1, values=torch.ones(2))])
+    assert all(map(torch.equal, before, [v for _, _, v in other.state_entries()]))
+
+
+def test_gradient_for_a_foreign_variable_or_of_a_wrong_shape_is_refused():
+    stepper = ServerOptimizer(
+        "torch.optim.SGD", [GroupSpec(variables=(1,), hyperparameters={})], {1: torch.ones(2)}
+    )
+    with pytest.raises(ValueError, match="variable 2 got a gradient"):
+        stepper.step([Gradient(variable=2, values=torch.ones(2))])
+    with pytest.raises(ValueError, match=r"\(3,\).*expected \(2,\)"):
+        stepper.step([Gradient(variable=1, values=torch.ones(3))])
+
+
+def test_only_allowed_modules_are_imported():
+    """Servers import torch.optim and what their list names, nothing else."""
+    assert resolve_optimizer_class("torch.optim.Adam") is torch.optim.Adam
+    for name in ("os.path.join", "torch.optimistic.Adam", "antigravity.Adam", "Adam"):
+        with pytest.raises(UnsupportedOptimizer, match="may not import"):
+            resolve_optimizer_class(name)
+    for name in ("torch.optim.lr_scheduler", "torch.optim.Nothing", "torch.optim.Optimizers"):
+        with pytest.raises(UnsupportedOptimizer, match=r"not a torch\.optim\.Optimizer"):
+            resolve_optimizer_class(name)

@@ -1,0 +1,338 @@
+"""The house rules that a machine can check: who imports whom, one door to each outside thing, names.
+
+A rule that must be broken is broken here, by name and with its reason, not silently in the code.
+The levels and rooms are those of ``docs/design/0001-rooms-and-contracts.md``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import stratagem as sg
+
+SOURCE = Path(__file__).parents[1] / "src" / "stratagem"
+FILES = sorted(SOURCE.rglob("*.py"))
+NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]
+
+# Lowest first. A module imports from lower levels and from its own room only.
+LEVELS: list[set[str]] = [
+    {"errors"},
+    {"config", "metrics"},
+    {"_core", "_wire"},
+    {"_data", "_ps"},
+    {"_strategies"},
+    {"_cluster"},
+    {"compat", "data", "cluster_resolver", "partitioners", "nn"},
+    {"launch", "testing"},
+    {"_demo"},
+    {"_commands"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+# file -> room it may see although it lies above or beside, and why.
+UPWARD: dict[tuple[str, str], str] = {}
+
+# An outside thing -> the files or rooms that may touch it. Dotted names are matched as imports and
+# as attribute paths, so `os.environ` is found however `os` was imported.
+DOORS: dict[str, set[str]] = {
+    "socket": {"_wire/"},
+    "socketserver": set(),
+    "ssl": {"_wire/"},
+    "asyncio": set(),
+    "http": set(),
+    "urllib.request": set(),
+    "msgspec": {"_wire/messages.py", "_wire/codec.py"},
+    "cloudpickle": {"_wire/codec.py"},
+    "pickle": {"_wire/codec.py"},
+    "marshal": set(),
+    "mmap": {"_wire/shm.py"},
+    "os.memfd_create": {"_wire/shm.py"},
+    "multiprocessing": {"_cluster/processes.py"},
+    "torch.multiprocessing": {"_cluster/processes.py"},
+    "subprocess": {"_cluster/processes.py"},
+    "signal": {"_cluster/processes.py"},
+    "os.fork": {"_cluster/processes.py"},
+    "os.kill": {"_cluster/processes.py"},
+    "os.killpg": {"_cluster/processes.py"},
+    "os.environ": {"config.py"},
+    "os.getenv": {"config.py"},
+    "os.putenv": set(),
+    "contextvars": {"_core/context.py"},
+    "threading.local": {"_core/context.py"},
+}
+
+MOST_LINES = 400
+# file -> why it is one room although it is longer.
+LONG: dict[str, str] = {
+    "metrics.py": "one idea; half of it is docstrings with the examples the reference shows",
+}
+
+
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((SOURCE / name).read_text(encoding="utf-8"), filename=name)
+
+
+def room_of(name: str) -> str:
+    """``_core/values.py`` -> ``_core``; ``metrics.py`` -> ``metrics``."""
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imports_of(name: str) -> Iterator[tuple[int, str]]:
+    """Every absolute dotted name a file imports, with its line; imports in functions included."""
+    package = ["stratagem", *name.split("/")[:-1]]
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                kept = package[: len(package) - node.level + 1]
+                base = ".".join([*kept, base]).rstrip(".")
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def test_every_module_has_a_level() -> None:
+    """A new room is given its place in the house before it is used."""
+    rooms = {room_of(name) for name in NAMES} - {"__init__"}
+    assert rooms - LEVEL_OF.keys() == set(), "give these a level in LEVELS, and in docs/design/0001"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "__init__.py"])
+def test_imports_go_down_only(name: str) -> None:
+    """No room sees one above it, or beside it, or the front door."""
+    here = room_of(name)
+    wrong = []
+    for line, imported in imports_of(name):
+        parts = imported.split(".")
+        if parts[0] != "stratagem":
+            continue
+        if len(parts) == 1 or parts[1] not in LEVEL_OF:
+            # `import stratagem`, `from stratagem import OneDeviceStrategy`: the front door sees all,
+            # so only what stands above every room may come in through it.
+            if LEVEL_OF[here] <= LEVEL_OF["_cluster"]:
+                wrong.append(f"{name}:{line} imports the front door ({imported})")
+            continue
+        there = parts[1]
+        if there == here or LEVEL_OF[there] < LEVEL_OF[here] or (name, there) in UPWARD:
+            continue
+        wrong.append(f"{name}:{line} imports {imported}: {there} is not below {here}")
+    assert wrong == []
+
+
+def attribute_paths(name: str) -> Iterator[tuple[int, str]]:
+    """Dotted paths used in expressions, such as ``os.environ``, with the module's true name."""
+    tree = tree_of(name)
+    true_name = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                true_name[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path, inner = [node.attr], node.value
+            while isinstance(inner, ast.Attribute):
+                path.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in true_name:
+                yield node.lineno, ".".join([true_name[inner.id], *reversed(path)])
+
+
+def may_pass(name: str, keepers: set[str]) -> bool:
+    return any(
+        name == keeper or (keeper[-1] == "/" and name.startswith(keeper)) for keeper in keepers
+    )
+
+
+@pytest.mark.parametrize("thing", sorted(DOORS))
+def test_one_door_to_each_outside_thing(thing: str) -> None:
+    """Whoever wants to know how we touch the outside reads one file."""
+    wrong = []
+    for name in NAMES:
+        if may_pass(name, DOORS[thing]):
+            continue
+        for line, path in [*imports_of(name), *attribute_paths(name)]:
+            if path == thing or path.startswith(f"{thing}."):
+                wrong.append(
+                    f"{name}:{line} touches {path}; its door is {DOORS[thing] or 'closed'}"
+                )
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_hasattr_and_no_work_in_del(name: str) -> None:
+    """Ask by type or by a declared property; whoever creates closes."""
+    wrong = []
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            wrong.append(f"{name}:{node.lineno} defines __del__")
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "hasattr"
+        ):
+            wrong.append(f"{name}:{node.lineno} calls hasattr")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_says_what_lives_in_it(name: str) -> None:
+    """The first lines of a file are its room's sign."""
+    assert ast.get_docstring(tree_of(name)), f"{name} has no docstring"
+
+
+def test_no_module_is_too_long_without_a_reason() -> None:
+    """Beyond the limit a file is two rooms, or says here why it is one."""
+    lengths = {
+        name: len(path.read_text().splitlines()) for name, path in zip(NAMES, FILES, strict=True)
+    }
+    too_long = {name: count for name, count in lengths.items() if count > MOST_LINES}
+    assert too_long.keys() == LONG.keys(), (
+        f"without a reason, or with one no longer needed: {too_long}"
+    )
+
+
+# Names.
+
+
+def test_all_is_exact() -> None:
+    """Every name of the front door is there, is listed once, and nothing else is listed."""
+    assert sorted(set(sg.__all__)) == sorted(sg.__all__)
+    assert set(sg.__all__) == {*sg._HOME_OF, "__version__"}
+    for name in sg.__all__:
+        assert getattr(sg, name) is not None
+    assert dir(sg) == sg.__all__
+
+
+def test_type_checkers_see_the_same_front_door() -> None:
+    """The block for type checkers and the table for the interpreter name the same homes."""
+    tree = tree_of("__init__.py")
+    (block,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    ]
+    seen = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        assert node.module is not None
+        for alias in node.names:
+            home = node.module.removeprefix("stratagem").removeprefix(".")
+            assert alias.asname == alias.name
+            seen[alias.name] = home
+    assert seen == sg._HOME_OF
+
+
+def public_modules() -> list[ModuleType]:
+    names = [name for name, home in sg._HOME_OF.items() if home == ""]
+    return [importlib.import_module(f"stratagem.{name}") for name in sorted(names)]
+
+
+def public_objects() -> Iterator[tuple[str, object]]:
+    """Everything a user can name: the front door's names and those of the public modules."""
+    for name, home in sg._HOME_OF.items():
+        if home:
+            yield f"sg.{name}", getattr(sg, name)
+    for module in public_modules():
+        for name in module.__all__:
+            yield f"sg.{module.__name__.removeprefix('stratagem.')}.{name}", getattr(module, name)
+
+
+def test_public_modules_list_exactly_what_they_offer() -> None:
+    """A public module's ``__all__`` is sorted and holds every public name it defines."""
+    for module in public_modules():
+        listed = list(module.__all__)
+        assert listed == sorted(listed), module.__name__
+        defined = {
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_")
+            and (inspect.isclass(value) or inspect.isfunction(value))
+            and value.__module__ == module.__name__
+        }
+        assert defined - set(listed) == set(), module.__name__
+        assert set(listed) <= set(vars(module)) | set(dir(module)), module.__name__
+
+
+def test_every_public_name_has_a_docstring_with_an_example() -> None:
+    """Examples are doctests, so this also means: every public name is run."""
+    lacking = []
+    for name, value in public_objects():
+        if not (inspect.isclass(value) or inspect.isroutine(value)):
+            continue
+        text = value.__doc__ or ""
+        is_error = inspect.isclass(value) and issubclass(value, BaseException)
+        # One example stands for the family of exceptions; each still says when it is raised.
+        if not text or (not is_error and ">>>" not in text):
+            lacking.append(name)
+    assert lacking == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """The reference in the documents names each public name once, and no other."""
+    page = (SOURCE.parents[1] / "docs" / "reference.md").read_text(encoding="utf-8")
+    documented = [
+        line.removeprefix("::: ").strip() for line in page.splitlines() if line.startswith("::: ")
+    ]
+    expected = {f"stratagem.{name}" for name in sg._HOME_OF}
+    assert sorted(documented) == sorted(expected)
+
+
+# Loading.
+
+
+def loaded_by(program: str) -> set[str]:
+    """Modules a fresh interpreter has loaded after a program, beyond those torch loads."""
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        f"{program}\n"
+        "print('\\n'.join(sorted(set(sys.modules) - before)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_else() -> None:
+    """`import stratagem` costs nothing beyond torch: not one more module of ours or others'."""
+    assert loaded_by("import stratagem") == {"stratagem"}
+
+
+def test_one_device_never_loads_the_cluster_parts() -> None:
+    """A program that trains on one device loads neither processes nor sockets nor codecs."""
+    loaded = loaded_by(
+        "import stratagem as sg\n"
+        "strategy = sg.OneDeviceStrategy('cpu:0')\n"
+        "with strategy.scope():\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "strategy.run(lambda: model(torch.ones(1, 2)))\n"
+        "strategy.close()\n"
+    )
+    heavy = (
+        "stratagem._cluster",
+        "stratagem._ps",
+        "stratagem._wire",
+        "msgspec",
+        "cloudpickle",
+        "rich",
+    )
+    assert [name for name in loaded if name.startswith(heavy)] == []
+    assert "stratagem._strategies.one_device" in loaded

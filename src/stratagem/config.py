@@ -87,3 +87,176 @@ def set_up_logging(level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname).1s %(name)s: %(message)s"))
         logger.addHandler(handler)
+
+
+def wire_timeout_s() -> float:
+    """How long one request to another task may take before it is an error.
+
+    One minute: a request moves at most a gigabyte and runs one optimizer step. Set
+    ``STRATAGEM_WIRE_TIMEOUT_S`` to change it.
+    """
+    return seconds_from_environment("STRATAGEM_WIRE_TIMEOUT_S", 60.0)
+
+
+def shared_memory_allowed() -> bool:
+    """Whether tasks on one host may share memory; ``STRATAGEM_SHARED_MEMORY=0`` forces sockets.
+
+    Example:
+        >>> from stratagem import config
+        >>> config.shared_memory_allowed()
+        True
+    """
+    text = environment("STRATAGEM_SHARED_MEMORY", "1")
+    if text not in ("0", "1"):
+        raise ValueError(
+            f"STRATAGEM_SHARED_MEMORY={text!r} is not a switch: expected 0 or 1. Unset it to share "
+            f"memory wherever tasks run on one host."
+        )
+    return text == "1"
+
+
+def cluster_key_text() -> str | None:
+    """The cluster's key from ``STRATAGEM_CLUSTER_KEY`` or the file ``STRATAGEM_CLUSTER_KEY_FILE``.
+
+    None when neither is set. A key never stands on a command line, where every user could read it.
+    """
+    text = environment("STRATAGEM_CLUSTER_KEY")
+    path = environment("STRATAGEM_CLUSTER_KEY_FILE")
+    if text and path:
+        raise ValueError(
+            "STRATAGEM_CLUSTER_KEY and STRATAGEM_CLUSTER_KEY_FILE are both set: expected one of "
+            "them. Unset the other."
+        )
+    if text:
+        return text.strip()
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = file.read().strip()
+    except OSError as error:
+        raise ValueError(
+            f"STRATAGEM_CLUSTER_KEY_FILE={path!r} cannot be read: {error}. Name a file that holds "
+            f"the key and that this user may read."
+        ) from error
+    if not found:
+        raise ValueError(f"STRATAGEM_CLUSTER_KEY_FILE={path!r} is empty: expected the cluster key.")
+    return found
+
+
+def set_environment(name: str, value: str) -> None:
+    """Sets one environment variable of this process (CUDA_VISIBLE_DEVICES from Slurm's ranks)."""
+    os.environ[name] = value
+
+
+def _number_from_environment(names: tuple[str, ...], default: float) -> float:
+    """First of several settings that is set, as a number that is not negative."""
+    for name in names:
+        text = environment(name)
+        if text is None or text == "":
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if value < 0:
+            raise ValueError(
+                f"{name}={text!r} is not usable: expected a number >= 0, such as {default:g}. "
+                f"Unset it to use the default."
+            )
+        return value
+    return default
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Limits and sizes of a coordinator and its tasks.
+
+    `ClusterOptions.from_environment()` reads each field from ``STRATAGEM_<FIELD>`` and, where
+    tf.distribute had a setting for it, from that name.
+
+    Example:
+        >>> from stratagem.config import ClusterOptions
+        >>> ClusterOptions(heartbeat_limit_s=2.0).heartbeat_limit_s
+        2.0
+    """
+
+    heartbeat_s: float = 0.5
+    """How often tasks say that they live: a fraction of the limit, too rare to cost anything."""
+
+    heartbeat_limit_s: float = 4.0
+    """Silence after which a task counts as lost; with the checks' own delay it stays under 5 s."""
+
+    connect_timeout_s: float = 30.0
+    """How long a connection attempt to one task may take, its start-up included."""
+
+    worker_wait_s: float = 3600.0
+    """How long closures wait when no worker at all is there (FLT-3), before it is an error."""
+
+    restart_pause_s: float = 0.25
+    """Pause between attempts to reach a lost worker; a fork server needs about 0.1 s."""
+
+    queue_limit: int = 262_144
+    """Closures queued before `schedule` waits; 0 means no limit (CCO-12)."""
+
+    poison_limit: int = 3
+    """Losses in a row after which a closure is not tried again."""
+
+    transient_ps_failures: int = 3
+    """Reports of one server's failure at which it is raised instead of retried (FLT-10)."""
+
+    transient_timeouts: int = -1
+    """Deadlines missed before it is raised (FLT-11); -1 means a tenth of the workers."""
+
+    watchdog_s: float = 0.0
+    """Time without a finished closure after which stacks are logged; 0 is off (WDG-1)."""
+
+    start_delay_s: float = 0.0
+    """Worker i starts taking closures after i times this (CCO-3)."""
+
+    start_delay_max_s: float = 0.0
+    """Upper limit of that delay; 0 means none."""
+
+    close_timeout_s: float = 10.0
+    """How long `close` waits for threads and tasks before it stops waiting."""
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "heartbeat_limit_s", "connect_timeout_s", "worker_wait_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name}={value!r}: expected a positive number of seconds.")
+        if self.heartbeat_limit_s <= self.heartbeat_s:
+            raise ValueError(
+                f"heartbeat_limit_s={self.heartbeat_limit_s!r} must be larger than "
+                f"heartbeat_s={self.heartbeat_s!r}, or every task would count as lost."
+            )
+
+    @classmethod
+    def from_environment(cls) -> ClusterOptions:
+        """Options as the environment sets them."""
+        default = cls()
+
+        def number(field: str, *others: str) -> float:
+            return _number_from_environment(
+                (f"STRATAGEM_{field.upper()}", *others), getattr(default, field)
+            )
+
+        return cls(
+            heartbeat_s=number("heartbeat_s"),
+            heartbeat_limit_s=number("heartbeat_limit_s"),
+            connect_timeout_s=number("connect_timeout_s"),
+            worker_wait_s=number("worker_wait_s"),
+            restart_pause_s=number("restart_pause_s"),
+            queue_limit=int(number("queue_limit")),
+            poison_limit=int(number("poison_limit")),
+            transient_ps_failures=int(
+                number("transient_ps_failures", "TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES")
+            ),
+            transient_timeouts=int(
+                number("transient_timeouts", "TF_COORDINATOR_IGNORE_TRANSIENT_TIMEOUTS")
+            ),
+            watchdog_s=number("watchdog_s", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT"),
+            start_delay_s=number("start_delay_s", "TF_COORDINATOR_SCHEDULE_START_DELAY"),
+            start_delay_max_s=number("start_delay_max_s", "TF_COORDINATOR_SCHEDULE_START_DELAY_MAX"),
+            close_timeout_s=number("close_timeout_s"),
+        )

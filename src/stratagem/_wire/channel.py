@@ -1,0 +1,570 @@
+"""The connection between two processes: request and reply, notify, deadlines, close.
+
+Sockets live here and in `listener.py`. A channel moves messages (`messages.py`) with tensors beside them; what
+they mean is not known here. Everybody who talks to another process does it through a `Channel`.
+
+Two ways to use one, not to be mixed on one channel:
+
+- *Calling* (clients): `request`, or `begin` … `collect` for several outstanding requests, `notify`, `receive`.
+  Any thread may call; replies find their callers.
+- *Serving* (event loops): `fileno` in a selector, `receive_ready` when readable, `enqueue` and
+  `flush`, `wants_write`. One thread at a time.
+
+Sockets are never blocking; every wait is a poll with a deadline.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self, final
+
+from typing_extensions import override
+
+from stratagem import config
+from stratagem._wire import frames, messages
+from stratagem._wire.failures import exception_from
+from stratagem._wire.frames import Buffer, FrameParser, Limits
+from stratagem._wire.handshake import ClientHandshake, ClusterKey
+from stratagem._wire.messages import Frame, Message
+from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError
+
+_IOV_LIMIT = 512
+"""Pieces given to one sendmsg; the kernel takes 1024."""
+
+_POLL_SLICE_S = 0.5
+"""How long a caller sleeps at most while another thread reads replies for it."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``; IPv6 hosts stand in brackets.
+
+    Example:
+        >>> from stratagem._wire.channel import split_address
+        >>> split_address("localhost:2222"), split_address("[::1]:80")
+        (('localhost', 2222), ('::1', 80))
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(
+            f"{address!r} is not an address: expected host:port with a port from 0 to 65535, such "
+            f"as 'localhost:2222'"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Options of every connection: no delay, never block, notice a peer that vanished."""
+    sock.setblocking(False)
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A peer whose machine is gone sends no FIN: the kernel asks after 5 quiet seconds, every 2
+        # seconds, and gives up after 3 unanswered questions.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def wait_for(sock: socket.socket, events: int, deadline: float) -> bool:
+    """Waits until the socket is ready; False when the deadline (monotonic seconds) passed."""
+    poll = select.poll()
+    poll.register(sock, events)
+    left = deadline - time.monotonic()
+    return bool(poll.poll(max(0.0, left) * 1000.0))
+
+
+@final
+class Channel:
+    """One authenticated connection.
+
+    Example:
+        >>> from stratagem._wire.channel import connect
+        >>> from stratagem._wire.listener import Listener
+        >>> from stratagem._wire.messages import Ping
+        >>> import threading
+        >>> with Listener("127.0.0.1:0") as listener:
+        ...     accepted = []
+        ...     thread = threading.Thread(
+        ...         target=lambda: accepted.append(listener.accept(timeout_s=5))
+        ...     )
+        ...     thread.start()
+        ...     with connect(listener.address, timeout_s=5) as client:
+        ...         thread.join()
+        ...         client.notify(Ping())
+        ...         with accepted[0] as server:
+        ...             print(server.receive(timeout_s=5).message)
+        Ping()
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        peer: str,
+        limits: Limits | None = None,
+        may_unpickle: bool = False,
+    ) -> None:
+        """Takes over a connected, authenticated socket.
+
+        Args:
+            sock: owned by the channel from now on.
+            peer: how the other side is called in errors and logs.
+            limits: of what is received.
+            may_unpickle: whether failures may bring pickled exceptions: only where the other side is trusted
+                with running code here, as workers are by their coordinator.
+        """
+        prepare(sock)
+        self.peer = peer
+        self._sock = sock
+        self._may_unpickle = may_unpickle
+        self._parser = FrameParser(limits)
+        self._outgoing: deque[Buffer] = deque()
+        self._outgoing_bytes = 0
+        self._send_lock = threading.Lock()
+        self._arrival = threading.Condition(threading.Lock())
+        self._has_reader = False
+        self._next_call = 0
+        self._awaited: set[int] = set()
+        self._replies: dict[int, Frame] = {}
+        self._inbox: deque[Frame] = deque()
+        self._lost: Exception | None = None
+        self._closed = False
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+
+    # -- calling ------------------------------------------------------------------------------
+
+    def request(
+        self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None
+    ) -> Frame:
+        """Sends a request and waits for its reply.
+
+        Raises:
+            DeadlineExceeded: no reply within `timeout_s` (default: `config.wire_timeout_s()`).
+            ConnectionLost: the other side is gone.
+            Exception: what the other side raised, with its traceback as cause.
+        """
+        timeout_s = config.wire_timeout_s() if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        return self.collect(self.begin(message, buffers, timeout_s=timeout_s), deadline=deadline)
+
+    def begin(
+        self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None
+    ) -> int:
+        """Sends a request without waiting for its reply; gives the number to `collect` it by."""
+        with self._arrival:
+            self._next_call = self._next_call % 0xFFFFFFFF + 1
+            call = self._next_call
+            self._awaited.add(call)
+        try:
+            self._send(frames.REQUEST, call, message, buffers, timeout_s)
+        except BaseException:
+            with self._arrival:
+                self._awaited.discard(call)
+            raise
+        return call
+
+    def collect(
+        self, call: int, *, timeout_s: float | None = None, deadline: float | None = None
+    ) -> Frame:
+        """Waits for the reply to one `begin`; errors as `request`."""
+        if deadline is None:
+            timeout_s = config.wire_timeout_s() if timeout_s is None else timeout_s
+            deadline = time.monotonic() + timeout_s
+        try:
+            frame = self._await(lambda: self._replies.pop(call, None), deadline)
+        finally:
+            with self._arrival:
+                self._awaited.discard(call)
+        if frame is None:
+            raise DeadlineExceeded(
+                f"{self.peer} did not reply within the limit; it may be overloaded, hung or cut off"
+            )
+        if frame.kind == frames.FAILURE:
+            raise exception_from(frame.message, may_unpickle=self._may_unpickle)
+        return frame
+
+    def notify(
+        self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None
+    ) -> None:
+        """Sends a message that has no reply."""
+        self._send(frames.NOTIFY, 0, message, buffers, timeout_s)
+
+    def notify_all(
+        self,
+        batch: Iterable[tuple[Message, Sequence[Buffer]]],
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Sends several messages that have no reply, with as few system calls as possible."""
+        with self._send_lock:
+            for message, buffers in batch:
+                self._append(frames.NOTIFY, 0, message, buffers)
+            self._drain(timeout_s)
+
+    def reply(
+        self,
+        frame: Frame,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Answers a request received by `receive`; does nothing for a notify."""
+        if frame.kind == frames.REQUEST:
+            failed = isinstance(message, messages.RemoteFailure)
+            kind = frames.FAILURE if failed else frames.REPLY
+            self._send(kind, frame.call, message, buffers, timeout_s)
+
+    def receive(self, *, timeout_s: float) -> Frame | None:
+        """The next request or notify of the other side; None when none came within the limit.
+
+        Raises:
+            ConnectionLost: the other side is gone.
+        """
+        return self._await(
+            lambda: self._inbox.popleft() if self._inbox else None, time.monotonic() + timeout_s
+        )
+
+    # -- serving ------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._sock.fileno()
+
+    def receive_ready(self, limit: int = 64) -> list[Frame]:
+        """Frames that are there now, after one read; empty if none is complete.
+
+        Args:
+            limit: soft limit: no further read is made; frames already read are all given.
+
+        Raises:
+            ConnectionLost: the other side closed, or is gone.
+            ProtocolError: what it sends is not our protocol.
+        """
+        found: list[Frame] = []
+        while len(found) < limit:
+            space = self._parser.space()
+            count = self._read_into(space)
+            if count < 0:
+                break
+            full = count == len(space)
+            self._parser.advance(count)
+            while (raw := self._parser.next_frame()) is not None:
+                found.append(messages.decode_frame(raw))
+            if not full:
+                break
+        return found
+
+    def enqueue(
+        self, kind: int, call: int, message: Message, buffers: Sequence[Buffer] = ()
+    ) -> None:
+        """Puts a frame in line; `flush` sends. The buffers must not change until they are sent."""
+        with self._send_lock:
+            self._append(kind, call, message, buffers)
+
+    def enqueue_reply(self, frame: Frame, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """As `reply`, by `enqueue`."""
+        if frame.kind == frames.REQUEST:
+            failed = isinstance(message, messages.RemoteFailure)
+            self.enqueue(frames.FAILURE if failed else frames.REPLY, frame.call, message, buffers)
+
+    def flush(self) -> bool:
+        """Sends what the socket takes now; True when nothing is left. Never waits.
+
+        Raises:
+            ConnectionLost: the other side is gone.
+        """
+        with self._send_lock:
+            while self._outgoing:
+                if not self._send_some():
+                    return False
+            return True
+
+    def keep_unsent(self) -> None:
+        """Copies what is still in line, so that the caller may change the buffers it gave."""
+        with self._send_lock:
+            if self._outgoing:
+                self._outgoing = deque(bytes(piece) for piece in self._outgoing)
+
+    @property
+    def wants_write(self) -> bool:
+        """True while something is in line."""
+        return bool(self._outgoing)
+
+    @property
+    def outgoing_bytes(self) -> int:
+        """Bytes in line, not yet taken by the socket."""
+        return self._outgoing_bytes
+
+    # -- end ----------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """False once closed, or once the loss of the other side was noticed."""
+        return not self._closed and self._lost is None
+
+    def close(self) -> None:
+        """Ends the connection; the other side sees it at once. May be called again, from any thread."""
+        with self._arrival:
+            if self._closed:
+                return
+            self._closed = True
+            has_reader = self._has_reader
+            self._arrival.notify_all()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that polls this socket
+        except OSError:
+            pass  # already gone: nobody left to tell
+        if not has_reader:
+            self._sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @override
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "lost" if self._lost else "open"
+        return (
+            f"<Channel to {self.peer} {state}, {len(self._awaited)} awaited, "
+            f"{self._outgoing_bytes} bytes in line>"
+        )
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _await(self, take: Callable[[], Frame | None], deadline: float) -> Frame | None:
+        """Waits until `take` gives a frame. One waiting thread reads for all, the others sleep."""
+        while True:
+            with self._arrival:
+                while True:
+                    frame = take()
+                    if frame is not None:
+                        return frame
+                    if self._lost is not None:
+                        raise self._lost_error()
+                    if self._closed:
+                        raise ConnectionLost(f"the channel to {self.peer} is closed")
+                    if not self._has_reader:
+                        break
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return None
+                    self._arrival.wait(min(left, _POLL_SLICE_S))
+                self._has_reader = True
+            in_time = True
+            try:
+                in_time = self._read_once(deadline)
+            finally:
+                self._end_reading()
+            if not in_time:
+                with self._arrival:
+                    return take()
+
+    def _end_reading(self) -> None:
+        with self._arrival:
+            self._has_reader = False
+            self._arrival.notify_all()
+            if self._closed:  # close() left the socket to us
+                self._sock.close()
+
+    def _read_once(self, deadline: float) -> bool:
+        """One read, its frames handed to whom they belong; False when the deadline passed first."""
+        left = deadline - time.monotonic()
+        if not self._readable.poll(max(0.0, left) * 1000.0):
+            return False
+        self._take_in()
+        return True
+
+    def _take_in(self) -> None:
+        """Reads what is there. The caller is the one reader."""
+        try:
+            for frame in self.receive_ready():
+                with self._arrival:
+                    if frame.kind in (frames.REPLY, frames.FAILURE):
+                        if frame.call in self._awaited:  # else its caller gave up: too late
+                            self._replies[frame.call] = frame
+                    else:
+                        self._inbox.append(frame)
+        except (ConnectionLost, ProtocolError) as error:
+            self._lost = error
+
+    def _read_into(self, space: memoryview) -> int:
+        """Bytes read; -1 when none are there now."""
+        try:
+            count = self._sock.recv_into(space)
+        except (BlockingIOError, InterruptedError):
+            return -1
+        except OSError as error:
+            raise ConnectionLost(f"the connection to {self.peer} broke: {error}") from error
+        if count == 0:
+            how = "" if self._parser.is_between_frames else " in the middle of a message"
+            raise ConnectionLost(f"{self.peer} closed the connection{how}")
+        return count
+
+    def _lost_error(self) -> Exception:
+        assert self._lost is not None
+        return type(self._lost)(*self._lost.args)
+
+    def _append(self, kind: int, call: int, message: Message, buffers: Sequence[Buffer]) -> None:
+        for piece in frames.encode_frame(kind, call, messages.encode(message), buffers):
+            view = memoryview(piece)
+            if view.ndim != 1 or view.format != "B":
+                view = view.cast("B")
+            self._outgoing.append(view)
+            self._outgoing_bytes += view.nbytes
+
+    def _send(
+        self,
+        kind: int,
+        call: int,
+        message: Message,
+        buffers: Sequence[Buffer],
+        timeout_s: float | None,
+    ) -> None:
+        with self._send_lock:
+            self._append(kind, call, message, buffers)
+            self._drain(timeout_s)
+
+    def _drain(self, timeout_s: float | None) -> None:
+        """Sends everything in line. Reads meanwhile, so that two sides sending to each other never stall."""
+        deadline = None
+        while self._outgoing:
+            if self._send_some():
+                continue
+            if deadline is None:
+                timeout_s = config.wire_timeout_s() if timeout_s is None else timeout_s
+                deadline = time.monotonic() + timeout_s
+            self._wait_to_send(deadline, timeout_s or 0.0)
+
+    def _wait_to_send(self, deadline: float, timeout_s: float) -> None:
+        with self._arrival:
+            reads = not self._has_reader
+            if reads:
+                self._has_reader = True
+        try:
+            events = select.POLLOUT | (select.POLLIN if reads else 0)
+            ready = wait_for(self._sock, events, deadline)
+            if ready and reads:
+                self._take_in()
+        finally:
+            if reads:
+                self._end_reading()
+        if self._lost is not None:
+            raise self._lost_error()
+        if not ready:
+            # Half a frame may be out: nothing can follow it, the channel is of no more use.
+            self._lost = ConnectionLost(
+                f"{self.peer} took no more bytes for {timeout_s:g} s, in the middle of a message"
+            )
+            raise DeadlineExceeded(str(self._lost))
+
+    def _send_some(self) -> bool:
+        """One send; False when the socket takes nothing now."""
+        if self._closed or self._lost is not None:
+            if self._lost is not None:
+                raise self._lost_error()
+            raise ConnectionLost(f"the channel to {self.peer} is closed")
+        pieces = self._outgoing
+        try:
+            if len(pieces) == 1:
+                sent = self._sock.send(pieces[0])
+            else:
+                few = pieces if len(pieces) <= _IOV_LIMIT else list(pieces)[:_IOV_LIMIT]
+                sent = self._sock.sendmsg(few)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self._lost = ConnectionLost(f"the connection to {self.peer} broke: {error}")
+            raise self._lost_error() from error
+        self._outgoing_bytes -= sent
+        while sent:
+            first = memoryview(pieces[0])
+            if sent < first.nbytes:
+                pieces[0] = first[sent:]
+                break
+            sent -= first.nbytes
+            pieces.popleft()
+        return True
+
+
+def connect(
+    address: str,
+    *,
+    key: ClusterKey | None = None,
+    timeout_s: float = 10.0,
+    peer: str | None = None,
+    limits: Limits | None = None,
+    may_unpickle: bool = False,
+) -> Channel:
+    """Connects to a listener and proves the key, both ways.
+
+    Args:
+        address: ``host:port``.
+        key: the cluster's key, or None for a cluster without one.
+        timeout_s: for connecting and proving together.
+        peer: how to call the other side in errors; its address by default.
+        limits: of what is received.
+        may_unpickle: see `Channel`.
+
+    Raises:
+        ConnectionLost: nobody listens there, or it hung up.
+        DeadlineExceeded: it did not answer in time.
+        AuthenticationError, ProtocolError: it refused, or is somebody else.
+    """
+    host, port = split_address(address)
+    name = peer or address
+    deadline = time.monotonic() + timeout_s
+    try:
+        sock = socket.create_connection((host, port), timeout=timeout_s)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{name} did not answer within {timeout_s:g} s") from error
+    except OSError as error:
+        raise ConnectionLost(f"cannot connect to {name} at {address!r}: {error}") from error
+    try:
+        prepare(sock)
+        if sock.getsockname() == sock.getpeername():
+            # Connecting to a free local port can meet itself; nobody listens there.
+            raise ConnectionLost(f"nobody listens at {address!r}, where {name} should be")
+        _prove(sock, ClientHandshake(key, who=name), deadline, name)
+    except BaseException:
+        sock.close()
+        raise
+    return Channel(sock, peer=name, limits=limits, may_unpickle=may_unpickle)
+
+
+def _prove(sock: socket.socket, handshake: ClientHandshake, deadline: float, name: str) -> None:
+    outgoing = handshake.opening()
+    while not handshake.done:
+        try:
+            if outgoing:
+                sock.sendall(outgoing)  # at most 48 bytes into an empty socket buffer: never blocks
+            data = b""
+            while len(data) < handshake.needed:
+                if not wait_for(sock, select.POLLIN, deadline):
+                    raise DeadlineExceeded(f"{name} accepted the connection but does not answer")
+                part = sock.recv(handshake.needed - len(data))
+                if not part:
+                    raise ConnectionLost(
+                        f"{name} hung up during the handshake; its log says why (another protocol "
+                        f"version, or too many connections waiting)"
+                    )
+                data += part
+        except (ConnectionLost, DeadlineExceeded):
+            raise
+        except OSError as error:
+            raise ConnectionLost(f"{name} hung up during the handshake: {error}") from error
+        outgoing = handshake.feed(data)

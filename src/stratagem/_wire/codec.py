@@ -1,0 +1,344 @@
+"""Messages with tensors, and Python objects, to bytes and back.
+
+The only door to pickle. Tensors: `Outgoing.add` on the sending side, `tensor_from` on the receiving one; these
+never pickle, and are all that parameter servers use. Objects (functions, arguments, results): `pack` and
+`unpack`, for coordinators and workers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from stratagem._wire.frames import Buffer
+from stratagem._wire.messages import AnyTensorRef, Packed, PackedTensor, SparseRef, TensorRef
+from stratagem.errors import ProtocolError
+
+INLINE_BYTES: Final = 512
+"""Tensors up to this size inside packed objects stay in the pickle: a buffer costs more."""
+
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.itemsize > 0
+}
+_NAMES: Final[dict[torch.dtype, str]] = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES.values()
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a dtype on the wire.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.codec import dtype_from, dtype_name
+        >>> dtype_name(torch.bfloat16), dtype_from("float32")
+        ('bfloat16', torch.float32)
+    """
+    return _NAMES[dtype]
+
+
+def dtype_from(name: str) -> torch.dtype:
+    """The dtype of this name; ProtocolError if there is none."""
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        raise ProtocolError(f"{name!r} is not a dtype this process knows")
+    return dtype
+
+
+class HasBuffers(Protocol):
+    """Where received buffers are looked up: a `messages.Frame`."""
+
+    def buffer(self, index: int) -> memoryview:
+        """Memory of one buffer."""
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype, without a copy.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.codec import bytes_of
+        >>> bytes_of(torch.tensor([1, 2], dtype=torch.uint8)).tolist()
+        [1, 2]
+    """
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1)
+    # A conjugate or negative view has other bytes than its values; resolve makes them real.
+    flat = flat.resolve_conj().resolve_neg()
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class Outgoing:
+    """The buffers of a frame being built.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.codec import Outgoing
+        >>> outgoing = Outgoing()
+        >>> outgoing.add(torch.ones(2, 3))
+        TensorRef(dtype='float32', shape=(2, 3), buffer=0, segment=0, offset=0)
+        >>> len(outgoing.buffers)
+        1
+    """
+
+    __slots__ = ("buffers",)
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+
+    def add(self, tensor: Tensor) -> TensorRef:
+        """Puts a dense tensor beside the message. It must not change until it is sent."""
+        if tensor.device.type != "cpu":
+            tensor = tensor.detach().cpu()
+        shape = tuple(tensor.shape)
+        self.buffers.append(bytes_of(tensor.contiguous()))
+        return TensorRef(_NAMES[tensor.dtype], shape, len(self.buffers) - 1)
+
+    def add_any(self, tensor: Tensor) -> AnyTensorRef:
+        """Puts a dense or sparse tensor beside the message."""
+        if tensor.layout == torch.strided:
+            return self.add(tensor)
+        if tensor.layout == torch.sparse_coo:
+            tensor = tensor.detach()
+            return SparseRef(
+                tuple(tensor.shape),
+                self.add(tensor._indices()),
+                self.add(tensor._values()),
+                tensor.is_coalesced(),
+            )
+        raise ValueError(
+            f"a tensor with layout {tensor.layout} cannot be sent: expected torch.strided or "
+            f"torch.sparse_coo. Convert it first, for instance with to_dense()"
+        )
+
+    def add_bytes(self, data: Buffer) -> int:
+        """Puts raw bytes beside the message; gives their buffer number."""
+        self.buffers.append(data)
+        return len(self.buffers) - 1
+
+
+def tensor_from(ref: TensorRef, frame: HasBuffers) -> Tensor:
+    """The dense tensor a message refers to, over the received memory: no copy.
+
+    Raises:
+        ProtocolError: the reference does not fit its buffer.
+    """
+    return tensor_over(ref, frame.buffer(ref.buffer))
+
+
+def tensor_over(ref: TensorRef, memory: memoryview) -> Tensor:
+    """A tensor of the reference's dtype and shape over memory that must be exactly as large."""
+    dtype = dtype_from(ref.dtype)
+    shape = ref.shape
+    if min(shape, default=0) < 0:
+        raise ProtocolError(f"a tensor with shape {shape!r} cannot be: sizes are never negative")
+    count = math.prod(shape)
+    if count * dtype.itemsize != memory.nbytes:
+        raise ProtocolError(
+            f"a tensor of shape {shape!r} and {ref.dtype} needs {count * dtype.itemsize} bytes, its "
+            f"buffer has {memory.nbytes}"
+        )
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def any_tensor_from(ref: AnyTensorRef, frame: HasBuffers) -> Tensor:
+    """The dense or sparse tensor a message refers to."""
+    if isinstance(ref, TensorRef):
+        return tensor_from(ref, frame)
+    return torch.sparse_coo_tensor(
+        tensor_from(ref.indices, frame),
+        tensor_from(ref.values, frame),
+        ref.shape,
+        is_coalesced=ref.coalesced,
+        check_invariants=True,
+    )
+
+
+# -- objects -----------------------------------------------------------------------------------
+
+Describe = Callable[[object], object | None]
+"""Gives the token of an object that must arrive as a handle, None for every other object."""
+
+Rebuild = Callable[[Any], object]
+"""Gives the receiver's own object for a token."""
+
+_TENSOR = 0
+_HANDLE = 1
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles everything by value or name, except tensors (buffers) and handles (tokens)."""
+
+    def __init__(
+        self, file: io.BytesIO, outgoing: Outgoing, describe: Describe | None, raw: list[int]
+    ) -> None:
+        def set_aside(buffer: pickle.PickleBuffer) -> bool:
+            with buffer.raw() as memory:
+                if memory.nbytes <= INLINE_BYTES:
+                    return True  # stays in the pickle
+            raw.append(outgoing.add_bytes(buffer.raw()))
+            return False
+
+        super().__init__(file, protocol=5, buffer_callback=set_aside)
+        self._outgoing = outgoing
+        self._describe = describe
+        self._numbers: dict[int, int] = {}
+        self._kept: list[object] = []  # ids in _numbers stay valid while we hold the objects
+        self.tensors: list[PackedTensor] = []
+
+    def persistent_id(self, obj: object) -> tuple[int, object] | None:
+        kind = type(obj)
+        if kind is Tensor or kind is nn.Parameter:
+            assert isinstance(obj, Tensor)
+            if self._describe is not None and (token := self._describe(obj)) is not None:
+                return _HANDLE, token
+            return self._tensor(obj)
+        if self._describe is not None and kind not in _PLAIN:
+            token = self._describe(obj)
+            if token is not None:
+                return _HANDLE, token
+        return None
+
+    def _tensor(self, tensor: Tensor) -> tuple[int, object] | None:
+        if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.device.type == "meta":
+            return None  # torch's own way to pickle it
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            number = len(self.tensors)
+            self._numbers[id(tensor)] = number
+            self._kept.append(tensor)
+            self.tensors.append(
+                PackedTensor(
+                    self._outgoing.add_any(tensor),
+                    tensor.requires_grad,
+                    type(tensor) is nn.Parameter,
+                )
+            )
+        return _TENSOR, number
+
+
+_PLAIN: Final = frozenset(
+    {int, float, bool, str, bytes, type(None), tuple, list, dict, set, complex}
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, data: bytes, tensors: Sequence[Tensor], raw: Sequence[Any], rebuild: Rebuild | None
+    ) -> None:
+        super().__init__(io.BytesIO(data), buffers=raw)
+        self._tensors = tensors
+        self._rebuild = rebuild
+
+    @override
+    def persistent_load(self, pid: tuple[int, Any]) -> object:
+        kind, value = pid
+        if kind == _TENSOR:
+            return self._tensors[value]
+        if self._rebuild is None:
+            raise ProtocolError(f"handle {value!r} arrived where no handles are expected")
+        return self._rebuild(value)
+
+
+def pack(obj: object, outgoing: Outgoing, *, describe: Describe | None = None) -> Packed:
+    """Turns any object into a message part; its tensors become buffers of `outgoing`.
+
+    Functions travel by value if their module cannot be imported elsewhere (``__main__``, lambdas). An
+    object for which `describe` gives a token travels as that token.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.codec import Outgoing, pack, unpack_from
+        >>> outgoing = Outgoing()
+        >>> packed = pack({"x": torch.arange(300), "f": lambda v: v + 1}, outgoing)
+        >>> back = unpack_from(packed, outgoing.buffers)
+        >>> back["f"](int(back["x"][41]))
+        42
+    """
+    file = io.BytesIO()
+    raw: list[int] = []
+    pickler = _Pickler(file, outgoing, describe, raw)
+    pickler.dump(obj)
+    return Packed(payload=file.getvalue(), tensors=tuple(pickler.tensors), raw=tuple(raw))
+
+
+def unpack(packed: Packed, frame: HasBuffers, *, rebuild: Rebuild | None = None) -> Any:
+    """The object again. Runs code of the sender: never call it on what a stranger sent."""
+    tensors = [_revive(one, frame) for one in packed.tensors]
+    raw = [frame.buffer(index) for index in packed.raw]
+    return _Unpickler(packed.payload, tensors, raw, rebuild).load()
+
+
+def unpack_from(
+    packed: Packed, buffers: Sequence[Buffer], *, rebuild: Rebuild | None = None
+) -> Any:
+    """As `unpack`, from buffers that never crossed a process; they are copied."""
+    return unpack(packed, LocalBuffers(buffers), rebuild=rebuild)
+
+
+class LocalBuffers:
+    """Buffers that did not come by a frame, copied so that they can be written to."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = [bytearray(buffer) for buffer in buffers]
+
+    def buffer(self, index: int) -> memoryview:
+        """Memory of one buffer."""
+        return memoryview(self._buffers[index])
+
+
+def digest_of(packed: Packed, buffers: Sequence[Buffer] = ()) -> bytes:
+    """A digest by which two processes agree that a function was already sent.
+
+    Example:
+        >>> from stratagem._wire.codec import Outgoing, digest_of, pack
+        >>> len(digest_of(pack(len, Outgoing())))
+        16
+    """
+    summary = hashlib.blake2b(packed.payload, digest_size=16)
+    for buffer in buffers:
+        memory = memoryview(buffer)
+        if memory.nbytes:
+            summary.update(memory)
+    return summary.digest()
+
+
+def _revive(packed: PackedTensor, frame: HasBuffers) -> Tensor:
+    tensor = any_tensor_from(packed.ref, frame)
+    if packed.is_parameter:
+        return nn.Parameter(tensor, requires_grad=packed.requires_grad)
+    return tensor.requires_grad_() if packed.requires_grad else tensor
+
+
+def pickle_exception(error: BaseException) -> bytes:
+    """The exception pickled, if it comes back as it was; else nothing."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        back = pickle.loads(data)
+    except Exception:  # noqa: BLE001 - user classes fail in any way; the text travels in any case
+        return b""
+    return data if type(back) is type(error) and str(back) == str(error) else b""
+
+
+def unpickle_exception(data: bytes) -> BaseException | None:
+    """What `pickle_exception` made; None if its class cannot be had here."""
+    try:
+        back = pickle.loads(data)
+    except Exception:  # noqa: BLE001 - a module this process lacks, or any error of user code
+        return None
+    return back if isinstance(back, BaseException) else None

@@ -1,0 +1,258 @@
+"""How a frame is laid out in bytes, and how a stream of bytes becomes frames again.
+
+Pure: no socket is touched here, so the parser can be tested and fuzzed by the million. `channel.py`
+moves the bytes; `codec.py` says what the message and the buffers mean.
+
+One frame::
+
+    offset    bytes
+    0         2      b"SG"
+    2         1      kind: 1 request, 2 reply, 3 failure, 4 notify
+    3         1      0
+    4         4      call number (0 for a notify), little endian as everything here
+    8         4      M, length of the message
+    12        4      N, number of buffers
+    16        8 N    length of each buffer
+    16+8N     M      the message (see messages.py)
+    16+8N+M          the buffers, each padded with zeros to a multiple of 64 bytes
+
+The padding lets a receiver put all buffers of a frame into one allocation with every buffer aligned
+for any dtype and for vector instructions, so that tensors are made over it without a copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from stratagem.errors import ProtocolError
+
+REQUEST = 1
+REPLY = 2
+FAILURE = 3
+NOTIFY = 4
+KINDS = frozenset((REQUEST, REPLY, FAILURE, NOTIFY))
+
+ALIGNMENT = 64
+PREFIX = struct.Struct("<2sBBIII")
+MAGIC = b"SG"
+MAX_BUFFERS = 1 << 16
+"""Buffers in one frame: 16 times the variables of the largest model we know of."""
+
+INPUT_BYTES = 1 << 16
+"""Size of a connection's input buffer: frames up to it cost one receive call."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_ZEROS = bytes(ALIGNMENT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one connection may ask of the other side's memory.
+
+    Example:
+        >>> from stratagem._wire.frames import Limits
+        >>> Limits(frame_bytes=1 << 20).message_bytes
+        16777216
+    """
+
+    message_bytes: int = 1 << 24
+    """Longest message; function blobs travel in buffers, so 16 MiB is for pathological names."""
+
+    frame_bytes: int = 1 << 30
+    """Largest sum of buffers; senders cut larger tensors into pieces."""
+
+
+@dataclass(slots=True)
+class RawFrame:
+    """One received frame, its message not yet decoded."""
+
+    kind: int
+    call: int
+    message: bytes
+    area: memoryview
+    spans: tuple[tuple[int, int], ...]
+    """(offset, length) of every buffer in the area."""
+
+    def buffer(self, index: int) -> memoryview:
+        """Memory of one buffer; writable, and alive as long as something refers to it."""
+        if not 0 <= index < len(self.spans):
+            raise ProtocolError(
+                f"the message names buffer {index!r}, but its frame has {len(self.spans)} buffers"
+            )
+        offset, length = self.spans[index]
+        return self.area[offset : offset + length]
+
+
+def padded(length: int) -> int:
+    """Length rounded up to the alignment.
+
+    Example:
+        >>> from stratagem._wire.frames import padded
+        >>> padded(0), padded(1), padded(64)
+        (0, 64, 64)
+    """
+    return (length + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def encode_frame(kind: int, call: int, message: bytes, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The pieces of a frame, in order, ready for a scatter/gather send. Large buffers are not copied.
+
+    Example:
+        >>> from stratagem._wire.frames import encode_frame, NOTIFY
+        >>> len(b"".join(encode_frame(NOTIFY, 0, b"hello", [b"xy"])))
+        93
+    """
+    if not buffers:
+        return [PREFIX.pack(MAGIC, kind, 0, call, len(message), 0) + message]
+    lengths = [memoryview(buffer).nbytes for buffer in buffers]
+    head = PREFIX.pack(MAGIC, kind, 0, call, len(message), len(lengths))
+    table = struct.pack(f"<{len(lengths)}Q", *lengths)
+    pieces: list[Buffer] = [head + table + message]
+    for buffer, length in zip(buffers, lengths, strict=True):
+        if length:
+            pieces.append(buffer)
+            if length % ALIGNMENT:
+                pieces.append(_ZEROS[: -length % ALIGNMENT])
+    return pieces
+
+
+def allocate(length: int) -> memoryview:
+    """Uninitialised memory aligned for tensors; a bytearray would be zeroed first, at memory speed."""
+    array: Any = torch.empty(length, dtype=torch.uint8).numpy()
+    return memoryview(array)
+
+
+_NOTHING = memoryview(b"")
+
+
+class FrameParser:
+    """Bytes in, frames out, for one connection.
+
+    The owner asks `space()` where the next bytes should go, puts n bytes there, calls `advance(n)` and
+    then `next_frame()` until it gives None. Small frames are cut out of a fixed input buffer; the
+    buffers of a large one are received straight into their final place.
+
+    Example:
+        >>> from stratagem._wire.frames import FrameParser, NOTIFY, encode_frame
+        >>> parser = FrameParser()
+        >>> data = b"".join(encode_frame(NOTIFY, 0, b"hello", [b"xy"]))
+        >>> parser.space()[: len(data)] = data
+        >>> parser.advance(len(data))
+        >>> frame = parser.next_frame()
+        >>> frame.message, bytes(frame.buffer(0))
+        (b'hello', b'xy')
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._input = bytearray(INPUT_BYTES)
+        self._view = memoryview(self._input)
+        self._start = 0
+        self._end = 0
+        self._needed = PREFIX.size  # bytes of the head to be complete, counted from _start
+        self._partial: RawFrame | None = None  # a frame whose area is being filled
+        self._filled = 0
+
+    @property
+    def is_between_frames(self) -> bool:
+        """True when no frame is half received: the other side may close here without loss."""
+        return self._partial is None and self._start == self._end
+
+    def space(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        if self._partial is not None:
+            return self._partial.area[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._input) > INPUT_BYTES:  # one long head must not be paid for ever after
+                self._replace_input(INPUT_BYTES)
+        elif self._start + self._needed > len(self._input) or self._end == len(self._input):
+            self._replace_input(max(INPUT_BYTES, self._needed))
+        return self._view[self._end :]
+
+    def advance(self, count: int) -> None:
+        """Says that `count` bytes were put into `space()`."""
+        if self._partial is not None:
+            self._filled += count
+        else:
+            self._end += count
+
+    def next_frame(self) -> RawFrame | None:
+        """The next complete frame, or None.
+
+        Raises:
+            ProtocolError: the bytes are no frame of ours, or larger than the limits.
+        """
+        partial = self._partial
+        if partial is not None:
+            if self._filled < len(partial.area):
+                return None
+            self._partial = None
+            return partial
+        available = self._end - self._start
+        if available < self._needed:
+            return None
+        start = self._start
+        magic, kind, zero, call, message_length, count = PREFIX.unpack_from(self._input, start)
+        if magic != MAGIC or kind not in KINDS or zero != 0:
+            raise ProtocolError(
+                f"the stream holds {bytes(self._view[start : start + 4])!r} where a frame should "
+                f"begin: the other side does not speak this protocol"
+            )
+        if message_length > self._limits.message_bytes or count > MAX_BUFFERS:
+            raise ProtocolError(
+                f"a frame announces a message of {message_length} bytes and {count} buffers; the "
+                f"limits are {self._limits.message_bytes} bytes and {MAX_BUFFERS} buffers"
+            )
+        head = PREFIX.size + 8 * count + message_length
+        if available < head:
+            self._needed = head
+            return None
+        self._needed = PREFIX.size
+        text = start + PREFIX.size + 8 * count
+        body = text + message_length
+        message = bytes(self._view[text:body])
+        self._start = body
+        if count == 0:
+            return RawFrame(kind, call, message, _NOTHING, ())
+        lengths = struct.unpack_from(f"<{count}Q", self._input, start + PREFIX.size)
+        return self._begin_area(kind, call, message, lengths)
+
+    def _begin_area(
+        self, kind: int, call: int, message: bytes, lengths: tuple[int, ...]
+    ) -> RawFrame | None:
+        spans = []
+        total = 0
+        for length in lengths:
+            spans.append((total, length))
+            total += padded(length)
+        if total > self._limits.frame_bytes:
+            raise ProtocolError(
+                f"a frame announces {total} bytes of buffers; the limit is "
+                f"{self._limits.frame_bytes} bytes. Large tensors must be sent in pieces."
+            )
+        area = allocate(total)
+        here = min(total, self._end - self._start)
+        area[:here] = self._view[self._start : self._start + here]
+        self._start += here
+        frame = RawFrame(kind, call, message, area, tuple(spans))
+        if here == total:
+            return frame
+        self._partial = frame
+        self._filled = here
+        return None
+
+    def _replace_input(self, size: int) -> None:
+        kept = self._end - self._start
+        replacement = bytearray(size)
+        replacement[:kept] = self._view[self._start : self._end]
+        self._input = replacement
+        self._view = memoryview(replacement)
+        self._start = 0
+        self._end = kept

@@ -1,0 +1,249 @@
+"""Where connections come in: listening, and letting in only who proves the cluster key.
+
+A `Listener` takes connections through the handshake, any number of them side by side, and gives out authenticated
+channels. Slow, silent and hostile peers cost it one socket for a few seconds and delay nobody.
+Used by parameter servers and by workers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import select
+import socket
+import time
+from types import TracebackType
+from typing import Self, final
+
+from typing_extensions import override
+
+from stratagem._wire.channel import Channel, prepare, split_address
+from stratagem._wire.frames import Limits
+from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
+from stratagem.errors import WireError
+
+_log = logging.getLogger("stratagem.wire")
+
+HANDSHAKE_LIMIT_S = 5.0
+"""For the whole proof; an honest peer across a continent needs half a second."""
+
+PENDING_LIMIT = 128
+"""Connections in the handshake at one time; beyond it the oldest is dropped."""
+
+
+def is_loopback(host: str) -> bool:
+    """True when every address of the host is this machine's loopback.
+
+    Example:
+        >>> from stratagem._wire.listener import is_loopback
+        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("")
+        (True, False, False)
+    """
+    if not host:
+        return False
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(a.split("%")[0]).is_loopback for a in found)
+
+
+class _Pending:
+    """A connection that has not yet proved the key."""
+
+    def __init__(self, sock: socket.socket, peer: str, handshake: ServerHandshake) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.handshake = handshake
+        self.data = b""
+        self.deadline = time.monotonic() + HANDSHAKE_LIMIT_S
+
+
+@final
+class Listener:
+    """A listening socket that gives out authenticated channels. See `Channel` for an example.
+
+    Use `accept`, or in an event loop: put it in a selector (its `fileno` is readable when there is something to do), and
+    call `progress` then and about once a second.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: ClusterKey | None = None,
+        limits: Limits | None = None,
+        may_unpickle: bool = False,
+        version: int = PROTOCOL_VERSION,
+    ) -> None:
+        """Listens at once.
+
+        Args:
+            address: ``host:port``; port 0 takes a free one, see `address`.
+            key: the cluster's key; without one only loopback addresses are allowed.
+            limits: of what each channel receives.
+            may_unpickle: see `Channel`.
+            version: the protocol version to demand.
+
+        Raises:
+            PermissionError: not loopback, and no key.
+            OSError: the address is in use or not ours.
+        """
+        host, port = split_address(address)
+        if key is None and not is_loopback(host):
+            raise PermissionError(
+                f"refusing to listen on {address!r} without a cluster key: anybody who can reach the "
+                f"port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
+                f"STRATAGEM_CLUSTER_KEY_FILE for every task, or listen on 127.0.0.1"
+            )
+        self._key = key
+        self._limits = limits
+        self._may_unpickle = may_unpickle
+        self._version = version
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sock = socket.create_server((host, port), family=family, backlog=256)
+        self._sock.setblocking(False)
+        self._epoll = select.epoll()
+        self._epoll.register(self._sock, select.EPOLLIN)
+        self._pending: dict[int, _Pending] = {}
+        self._ready: list[Channel] = []
+        self._closed = False
+        self.accepted = 0
+        self.refused = 0
+        bound = self._sock.getsockname()
+        shown = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
+        self.address = f"{shown}:{bound[1]}"
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._epoll.fileno()
+
+    def progress(self) -> list[Channel]:
+        """Takes every waiting connection as far as it goes without waiting; gives those let in."""
+        for fd, _ in self._epoll.poll(0):
+            if fd == self._sock.fileno():
+                self._take_new()
+            elif fd in self._pending:
+                self._advance(fd)
+        self._drop_late()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def accept(self, *, timeout_s: float) -> Channel | None:
+        """The next connection that proved the key; None when none did within the limit."""
+        deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self._epoll, select.POLLIN)
+        while True:
+            self._ready = self.progress()
+            if self._ready:
+                return self._ready.pop(0)
+            left = deadline - time.monotonic()
+            if left <= 0 or self._closed:
+                return None
+            poll.poll(min(left, 1.0) * 1000.0)
+
+    def close(self) -> None:
+        """Stops listening and drops who has not proved the key. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        for pending in self._pending.values():
+            pending.sock.close()
+        self._pending.clear()
+        for channel in self._ready:
+            channel.close()
+        self._ready.clear()
+        self._epoll.close()
+        self._sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @override
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._pending)} in the handshake"
+        return (
+            f"<Listener {self.address} {state}, {self.accepted} accepted, {self.refused} refused>"
+        )
+
+    def _take_new(self) -> None:
+        for _ in range(64):  # the rest is taken next time: who is already here goes first
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # out of file descriptors: keep serving those that are in
+                _log.warning("%s cannot take a connection: %s", self.address, error)
+                return
+            prepare(sock)
+            peer = f"{address[0]}:{address[1]}"
+            if len(self._pending) >= PENDING_LIMIT:
+                oldest = next(iter(self._pending))
+                self._refuse(oldest, "too many connections in the handshake")
+            handshake = ServerHandshake(self._key, who=peer, version=self._version)
+            self._pending[sock.fileno()] = _Pending(sock, peer, handshake)
+            self._epoll.register(sock, select.EPOLLIN)
+
+    def _advance(self, fd: int) -> None:
+        pending = self._pending[fd]
+        handshake = pending.handshake
+        try:
+            part = pending.sock.recv(handshake.needed - len(pending.data))
+            if not part:
+                self._refuse(fd, "hung up during the handshake")
+                return
+            pending.data += part
+            if len(pending.data) < handshake.needed:
+                return
+            data, pending.data = pending.data, b""
+            pending.sock.send(handshake.feed(data))  # at most 48 bytes: always taken whole
+        except WireError as error:
+            self._refuse(fd, str(error))
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._refuse(fd, f"broke during the handshake: {error}")
+        else:
+            if handshake.done:
+                self._let_in(fd)
+
+    def _let_in(self, fd: int) -> None:
+        pending = self._pending.pop(fd)
+        self._epoll.unregister(fd)
+        self.accepted += 1
+        channel = Channel(
+            pending.sock,
+            peer=pending.peer,
+            limits=self._limits,
+            may_unpickle=self._may_unpickle,
+        )
+        self._ready.append(channel)
+
+    def _refuse(self, fd: int, reason: str) -> None:
+        pending = self._pending.pop(fd)
+        self._epoll.unregister(fd)
+        self.refused += 1
+        _log.warning("%s refused %s: %s", self.address, pending.peer, reason)
+        if pending.handshake.farewell:
+            try:
+                pending.sock.send(pending.handshake.farewell)
+            except OSError:
+                pass  # the peer does not wait for our reason
+        pending.sock.close()
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        while self._pending:  # in order of arrival, so of deadline
+            fd, pending = next(iter(self._pending.items()))
+            if pending.deadline > now:
+                return
+            self._refuse(fd, f"did not prove the cluster key within {HANDSHAKE_LIMIT_S:g} s")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stratagem._cluster.coordinator import PerWorkerValues as PerWorkerValues
     from stratagem._cluster.coordinator import RemoteValue as RemoteValue
     from stratagem._cluster.local import LocalCluster as LocalCluster
-    from stratagem._cluster.resolvers import ClusterSpec as ClusterSpec
+    from stratagem._cluster.spec import ClusterSpec as ClusterSpec
     from stratagem._cluster.server import Server as Server
     from stratagem._core.context import InputContext as InputContext
     from stratagem._core.context import ReplicaContext as ReplicaContext
@@ -97,7 +97,7 @@ _HOME_OF = {
     "RemoteValue": "_cluster.coordinator",
     "PerWorkerValues": "_cluster.coordinator",
     "LocalCluster": "_cluster.local",
-    "ClusterSpec": "_cluster.resolvers",
+    "ClusterSpec": "_cluster.spec",
     "Server": "_cluster.server",
     # options and errors
     "RunOptions": "config",

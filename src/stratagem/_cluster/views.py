@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+# ruff: noqa: ARG002 - the plain views have the same signatures and need no argument
+
 
 class WorkerViews(Protocol):
     """A worker's view of the strategy and everything that belongs to it."""
@@ -63,8 +65,8 @@ class CoordinatorViews(Protocol):
     def check_servers(self, timeout_s: float) -> None:
         """Raises ParameterServerLost if a server does not answer in time."""
 
-    def forget_closures(self, below: int) -> None:
-        """Exactly-once closures with a smaller id are finished."""
+    def forget_closures(self, closures: Sequence[int]) -> None:
+        """These exactly-once closures are finished: nobody will repeat their writes."""
 
     def close(self) -> None:
         """Ends the session on the servers."""
@@ -130,7 +132,7 @@ class PlainViews:
     def check_servers(self, timeout_s: float) -> None:
         """There are no servers to ask."""
 
-    def forget_closures(self, below: int) -> None:
+    def forget_closures(self, closures: Sequence[int]) -> None:
         """There are no servers to tell."""
 
     def close(self) -> None:

@@ -1,0 +1,358 @@
+"""The queue's decisions, by example and by thousands of random orders of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from stratagem._cluster.closures import ClosureQueue, Fate, Fence, Recall, Settle
+
+
+def two_workers(**options: int) -> ClosureQueue:
+    """A queue with both workers up."""
+    queue = ClosureQueue(2, **options)
+    queue.worker_up(0, incarnation=1)
+    queue.worker_up(1, incarnation=1)
+    return queue
+
+
+def test_closures_are_taken_in_order_and_only_as_many_as_the_window() -> None:
+    """CCO-12: first in, first out; a worker holds no more than its window."""
+    queue = two_workers()
+    for closure in range(5):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    assert queue.take(0) == []
+    assert queue.take(1) == [2, 3]
+    assert queue.completed(0, 0)
+    assert queue.take(0) == [4]
+    assert not queue.idle
+
+
+def test_full_queue_says_so_and_zero_means_no_limit() -> None:
+    """CCO-12: back-pressure at the limit."""
+    queue = ClosureQueue(1, limit=2)
+    queue.add(0)
+    assert not queue.full
+    queue.add(1)
+    assert queue.full
+    endless = ClosureQueue(1, limit=0)
+    endless.add(0)
+    assert not endless.full
+
+
+def test_lost_worker_s_closures_wait_for_the_fence_then_go_to_the_end() -> None:
+    """CCO-13, FLT-1, contract 6: nothing runs elsewhere before the fence stands."""
+    queue = two_workers()
+    for closure in range(5):
+        queue.add(closure)
+    queue.take(0)
+    assert queue.worker_lost(0) == [Fence(0, 1)]
+    assert queue.take(1) == [2, 3]
+    assert not queue.quiet
+    assert queue.fenced(0) == []
+    queue.completed(1, 2)
+    queue.completed(1, 3)
+    assert queue.take(1) == [4], "the queue's own order first, lost ones at the end"
+    queue.completed(1, 4)
+    assert queue.take(1) == [0], "a closure lost before runs alone"
+    assert queue.take(1) == []
+    queue.completed(1, 0)
+    assert queue.take(1) == [1]
+    queue.completed(1, 1)
+    assert queue.idle
+
+
+def test_a_report_of_a_lost_worker_is_nobody_s_business() -> None:
+    """A result that arrives after the loss was decided is not counted twice."""
+    queue = two_workers()
+    queue.add(7)
+    queue.take(0)
+    queue.worker_lost(0)
+    assert not queue.completed(0, 7)
+    assert queue.failed(0, 7, ValueError()) is None
+    assert queue.retry(0, 7) is None
+
+
+def test_closure_lost_with_three_workers_is_poisonous_and_its_neighbours_are_not() -> None:
+    """The closure that kills is found; one that was merely beside it is run to its end."""
+    queue = two_workers()
+    queue.add(1)
+    queue.add(2)
+    assert queue.take(0) == [1, 2]
+    settled: list[Settle] = []
+    finished = []
+    for life in range(2, 12):
+        queue.worker_lost(0)
+        settled += [action for action in queue.fenced(0) if isinstance(action, Settle)]
+        queue.worker_up(0, incarnation=life)
+        while taken := queue.take(0):
+            if taken == [2]:
+                break  # closure 2 kills the worker it runs on
+            assert taken == [1]
+            queue.completed(0, 1)
+            finished.append(1)
+    assert settled == [Settle(2, Fate.POISONED, (0, 0, 0))]
+    assert finished == [1]
+
+
+def test_first_error_stops_the_queue_at_once_and_cancels_what_waits() -> None:
+    """13.8, CCO-22: nothing more is served; what has not started comes back cancelled."""
+    queue = two_workers()
+    for closure in range(6):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    assert queue.take(1) == [2, 3]
+    error = ValueError("first")
+    actions = queue.failed(0, 0, error)
+    assert actions == [
+        Settle(4, Fate.CANCELLED),
+        Settle(5, Fate.CANCELLED),
+        Recall(0, (1,)),
+        Recall(1, (2, 3)),
+    ]
+    assert queue.take(0) == queue.take(1) == []
+    assert queue.returned(0, [1]) == [Settle(1, Fate.CANCELLED)]
+    assert queue.returned(1, [3]) == [Settle(3, Fate.CANCELLED)]
+    assert not queue.quiet, "closure 2 is running and is waited for"
+    assert queue.failed(1, 2, ValueError("second")) == []
+    assert queue.quiet
+    assert queue.error is error
+    assert queue.clear_error() is error
+    queue.add(6)
+    assert queue.take(1) == [6], "after the error was raised work goes on"
+
+
+def test_put_back_after_an_error_is_cancelled_instead() -> None:
+    """FLT-7: a closure lost while an error waits to be raised is not run again."""
+    queue = two_workers()
+    queue.add(0)
+    queue.take(0)
+    queue.worker_lost(0)
+    queue.stop(ValueError())
+    assert queue.fenced(0) == [Settle(0, Fate.CANCELLED, (0,))]
+    queue.clear_error()
+    queue.add(1)
+    queue.take(1)
+    queue.stop(ValueError())
+    assert queue.retry(1, 1) == [Settle(1, Fate.CANCELLED)]
+
+
+def test_resources_come_first_are_not_counted_and_are_aborted_with_their_worker() -> None:
+    """CCO-15, CCO-33, FLT-2."""
+    queue = two_workers()
+    queue.add(1)
+    assert queue.add_resource(10, 0) == []
+    assert queue.take(0) == [10, 1]
+    queue.completed(0, 1)
+    assert queue.idle
+    queue.add_resource(11, 0)
+    assert queue.worker_lost(0) == [
+        Fence(0, 1),
+        Settle(10, Fate.ABORTED),
+        Settle(11, Fate.ABORTED),
+    ]
+    assert queue.add_resource(12, 0) == [Settle(12, Fate.ABORTED)]
+    queue.fenced(0)
+    assert queue.idle
+
+
+def test_a_failed_resource_stops_nothing() -> None:
+    """CCO-25: it concerns only those who use it."""
+    queue = two_workers()
+    queue.add_resource(10, 0)
+    queue.take(0)
+    assert queue.failed(0, 10, ValueError()) == []
+    assert queue.error is None
+
+
+def test_idle_worker_gets_what_waits_behind_a_long_closure() -> None:
+    """CCO-12, any idle worker takes the next: also what another had been sent ahead."""
+    queue = two_workers()
+    for closure in range(3):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    assert queue.take(1) == [2]
+    assert queue.rebalance() == []
+    queue.completed(1, 2)
+    assert queue.rebalance() == [Recall(0, (0, 1))]
+    assert queue.rebalance() == [], "asked once"
+    queue.returned(0, [1])
+    assert queue.take(1) == [1]
+
+
+def test_misuse_is_refused() -> None:
+    """The coordinator's own mistakes do not pass silently."""
+    queue = two_workers()
+    with pytest.raises(RuntimeError, match="worker 0 came up"):
+        queue.worker_up(0, incarnation=2)
+    queue.stop(ValueError())
+    with pytest.raises(RuntimeError, match="clear_error"):
+        queue.add(1)
+
+
+WORKERS = 3
+workers = st.integers(0, WORKERS - 1)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Random orders of everything that can happen; the world outside is modelled beside it."""
+
+    @initialize()
+    def start(self) -> None:
+        self.queue = ClosureQueue(WORKERS, poison_limit=3)
+        self.next_closure = 0
+        self.open: set[int] = set()
+        self.settled: Counter[int] = Counter()
+        self.resources: set[int] = set()
+        self.lives = [0] * WORKERS
+        self.alive = [False] * WORKERS
+        self.limbo: set[int] = set()
+        self.held: list[list[int]] = [[] for _ in range(WORKERS)]
+        self.recalled: set[int] = set()
+        self.completions: Counter[int] = Counter()
+
+    def act(self, actions: list[object] | None) -> None:
+        for action in actions or ():
+            if isinstance(action, Settle):
+                self.settle(action.closure)
+                if action.fate is Fate.POISONED:
+                    assert len(action.workers) == 3
+                    self.act(self.queue.stop(RuntimeError("poison")))
+            elif isinstance(action, Recall):
+                assert self.alive[action.worker]
+                self.recalled.add(action.worker)
+
+    def settle(self, closure: int) -> None:
+        self.settled[closure] += 1
+        self.open.discard(closure)
+
+    @rule(count=st.integers(1, 4))
+    def schedule(self, count: int) -> None:
+        for _ in range(count):
+            if self.queue.error is None:
+                self.queue.add(self.next_closure)
+                self.open.add(self.next_closure)
+                self.next_closure += 1
+
+    @rule(worker=workers)
+    def create_resource(self, worker: int) -> None:
+        closure, self.next_closure = self.next_closure, self.next_closure + 1
+        self.open.add(closure)
+        self.resources.add(closure)
+        self.act(self.queue.add_resource(closure, worker))
+
+    @rule(worker=workers)
+    def come_up(self, worker: int) -> None:
+        if not self.alive[worker] and worker not in self.limbo:
+            self.lives[worker] += 1
+            self.alive[worker] = True
+            self.queue.worker_up(worker, incarnation=self.lives[worker])
+
+    @rule(worker=workers)
+    def take(self, worker: int) -> None:
+        taken = self.queue.take(worker)
+        assert not taken or self.alive[worker]
+        everywhere = [closure for held in self.held for closure in held]
+        assert not set(taken) & set(everywhere), "a closure at two workers"
+        self.held[worker] += taken
+
+    @rule()
+    def feed_the_hungriest(self) -> None:
+        worker = self.queue.hungriest()
+        if worker is not None:
+            self.take(worker)
+
+    @rule(worker=workers, how=st.sampled_from(["done", "done", "done", "error", "retry"]))
+    def finish_one(self, worker: int, how: str) -> None:
+        if not self.alive[worker] or not self.held[worker]:
+            return
+        closure = self.held[worker].pop(0)
+        if how == "retry" and closure not in self.resources:
+            self.act(self.queue.retry(worker, closure))
+        elif how == "error":
+            self.settle(closure)
+            self.act(self.queue.failed(worker, closure, ValueError(closure)))
+        else:
+            assert self.queue.completed(worker, closure)
+            self.completions[closure] += 1
+            self.settle(closure)
+
+    @rule(worker=workers)
+    def lose(self, worker: int) -> None:
+        actions = self.queue.worker_lost(worker)
+        if self.alive[worker]:
+            assert actions[0] == Fence(worker, self.lives[worker])
+            self.limbo.add(worker)
+        else:
+            assert actions == []
+        self.alive[worker] = False
+        self.recalled.discard(worker)
+        late, self.held[worker] = self.held[worker], []
+        self.act(actions)
+        for closure in late:
+            assert not self.queue.completed(worker, closure), "a late report counted"
+
+    @rule(worker=workers)
+    def fence(self, worker: int) -> None:
+        if worker in self.limbo:
+            self.limbo.discard(worker)
+            self.act(self.queue.fenced(worker))
+
+    @rule(worker=workers, keep=st.integers(0, 2))
+    def answer_recall(self, worker: int, keep: int) -> None:
+        if worker in self.recalled:
+            self.recalled.discard(worker)
+            back = [c for c in self.held[worker][keep:] if c not in self.resources]
+            self.held[worker] = [c for c in self.held[worker] if c not in back]
+            self.act(self.queue.returned(worker, back))
+
+    @rule()
+    def rebalance(self) -> None:
+        self.act(self.queue.rebalance())
+
+    @rule(worker=workers, window=st.integers(1, 5))
+    def change_window(self, worker: int, window: int) -> None:
+        self.queue.set_window(worker, window)
+
+    @rule()
+    def raise_error(self) -> None:
+        if self.queue.error is not None and self.queue.quiet:
+            self.queue.clear_error()
+
+    @invariant()
+    def nothing_is_settled_twice(self) -> None:
+        assert all(count == 1 for count in self.settled.values())
+        assert all(count == 1 for count in self.completions.values())
+
+    @invariant()
+    def idle_means_nothing_open(self) -> None:
+        shared = self.open - self.resources
+        assert self.queue.idle == (not shared)
+
+    def teardown(self) -> None:
+        """From any state: bring everybody up, answer everything, and no future is stuck."""
+        for _ in range(40):
+            for worker in range(WORKERS):
+                self.fence(worker)
+                self.come_up(worker)
+                self.answer_recall(worker, 0)
+                self.take(worker)
+                while self.held[worker]:
+                    self.finish_one(worker, "done")
+            self.raise_error()
+        assert self.open == set(), "stuck futures"
+        assert set(self.settled) == set(range(self.next_closure)), "lost closures"
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=400,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

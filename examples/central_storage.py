@@ -1,7 +1,7 @@
 """The same digits, two replicas around one central copy; the step does not change.
 
-    python examples/central_storage.py
-    python examples/central_storage.py --replicas 3 --epochs 2
+python examples/central_storage.py
+python examples/central_storage.py --replicas 3 --epochs 2
 """
 
 import argparse

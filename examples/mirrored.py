@@ -1,7 +1,7 @@
 """Mirrored training, and the check that it gives one device's numbers.
 
-    python examples/mirrored.py
-    python examples/mirrored.py --replicas 3 --steps 20
+python examples/mirrored.py
+python examples/mirrored.py --replicas 3 --steps 20
 """
 
 import argparse
@@ -48,7 +48,9 @@ def main(steps: int = STEPS, replicas: int = REPLICAS) -> float:
     strategy = sg.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     with strategy:
         sg.testing.assert_equivalent(make_model, make_optimizer, step, batches, strategy)
-        print(f"{len(batches)} steps on {replicas} replicas equal {len(batches)} steps on one device")
+        print(
+            f"{len(batches)} steps on {replicas} replicas equal {len(batches)} steps on one device"
+        )
 
         with strategy.scope():
             model = make_model()

@@ -1,7 +1,7 @@
 """Digits on one device: ordinary PyTorch, one line added.
 
-    python examples/one_device.py
-    python examples/one_device.py --epochs 2 --device cpu:0
+python examples/one_device.py
+python examples/one_device.py --epochs 2 --device cpu:0
 """
 
 import argparse

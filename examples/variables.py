@@ -1,6 +1,6 @@
 """A training loop with `Variable`s only: no module, no optimizer, the gradient by hand.
 
-    python examples/variables.py
+python examples/variables.py
 """
 
 import argparse

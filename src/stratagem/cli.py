@@ -221,7 +221,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(_options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from stratagem._commands.doctor import report
@@ -261,7 +261,7 @@ def _add_version(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
 
 
-def _version(options: argparse.Namespace) -> int:
+def _version(_options: argparse.Namespace) -> int:
     import torch
 
     import stratagem

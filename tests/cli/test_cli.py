@@ -25,7 +25,8 @@ def test_version_names_what_matters(capsys):
     assert cli.main(["version"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("stratagem ")
-    assert "torch" in out and "Python" in out
+    assert "torch" in out
+    assert "Python" in out
 
 
 @pytest.mark.parametrize("command", ["train", "server", "demo", "doctor", "top", "version"])
@@ -38,7 +39,15 @@ def test_every_command_has_help_with_examples(command, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["fly"], ["train"], ["demo", "--workers", "0"], ["train", "x.py", "--strategy", "z"], ["version", "twice"]]
+    "words",
+    [
+        [],
+        ["fly"],
+        ["train"],
+        ["demo", "--workers", "0"],
+        ["train", "x.py", "--strategy", "z"],
+        ["version", "twice"],
+    ],
 )
 def test_a_wrong_command_line_exits_with_2(words, capsys):
     """Usage errors are argparse's own."""

@@ -9,6 +9,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stratagem import config
+from stratagem.errors import WireError
 
 __all__ = ["Finding", "Verdict", "examine", "report"]
 
@@ -43,6 +45,8 @@ class Finding:
 _OPEN_FILES_WANTED = 1024
 # Below this, a laptop-sized model with two servers already competes with the page cache.
 _MEMORY_WANTED_BYTES = 2 << 30
+# Connecting to oneself takes a fraction of a millisecond; this is for sandboxes that swallow packets.
+_CONNECT_LIMIT_S = 3.0
 
 
 def examine() -> list[Finding]:
@@ -57,7 +61,7 @@ def examine() -> list[Finding]:
     for check in _CHECKS:
         try:
             findings += check()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (whatever a check raises is a finding)
             findings.append(
                 Finding(
                     subject=check.__name__.lstrip("_"),
@@ -134,7 +138,9 @@ def _shared_memory() -> Iterator[Finding]:
         subject="shared memory",
         verdict=Verdict.GOOD if good else Verdict.WARNING,
         found=f"memfd works, {free / 1e9:.1f} GB of memory available",
-        remedy="" if good else "Parameters and optimizer state must fit: free memory or add servers.",
+        remedy=""
+        if good
+        else "Parameters and optimizer state must fit: free memory or add servers.",
     )
 
 
@@ -157,14 +163,24 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _ports() -> Iterator[Finding]:
-    from stratagem._wire.channel import loopback_works
+    from stratagem._wire.channel import connect
+    from stratagem._wire.listener import Listener
 
-    problem = loopback_works()
+    problem = ""
+    try:
+        with Listener("127.0.0.1:0") as listener, ThreadPoolExecutor(1) as pool:
+            reached = pool.submit(connect, listener.address, timeout_s=_CONNECT_LIMIT_S)
+            accepted = listener.accept(timeout_s=_CONNECT_LIMIT_S)
+            reached.result(_CONNECT_LIMIT_S).close()
+            if accepted is not None:
+                accepted.close()
+    except (WireError, OSError) as error:
+        problem = str(error)
     yield Finding(
         subject="ports",
-        verdict=Verdict.GOOD if problem is None else Verdict.BAD,
-        found="a loopback port can be opened and reached" if problem is None else problem,
-        remedy="" if problem is None else "Allow connections to 127.0.0.1 in this sandbox.",
+        verdict=Verdict.BAD if problem else Verdict.GOOD,
+        found=problem or "a loopback port can be opened and reached",
+        remedy="Allow connections to 127.0.0.1 in this sandbox." if problem else "",
     )
 
 

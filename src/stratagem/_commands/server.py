@@ -24,7 +24,6 @@ def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
             "task)"
         )
     with Server(spec, job_name=job, task_index=index) as server:
-        print(f"serving /job:{job}/task:{index} at {server.target}", flush=True)
         server.join()
     return 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Clicks", "ClickWorld", "WideAndDeep", "auc"]
+__all__ = ["ClickWorld", "Clicks", "WideAndDeep", "auc"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +140,7 @@ def auc(score: Tensor, label: Tensor) -> float:
         raise ValueError(
             f"AUC needs clicks and non-clicks; got {positives} clicks in {label.numel()} rows."
         )
-    ordered, inverse, counts = torch.unique(
-        score.double(), return_inverse=True, return_counts=True
-    )
+    ordered, inverse, counts = torch.unique(score.double(), return_inverse=True, return_counts=True)
     del ordered
     last_rank = counts.cumsum(0).double()
     mean_rank = last_rank - (counts.double() - 1) / 2

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, TextIO, final
+from typing import Protocol, Self, TextIO, final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -72,7 +72,7 @@ class Picture:
 class View(Protocol):
     """Where pictures are shown; a context manager so that the terminal is always given back."""
 
-    def __enter__(self) -> View: ...
+    def __enter__(self) -> Self: ...
 
     def __exit__(
         self,
@@ -104,8 +104,11 @@ class LiveView:
         >>> import io
         >>> from rich.console import Console
         >>> with LiveView(Console(file=io.StringIO(), force_terminal=True)) as view:
-        ...     view.show(Picture(title="t", done_steps=1, total_steps=2, elapsed_s=1.0,
-        ...                       examples_per_s=8.0))
+        ...     view.show(
+        ...         Picture(
+        ...             title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
+        ...         )
+        ...     )
     """
 
     def __init__(self, console: Console) -> None:
@@ -140,8 +143,11 @@ class LinesView:
     Example:
         >>> import sys
         >>> with LinesView(sys.stdout) as view:
-        ...     view.show(Picture(title="t", done_steps=1, total_steps=2, elapsed_s=1.0,
-        ...                       examples_per_s=8.0))
+        ...     view.show(
+        ...         Picture(
+        ...             title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
+        ...         )
+        ...     )
         step 1/2 (50%), 8 examples/s, 1 s to go
     """
 

@@ -24,6 +24,7 @@ tf.distribute's or Python's own types keeps working)::
     │   │   ├── WorkerLost                           a worker died or stopped answering
     │   │   └── ParameterServerLost                  a parameter server died or stopped answering
     │   ├── StartupError                             a task did not become ready
+    │   ├── WriteFenced                              a write of a worker that was declared lost
     │   └── NotFoundError           [LookupError]    a name the other side does not know
     └── ClosureError                                 about one scheduled closure
         ├── ClosureCancelled                         cancelled because another closure failed
@@ -169,6 +170,10 @@ class ParameterServerLost(UnavailableError):
 
 class StartupError(ClusterError):
     """A task did not become ready."""
+
+
+class WriteFenced(ClusterError):
+    """A write was refused: its worker was declared lost, and its work may have been given to another."""
 
 
 class NotFoundError(ClusterError, LookupError):

@@ -1,0 +1,413 @@
+"""Shared memory between processes of one host: layout, who owns it, who frees it.
+
+The only door to mmap. Segments are `memfd`s: they have no name, so there is nothing to unlink and nothing left
+behind however a process ends; the memory is freed when the owner and everybody who mapped it are gone.
+A peer finds a segment through ``/proc/<pid>/fd/<fd>`` and knows it by its random token.
+
+One segment::
+
+    offset   bytes
+    0        8     magic
+    8        8     size of the segment
+    16       16    token: random; the peer got the same by message
+    32       4064  zero
+    4096           entries, one after the other, each:
+                     +0    8    counter: 2 x version; odd while the owner is writing
+                     +8    56   zero
+                     +64        the data, padded to a multiple of 64 bytes
+
+Parameter segments belong to a server. They are sealed: nobody can shrink or grow them, and nobody but the server's
+own mapping can write them. Readers map them privately (copy on write), so a worker that writes to a parameter by
+mistake changes its own page only. Gradient slots belong to a worker, are sealed against shrinking (a server reading
+them can not be killed by a truncation) and are mapped shared by the server.
+
+The version counter lets a reader that wants a consistent value copy it and look again (`MappedSegment.read_whole`); a
+training step does not: asynchronous training reads parameters while they change.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import mmap
+import os
+import resource
+import secrets
+import struct
+from types import TracebackType
+from typing import Final, Self, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._wire.frames import ALIGNMENT, padded
+from stratagem._wire.messages import SegmentRef
+
+_log = logging.getLogger("stratagem.wire")
+
+MAGIC: Final = b"SGSHM\0\0\1"
+HEADER_BYTES: Final = 4096
+ENTRY_BYTES: Final = 64
+_HEAD = struct.Struct("<8sQ16s")
+_SEAL_FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl module lacks the name
+
+SMALLEST_SEGMENT_BYTES: Final = 1 << 22
+LARGEST_SHARED_BYTES: Final = 1 << 26
+"""A variable from this size on gets a segment of its own, so that deleting it frees its memory."""
+
+
+def memory_of_machine() -> int:
+    """Bytes of physical memory here."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.shm import bytes_for
+        >>> bytes_for((2, 3), torch.bfloat16)
+        12
+    """
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape {shape!r} has a negative size")
+    return math.prod(shape) * dtype.itemsize
+
+
+class _Mapping:
+    """Mapped memory with entries; base of the owner's and the peer's view."""
+
+    def __init__(self, number: int, memory: mmap.mmap) -> None:
+        self.number = number
+        self._memory = memory
+        self._view = memoryview(memory)
+        self._counters = self._view.cast("Q")
+        self._closed = False
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor over the memory at `offset`: no copy. It keeps the memory alive.
+
+        Raises:
+            ValueError: it would not lie within the segment.
+        """
+        size = bytes_for(shape, dtype)
+        if offset % ALIGNMENT or offset < HEADER_BYTES or offset + size > len(self._memory):
+            raise ValueError(
+                f"a tensor of {size} bytes at offset {offset!r} does not lie within segment "
+                f"{self.number}, which has {len(self._memory)} bytes, on a multiple of {ALIGNMENT}"
+            )
+        if size == 0:
+            return torch.empty(shape, dtype=dtype)
+        count = size // dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def buffer(self, offset: int, size: int) -> memoryview:
+        """The memory itself, to be sent."""
+        return self._view[offset : offset + size]
+
+    def counter(self, offset: int) -> int:
+        """The counter of the entry whose data is at `offset`: 2 x version, odd while written."""
+        return self._counters[(offset - ENTRY_BYTES) >> 3]
+
+    def close(self) -> None:
+        """Gives the memory up; it is unmapped when the last tensor over it is gone. Repeatable."""
+        if self._closed:
+            return
+        self._closed = True
+        self._counters.release()
+        try:
+            self._view.release()
+            self._memory.close()
+        except BufferError:
+            pass  # tensors still use it: unmapped with the last of them
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@final
+class Segment(_Mapping):
+    """A segment owned by this process; entries are taken from its start to its end.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.shm import Segment, open_segment
+        >>> with Segment(1, 1 << 16, writable_by_peers=False) as segment:
+        ...     offset = segment.take(12)
+        ...     mine = segment.tensor(offset, (3,), torch.float32).fill_(7.0)
+        ...     with open_segment(segment.ref(), shared=False) as peer:
+        ...         print(peer.tensor(offset, (3,), torch.float32))
+        tensor([7., 7., 7.])
+    """
+
+    def __init__(self, number: int, size: int, *, writable_by_peers: bool) -> None:
+        """Makes a segment with room for `size` bytes of entries; pages cost memory once written.
+
+        Args:
+            number: what messages call it.
+            size: bytes of entries.
+            writable_by_peers: False seals it against every mapping that could write.
+        """
+        self.size = HEADER_BYTES + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, self.size)
+            memory = mmap.mmap(self._fd, self.size)
+            self._token = secrets.token_bytes(16)
+            _HEAD.pack_into(memory, 0, MAGIC, self.size, self._token)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+            if not writable_by_peers:
+                _seal_against_writers(self._fd)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        super().__init__(number, memory)
+        self._next = HEADER_BYTES
+
+    def take(self, size: int) -> int | None:
+        """Offset of a new entry's data; None if it does not fit any more."""
+        offset = self._next + ENTRY_BYTES
+        if offset + padded(size) > self.size:
+            return None
+        self._next = offset + padded(size)
+        return offset
+
+    def reset(self) -> None:
+        """Forgets all entries: their memory may be taken again."""
+        self._next = HEADER_BYTES
+
+    def begin_write(self, offset: int) -> None:
+        """Marks an entry as being written."""
+        self._counters[(offset - ENTRY_BYTES) >> 3] |= 1
+
+    def publish(self, offset: int, version: int) -> None:
+        """Ends a write: the entry has this version now."""
+        self._counters[(offset - ENTRY_BYTES) >> 3] = 2 * version
+
+    def ref(self) -> SegmentRef:
+        """How peers find the segment."""
+        return SegmentRef(self.number, os.getpid(), self._fd, self.size, self._token)
+
+    @override
+    def close(self) -> None:
+        if not self._closed:
+            os.close(self._fd)
+        super().close()
+
+    @override
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._next} of {self.size} bytes taken"
+        return f"<Segment {self.number} {state}>"
+
+
+@final
+class MappedSegment(_Mapping):
+    """Another process's segment, mapped here by `open_segment`."""
+
+    def __init__(self, number: int, memory: mmap.mmap, *, private: bool) -> None:
+        super().__init__(number, memory)
+        self._private = private
+
+    def version(self, offset: int) -> int:
+        """The version of the entry whose data is at `offset`; of the last finished write."""
+        return self.counter(offset) >> 1
+
+    def read_whole(self, live: Tensor, offset: int, *, attempts: int = 8) -> Tensor | None:
+        """A copy no write ran through, or None if writes came too often; ask the owner then."""
+        for _ in range(attempts):
+            before = self.counter(offset)
+            copy = live.clone()
+            if before % 2 == 0 and self.counter(offset) == before:
+                return copy
+        return None
+
+    def refresh(self, offset: int, size: int) -> None:
+        """Drops what this process wrote over the pages of an entry: the owner's data shows again."""
+        if self._private:
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._memory.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
+
+    @override
+    def __repr__(self) -> str:
+        kind = "private" if self._private else "shared"
+        return f"<MappedSegment {self.number} {'closed' if self._closed else kind}>"
+
+
+def open_segment(ref: SegmentRef, *, shared: bool) -> MappedSegment | None:
+    """Maps a peer's segment; None if it cannot be had here (another host, container or user).
+
+    Args:
+        ref: as the owner described it.
+        shared: True maps it writable and shared (gradient slots), False privately (parameters).
+    """
+    path = f"/proc/{ref.pid}/fd/{ref.fd}"
+    try:
+        fd = os.open(path, (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        _log.debug("segment %s cannot be opened: %s", path, error)
+        return None
+    try:
+        memory = _map_checked(fd, ref, shared=shared)
+    except (OSError, ValueError) as error:
+        _log.debug("segment %s is not the one announced: %s", path, error)
+        return None
+    finally:
+        os.close(fd)
+    return MappedSegment(ref.number, memory, private=not shared)
+
+
+def _map_checked(fd: int, ref: SegmentRef, *, shared: bool) -> mmap.mmap:
+    # A segment that can shrink could kill us with SIGBUS in the middle of a read; a file that is
+    # no memfd has no seals at all (EINVAL).
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ValueError("it is not sealed against shrinking")
+    if os.fstat(fd).st_size != ref.size or ref.size < HEADER_BYTES:
+        raise ValueError(f"it has {os.fstat(fd).st_size} bytes, not {ref.size}")
+    memory = mmap.mmap(
+        fd,
+        ref.size,
+        flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+    )
+    magic, size, token = _HEAD.unpack_from(memory, 0)
+    if magic != MAGIC or size != ref.size or not secrets.compare_digest(token, ref.token):
+        memory.close()
+        raise ValueError("its header does not hold the token announced")
+    return memory
+
+
+def _seal_against_writers(fd: int) -> None:
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+    except OSError as error:  # kernels before 5.1: private mappings still protect against accidents
+        _log.debug("this kernel cannot seal parameters against writers: %s", error)
+
+
+@final
+class Arena:
+    """Segments that grow in number: where a server keeps variables, or a worker its gradients.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.shm import Arena
+        >>> with Arena(limit_bytes=1 << 20, writable_by_peers=False) as arena:
+        ...     segment, offset = arena.place(40)
+        ...     segment.tensor(offset, (10,), torch.float32).zero_().sum()
+        tensor(0.)
+    """
+
+    def __init__(self, *, limit_bytes: int, writable_by_peers: bool, first_number: int = 1) -> None:
+        self._limit_bytes = limit_bytes
+        self._writable_by_peers = writable_by_peers
+        self._next_number = first_number
+        self._segments: dict[int, Segment] = {}
+        self._current: Segment | None = None
+        self._taken: dict[int, int] = {}  # segment number -> bytes of its entries
+        self.used_bytes = 0
+
+    def place(self, size: int) -> tuple[Segment, int]:
+        """Room for an entry: its segment, and the offset of its data.
+
+        Raises:
+            MemoryError: the limit would be passed.
+        """
+        if self.used_bytes + size > self._limit_bytes:
+            raise MemoryError(
+                f"{size} bytes do not fit: {self.used_bytes} of {self._limit_bytes} bytes are in "
+                f"use. Add parameter servers, or make the variable smaller."
+            )
+        if size >= LARGEST_SHARED_BYTES:
+            segment = self._add_segment(size + ENTRY_BYTES)
+        else:
+            segment = self._current or self._add_common(size)
+        offset = segment.take(size)
+        if offset is None:
+            segment = self._add_common(size)
+            offset = segment.take(size)
+        assert offset is not None
+        self.used_bytes += size
+        self._taken[segment.number] = self._taken.get(segment.number, 0) + size
+        return segment, offset
+
+    def free(self, segment: Segment, size: int) -> None:
+        """An entry of `size` bytes is not used any more; the memory goes with its segment."""
+        self.used_bytes -= size
+        self._taken[segment.number] -= size
+        if not self._taken[segment.number] and segment is not self._current:
+            del self._taken[segment.number]
+            del self._segments[segment.number]
+            segment.close()
+
+    def reset(self) -> None:
+        """Forgets all entries but keeps the memory, as one segment large enough for all of it."""
+        if len(self._segments) > 1:
+            total = sum(segment.size for segment in self._segments.values())
+            self.close()
+            self._current = self._add_segment(total)
+        elif self._current is None:
+            self._current = next(iter(self._segments.values()), None)
+        for segment in self._segments.values():
+            segment.reset()
+        self._taken.clear()
+        self.used_bytes = 0
+
+    def segments(self) -> list[Segment]:
+        """All segments there are."""
+        return list(self._segments.values())
+
+    def close(self) -> None:
+        """Gives all memory up; tensors over it stay valid. Repeatable."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._taken.clear()
+        self._current = None
+        self.used_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Arena {self.used_bytes} bytes in {len(self._segments)} segments>"
+
+    def _add_common(self, size: int) -> Segment:
+        """A segment for many entries; each as large as all before it, so that there are few."""
+        total = sum(segment.size for segment in self._segments.values())
+        room = max(SMALLEST_SEGMENT_BYTES, min(total, 1 << 30), size + ENTRY_BYTES)
+        self._current = self._add_segment(room)
+        return self._current
+
+    def _add_segment(self, room: int) -> Segment:
+        try:
+            segment = Segment(self._next_number, room, writable_by_peers=self._writable_by_peers)
+        except OSError as error:
+            used = len(self._segments)
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise MemoryError(
+                f"cannot make a shared-memory segment of {room} bytes beside {used} others: {error} "
+                f"(this process may open {limit} files; raise `ulimit -n` if that is the reason)"
+            ) from error
+        self._next_number += 1
+        self._segments[segment.number] = segment
+        return segment

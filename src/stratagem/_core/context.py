@@ -1,0 +1,696 @@
+"""Who is asking: the strategy, scope and replica that code runs under, thread by thread.
+
+Every thread is in exactly one of three states: the *default replica context* (where it starts), the
+*cross-replica context* of a strategy (inside ``scope()``), or the *replica context* of a strategy
+(inside a function given to ``run``). This module keeps that state and answers questions about it; it
+starts no thread and computes nothing. All other rooms ask here, most of them `current_replica`.
+
+This is the only module with thread-local state.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import torch
+
+from stratagem.errors import ContextError, StrategyMismatch
+
+if TYPE_CHECKING:
+    from stratagem._core.replicas import ReplicaGroup
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class StrategyLike(Protocol):
+    """What this room needs to know of a strategy; `_strategies.base.Strategy` is the real thing."""
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    def _scope_entered(self) -> AbstractContextManager[object]:
+        """Context manager held while the outermost scope of a thread is open."""
+
+
+class Replica:
+    """One of the R side-by-side executions of a ``run``.
+
+    Attributes:
+        id: its number, from 0.
+        group: the `ReplicaGroup` it belongs to; replicas meet there.
+        device: the torch device it computes on.
+        label: the logical device, in canonical form.
+        strategy: the strategy that runs it.
+        journal: what this replica touched in this run (`_core.homes.Journal`), None until it touches
+            something. A fresh Replica per run, or None again at its start, is part of the contract.
+    """
+
+    __slots__ = ("_context", "device", "group", "id", "journal", "label", "strategy")
+
+    def __init__(
+        self,
+        id: int,
+        group: ReplicaGroup,
+        device: torch.device,
+        strategy: Any,
+        label: str = "",
+    ) -> None:
+        self.id = id
+        self.group = group
+        self.device = device
+        self.label = label
+        self.strategy = strategy
+        self.journal: Any = None
+        self._context: ReplicaContext | None = None
+
+    @property
+    def context(self) -> ReplicaContext:
+        """The public face of this replica."""
+        if self._context is None:
+            self._context = ReplicaContext(self.strategy, self.id)
+        return self._context
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.id} of {self.group.size} on {self.label or self.device}>"
+
+
+class _Frame:
+    """What one level of nesting looks like; ``replica`` None means cross-replica context."""
+
+    __slots__ = ("outer", "replica", "strategy")
+
+    def __init__(self, strategy: Any, replica: Replica | None, outer: _Frame | None) -> None:
+        self.strategy = strategy
+        self.replica = replica
+        self.outer = outer
+
+
+class _ThreadState(threading.local):
+    # Class attributes are the start state of every thread (CTX-10).
+    replica: Replica | None = None
+    frame: _Frame | None = None
+    worker_index: int | None = None
+    global_scope: Scope | None = None
+    default_depth: int = 0
+    updating: Any = None
+
+    def __init__(self) -> None:  # runs once in every thread that comes here
+        self.scopes: list[_OpenScope] = []
+
+
+_state = _ThreadState()
+
+
+def current_replica() -> Replica | None:
+    """The replica this thread computes for, or None. One thread-local read.
+
+    Example:
+        >>> from stratagem._core.context import current_replica
+        >>> current_replica() is None
+        True
+    """
+    return _state.replica
+
+
+# ------------------------------------------------------------------ questions anybody may ask
+
+
+def default_strategy() -> Any:
+    """The strategy that is current when no other is: one per process.
+
+    The class lives above this room (it is a strategy like the others), so it is looked up when first
+    asked for; this is the one place where this room reaches upwards.
+    """
+    return importlib.import_module("stratagem._strategies.default").default_strategy()
+
+
+def get_strategy() -> Any:
+    """The current strategy; the process-wide default one if no scope is open.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     sg.get_strategy() is strategy
+        True
+    """
+    frame = _state.frame
+    return default_strategy() if frame is None else frame.strategy
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.has_strategy()
+        False
+    """
+    frame = _state.frame
+    return frame is not None and not frame.strategy._is_default
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this thread is inside a scope but not inside a replica.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.in_cross_replica_context()
+        False
+        >>> with sg.OneDeviceStrategy("cpu:0").scope():
+        ...     sg.in_cross_replica_context()
+        True
+    """
+    frame = _state.frame
+    return frame is not None and frame.replica is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica context of this thread; None in cross-replica context.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.get_replica_context().num_replicas_in_sync
+        1
+    """
+    frame = _state.frame
+    if frame is None:
+        return cast("ReplicaContext", default_strategy()._default_context)
+    return None if frame.replica is None else frame.replica.context
+
+
+def get_current_worker_index() -> int:
+    """Number of the worker that runs this scheduled function, from 0.
+
+    Raises:
+        RuntimeError: outside a function given to ``ClusterCoordinator.schedule`` (or a dataset
+            function of ``create_per_worker_dataset``).
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.get_current_worker_index()
+        Traceback (most recent call last):
+        ...
+        stratagem.errors.ContextError: get_current_worker_index() was called outside a scheduled \
+function: no worker is running this thread. Call it inside a function given to \
+ClusterCoordinator.schedule or create_per_worker_dataset.
+    """
+    index = _state.worker_index
+    if index is None:
+        raise ContextError(
+            "get_current_worker_index() was called outside a scheduled function: no worker is "
+            "running this thread. Call it inside a function given to ClusterCoordinator.schedule "
+            "or create_per_worker_dataset."
+        )
+    return index
+
+
+@contextmanager
+def worker_index(index: int | None) -> Iterator[None]:
+    """While open, this thread runs scheduled functions for worker ``index``.
+
+    Example:
+        >>> from stratagem._core import context
+        >>> with context.worker_index(3):
+        ...     context.get_current_worker_index()
+        3
+    """
+    before = _state.worker_index
+    _state.worker_index = index
+    try:
+        yield
+    finally:
+        _state.worker_index = before
+
+
+def function(fn: _F) -> _F:
+    """Returns its argument: nothing needs tracing here. Kept so that ported code reads the same.
+
+    Example:
+        >>> import stratagem as sg
+        >>> @sg.function
+        ... def double(x):
+        ...     return 2 * x
+        >>> double(4)
+        8
+    """
+    return fn
+
+
+# ------------------------------------------------------------------ entering and leaving
+
+
+def describe_context() -> str:
+    """This thread's context in words, for error messages."""
+    frame = _state.frame
+    if frame is None:
+        return "no scope"
+    if frame.replica is None:
+        return f"the cross-replica context of {frame.strategy!r}"
+    return f"replica {frame.replica.id} of {frame.strategy!r}"
+
+
+def mode_depth() -> int:
+    """How many device scopes (and other torch function modes) are open, `set_default_device` aside."""
+    depth = int(torch._C._len_torch_function_stack())
+    if depth and torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context") is not None:
+        depth -= 1
+    return depth
+
+
+class _OpenScope:
+    """One entry of a scope that has not been left yet."""
+
+    __slots__ = ("before", "held", "modes", "scope")
+
+    def __init__(self, scope: Scope, before: _Frame | None) -> None:
+        self.scope = scope
+        self.before = before  # the thread's frame before this entry
+        self.held: AbstractContextManager[object] | None = None  # what the strategy wants held
+        self.modes = 0  # open device scopes right after the entry
+
+
+class Scope:
+    """``strategy.scope()``: a context manager that may be entered again and again, also nested."""
+
+    __slots__ = ("_strategy",)
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Any:
+        strategy = self._strategy
+        state = _state
+        frame = state.frame
+        entry = _OpenScope(self, frame)
+        if strategy._is_default:
+            if frame is not None and not frame.strategy._is_default:
+                raise ContextError(
+                    "the default strategy's scope must not nest inside another: "
+                    f"{frame.strategy!r} is current. Leave its scope first."
+                )
+            state.default_depth += 1
+        else:
+            require_cross_replica_or_default(strategy, "scope()")
+            state.frame = _Frame(strategy, None, frame)
+            if frame is None:
+                try:
+                    held = strategy._scope_entered()
+                    held.__enter__()
+                except BaseException:
+                    state.frame = None
+                    raise
+                entry.held = held
+        entry.modes = mode_depth()
+        state.scopes.append(entry)
+        return strategy
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        state = _state
+        entry = state.scopes[-1] if state.scopes else None
+        if entry is None or entry.scope is not self:
+            raise ContextError(
+                f"the scope of {self._strategy!r} is not the innermost open scope of this thread "
+                f"(current: {describe_context()}). Leave scopes in the opposite order of entering "
+                "them, each once, in the thread that entered it."
+            )
+        if exc_type is None and mode_depth() > entry.modes:
+            raise ContextError(
+                f"the scope of {self._strategy!r} is being left while a device scope "
+                "(`with torch.device(...)`, or another torch function mode) opened inside it is "
+                "still open. Close the device scope first, then leave the strategy's scope."
+            )
+        state.scopes.pop()
+        if self._strategy._is_default:
+            state.default_depth -= 1
+        else:
+            state.frame = entry.before
+        if entry.held is not None:
+            entry.held.__exit__(exc_type, exc, traceback)
+
+    def __repr__(self) -> str:
+        return f"<Scope of {self._strategy!r}>"
+
+
+def set_strategy(strategy: Any) -> None:
+    """Make a strategy current without a ``with`` block; None goes back to the default one.
+
+    A further call first leaves the strategy of the previous call.
+
+    Raises:
+        RuntimeError: inside a ``with strategy.scope()`` block.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.OneDeviceStrategy("cpu:0")
+        >>> sg.set_strategy(strategy)
+        >>> sg.get_strategy() is strategy
+        True
+        >>> sg.set_strategy(None)
+        >>> sg.has_strategy()
+        False
+    """
+    scope = _state.global_scope
+    frame = _state.frame
+    in_block = frame is not None and (scope is None or frame.outer is not None)
+    if in_block or _state.default_depth > (
+        1 if scope is not None and scope._strategy._is_default else 0
+    ):
+        raise ContextError(
+            "set_strategy() must not be called inside a `with strategy.scope()` block or a "
+            f"replica (current: {describe_context()}). Call it at the top level of the program."
+        )
+    if scope is not None:
+        scope.__exit__(None, None, None)
+        _state.global_scope = None
+    if strategy is not None:
+        new = Scope(strategy)
+        new.__enter__()
+        _state.global_scope = new
+
+
+def require_cross_replica_or_default(strategy: Any, what: str) -> None:
+    """Refuse a call that needs the default context or the strategy's own cross-replica context."""
+    frame = _state.frame
+    if frame is None:
+        return
+    if frame.strategy is not strategy:
+        if frame.strategy._is_default and frame.replica is None:
+            return
+        if strategy._is_default and frame.strategy._is_default:
+            return
+        raise StrategyMismatch(
+            f"mixing different strategy objects: {what} of {strategy!r} was called under "
+            f"{describe_context()}. Leave that scope first, or use the strategy that is current."
+        )
+    if frame.replica is not None:
+        raise ContextError(
+            f"{what} of {strategy!r} was called inside {describe_context()}; it needs the "
+            "cross-replica context. Call it outside the function given to run(), or reach the "
+            "cross-replica context with get_replica_context().merge_call(fn)."
+        )
+
+
+def require_scope(strategy: Any, what: str) -> None:
+    """Refuse a call that needs the strategy to be current, in cross-replica or replica context."""
+    frame = _state.frame
+    if frame is None or frame.strategy is not strategy:
+        raise ContextError(
+            f"{what} needs to be inside `with strategy.scope()` of {strategy!r}; this thread is "
+            f"in {describe_context()}."
+        )
+
+
+class entered:
+    """This thread computes for a replica (or, with None, in cross-replica context) while open.
+
+    Written as a class with slots: it is on the path of every ``run`` and every meeting.
+    """
+
+    __slots__ = ("_frame", "_frame_before", "_replica", "_replica_before")
+
+    def __init__(self, strategy: Any, replica: Replica | None) -> None:
+        self._replica = replica
+        self._frame = _Frame(strategy, replica, None)
+
+    def __enter__(self) -> None:
+        state = _state
+        self._frame_before = self._frame.outer = state.frame
+        self._replica_before = state.replica
+        state.frame = self._frame
+        state.replica = self._replica
+
+    def __exit__(self, *_: object) -> None:
+        state = _state
+        state.frame = self._frame_before
+        state.replica = self._replica_before
+
+
+@contextmanager
+def updating(device: Any) -> Iterator[None]:
+    """While open, this thread is inside an ``extended.update`` function for ``device`` (VAR-16)."""
+    before = _state.updating
+    _state.updating = device
+    try:
+        yield
+    finally:
+        _state.updating = before
+
+
+def update_device() -> Any:
+    """The device of the ``extended.update`` in progress in this thread, or None."""
+    return _state.updating
+
+
+def default_scope_is_open() -> bool:
+    """Whether this thread opened the default strategy's scope (CTX-8)."""
+    return _state.default_depth > 0
+
+
+# ------------------------------------------------------------------ what user functions are handed
+
+
+class ReplicaContext:
+    """One replica's view of the run it takes part in; got from `get_replica_context`.
+
+    Example:
+        >>> import torch, stratagem as sg
+        >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def step():
+        ...     context = sg.get_replica_context()
+        ...     return context.all_reduce("sum", torch.tensor(1.0) + context.replica_id_in_sync_group)
+        >>> strategy.reduce("mean", strategy.run(step), axis=None)
+        tensor(3.)
+        >>> strategy.close()
+    """
+
+    __slots__ = ("__weakref__", "_id", "_strategy", "_tensor")
+
+    def __init__(
+        self,
+        strategy: Any,
+        replica_id_in_sync_group: int | torch.Tensor | None,
+    ) -> None:
+        given: Any = replica_id_in_sync_group
+        if given is not None and (
+            isinstance(given, bool) or not isinstance(given, int | torch.Tensor)
+        ):
+            raise ValueError(
+                f"replica_id_in_sync_group={given!r} is not a replica's number: expected an int, "
+                "an integer tensor or None."
+            )
+        self._strategy = strategy
+        self._id = given
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part."""
+        return int(self._strategy.num_replicas_in_sync)
+
+    @property
+    def replica_id_in_sync_group(self) -> int | torch.Tensor | None:
+        """This replica's number: an int32 scalar tensor (the plain int 0 in the default context)."""
+        if self._strategy._is_default or self._id is None or isinstance(self._id, torch.Tensor):
+            return cast("int | torch.Tensor | None", self._id)
+        if self._tensor is None:
+            self._tensor = torch.tensor(self._id, dtype=torch.int32, device="cpu")
+        return self._tensor
+
+    @property
+    def devices(self) -> Any:
+        """This replica's device, in the shape tf.distribute gave it (deprecated there)."""
+        self._require_active("devices")
+        return self._strategy._replica_devices(self._number())
+
+    def _number(self) -> int:
+        return 0 if self._id is None else int(self._id)
+
+    def _require_active(self, what: str) -> None:
+        frame = _state.frame
+        if frame is None:
+            if self._strategy._is_default:
+                return
+            raise ContextError(
+                f"ReplicaContext.{what} needs to be inside the function given to run() (or "
+                "call_for_each_replica): no replica is active in this thread."
+            )
+        if frame.strategy is not self._strategy:
+            raise StrategyMismatch(
+                f"ReplicaContext.{what}: mismatching strategies: this context belongs to "
+                f"{self._strategy!r}, the thread is in {describe_context()}."
+            )
+        if frame.replica is None:
+            raise ContextError(
+                f"ReplicaContext.{what} needs to be inside the function given to run() (or "
+                f"call_for_each_replica), but the thread is in {describe_context()}."
+            )
+        if frame.replica.context is not self:
+            raise ContextError(
+                f"ReplicaContext.{what}: mismatching context: this is not the context of "
+                f"{describe_context()}. Ask get_replica_context() inside the replica that uses it."
+            )
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Wait for all replicas, run ``merge_fn(strategy, *args, **kwargs)`` once, hand back its result.
+
+        ``merge_fn`` runs in cross-replica context with the replicas' arguments merged as ``run``
+        merges results; each replica gets its component of every distributed value it returns.
+
+        Example:
+            >>> import stratagem as sg
+            >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def together(strategy, value):
+            ...     return sum(strategy.local_results(value))
+            >>> def step():
+            ...     context = sg.get_replica_context()
+            ...     return context.merge_call(together, args=(float(context.replica_id_in_sync_group),))
+            >>> strategy.run(step)
+            1.0
+            >>> strategy.close()
+        """
+        self._require_active("merge_call")
+        if not callable(merge_fn):
+            raise TypeError(f"merge_call needs a function, got {merge_fn!r}.")
+        replica = _state.replica
+        if replica is None:
+            with entered(self._strategy, None):
+                return merge_fn(self._strategy, *args, **(kwargs or {}))
+        from stratagem._core import replicas
+
+        return replicas.merge_call(replica, merge_fn, tuple(args), dict(kwargs or {}))
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Sum or mean of ``value`` over all replicas, on every replica; differentiable.
+
+        Args:
+            reduce_op: `ReduceOp` or its name in any letter case.
+            value: a tensor, or a nest of tensors.
+            options: `CommunicationOptions`, accepted and ignored here.
+        """
+        self._require_active("all_reduce")
+        from stratagem._core import collectives
+
+        return collectives.all_reduce(_state.replica, reduce_op, value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """The replicas' tensors joined along ``axis`` in replica order; differentiable.
+
+        Args:
+            value: a tensor of rank ≥ 1, or a nest of them; sizes may differ along ``axis`` only.
+            axis: the dimension to join along.
+            options: `CommunicationOptions`, accepted and ignored here.
+        """
+        self._require_active("all_gather")
+        from stratagem._core import collectives
+
+        return collectives.all_gather(_state.replica, value, axis)
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext {self._number()} of {self.num_replicas_in_sync}>"
+
+
+class ValueContext:
+    """What a value function of ``distribute_values_from_function`` is told.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.ValueContext(1, 2).replica_id_in_sync_group
+        1
+    """
+
+    __slots__ = ("_num_replicas_in_sync", "_replica_id_in_sync_group")
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The replica the value is for."""
+        return self._replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are."""
+        return self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return f"ValueContext({self._replica_id_in_sync_group}, {self._num_replicas_in_sync})"
+
+
+class InputContext:
+    """What a dataset function of ``distribute_datasets_from_function`` is told.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64)
+        16
+    """
+
+    __slots__ = ("_input_pipeline_id", "_num_input_pipelines", "_num_replicas_in_sync")
+
+    def __init__(
+        self,
+        num_input_pipelines: int = 1,
+        input_pipeline_id: int = 0,
+        num_replicas_in_sync: int = 1,
+    ) -> None:
+        self._num_input_pipelines = num_input_pipelines
+        self._input_pipeline_id = input_pipeline_id
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """How many input pipelines there are in all."""
+        return self._num_input_pipelines
+
+    @property
+    def input_pipeline_id(self) -> int:
+        """Number of this pipeline, from 0."""
+        return self._input_pipeline_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are in all."""
+        return self._num_replicas_in_sync
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The global batch size divided by the number of replicas.
+
+        Raises:
+            ValueError: it does not divide evenly.
+        """
+        if global_batch_size % self._num_replicas_in_sync != 0:
+            raise ValueError(
+                f"global_batch_size={global_batch_size!r} does not divide evenly by the "
+                f"{self._num_replicas_in_sync} replicas in sync. Choose a multiple of "
+                f"{self._num_replicas_in_sync}."
+            )
+        return global_batch_size // self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"InputContext(input pipeline id {self._input_pipeline_id}, "
+            f"total {self._num_input_pipelines}, replicas in sync {self._num_replicas_in_sync})"
+        )

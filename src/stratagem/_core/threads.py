@@ -1,0 +1,145 @@
+"""The threads replicas run on: one lane per replica, kept between runs, owned by a strategy.
+
+A lane is a named daemon thread that waits for a job. Lanes hold no reference to their owner, so that a
+forgotten strategy can be collected; its finalizer closes the lanes. What a job does, and how jobs meet,
+is `replicas.py`'s business.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+CLOSE_LIMIT_S = 5.0
+"""How long closing waits for an idle lane's thread to end; they end in microseconds."""
+
+
+class Lane:
+    """One thread that runs jobs handed to it, one at a time."""
+
+    __slots__ = ("_go", "_job", "abandoned", "busy", "intra_op_threads", "thread")
+
+    def __init__(self, name: str) -> None:
+        self._go = _thread.allocate_lock()  # held while there is nothing to do
+        self._go.acquire()
+        self._job: Callable[[], None] | None = None
+        self.busy = False
+        self.abandoned = False
+        self.intra_op_threads = 0  # what this thread told torch to use; 0: nothing yet
+        self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
+        self.thread.start()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Hand over a job; the lane must be idle."""
+        self._job = job
+        self.busy = True
+        self._go.release()
+
+    def stop(self) -> None:
+        """Let the thread end, at once when idle, else after its job."""
+        # Order matters: the thread clears `busy` before it looks at `abandoned`, so that one of
+        # the two always sees the other.
+        self.abandoned = True
+        if not self.busy:
+            self._go.release()
+
+    def __repr__(self) -> str:
+        state = "abandoned" if self.abandoned else "busy" if self.busy else "idle"
+        return f"<Lane {self.thread.name} [{state}]>"
+
+
+def _serve(lane: Lane) -> None:
+    while True:
+        # Idle lanes wait without a limit: they end by stop(), called by close(), by the finalizer
+        # of their owner or at interpreter exit, whichever comes first.
+        lane._go.acquire()
+        job = lane._job
+        lane._job = None
+        if job is None:
+            return
+        job()  # clears lane.busy itself, before anybody can hand over the next job
+        del job  # keeps the user's function, and through it a strategy, alive no longer
+        if lane.abandoned:
+            return
+
+
+class LaneSet:
+    """The lanes of one strategy; made when first used, closed with it."""
+
+    __slots__ = ("_busy", "_holder", "_lanes", "_name", "_nested")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lanes: list[Lane] = []
+        self._nested: LaneSet | None = None
+        self._busy = _thread.allocate_lock()
+        self._holder = 0
+
+    def for_this_thread(self) -> LaneSet:
+        """These lanes, or spare ones for a run started from within a meeting of a run.
+
+        The lanes of the outer run are waiting then, and would never become free.
+        """
+        me = _thread.get_ident()
+        if self._holder != me and all(lane.thread.ident != me for lane in self._lanes):
+            return self
+        if self._nested is None:
+            self._nested = LaneSet(f"{self._name}-nested")
+        return self._nested.for_this_thread()
+
+    def acquire(self, size: int, *, limit_s: float) -> Sequence[Lane]:
+        """Reserve ``size`` idle lanes for one run; `release` gives them back.
+
+        Runs of one strategy started by several threads take turns: replicas have one set of
+        gradients and buffers each.
+        """
+        if not self._busy.acquire(timeout=limit_s):
+            raise TimeoutError(
+                f"another thread has been inside run() of {self._name} for {limit_s:g} s. "
+                "Runs of one strategy take turns; use one strategy per thread to run side by side."
+            )
+        self._holder = _thread.get_ident()
+        for i in range(size):
+            if i == len(self._lanes):
+                self._lanes.append(Lane(f"{self._name}-replica-{i}"))
+            elif self._lanes[i].abandoned:
+                self._lanes[i] = Lane(f"{self._name}-replica-{i}")
+        return self._lanes[:size]
+
+    def release(self) -> None:
+        """Give the lanes back."""
+        self._holder = 0
+        self._busy.release()
+
+    def close(self) -> None:
+        """End all idle threads, and busy ones as soon as their job is over. May be called again."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.stop()
+        for lane in lanes:
+            # The finalizer may run on a lane's own thread: the job held the last reference.
+            if lane.thread is not threading.current_thread() and not lane.busy:
+                lane.thread.join(CLOSE_LIMIT_S)
+        nested, self._nested = self._nested, None
+        if nested is not None:
+            nested.close()
+
+    def __repr__(self) -> str:
+        busy = sum(lane.busy for lane in self._lanes)
+        return f"<LaneSet {self._name} [{len(self._lanes)} threads, {busy} busy]>"
+
+
+def share_of_cores(lane: Lane, wanted: int) -> bool:
+    """Limit torch's own threads in this lane, so that R replicas do not fight for the cores.
+
+    torch keeps the number per thread, but a thread that sets it also changes what threads
+    started later begin with; returns True if the caller has to set that right again.
+    """
+    if lane.intra_op_threads == wanted:
+        return False
+    torch.set_num_threads(wanted)
+    lane.intra_op_threads = wanted
+    return True

@@ -1,0 +1,394 @@
+"""`Strategy`: what every strategy can do, and the few hooks each one fills.
+
+Public methods are concrete and final: they check arguments and context. A strategy is a final subclass
+that fills hooks (names with one underscore). The hooks, for whoever writes the next one:
+
+    _compute_devices       where replicas compute, one entry per replica
+    _parameter_names       where variables live, as told to people
+    _slices                whether run() hands each replica its components (RUN-2), or the value whole
+    _run_group             how the replicas of one run are run (rarely touched)
+    _reduce, _gather, …    what reductions mean here
+    _create_variable       makes a `Variable`'s inside
+    _adopt_parameter, _adopt_buffer, _step_optimizer    called by `_core.modules`, `_core.optimizers`
+    _scope_entered         context held while the outermost scope of a thread is open
+    _arguments             constructor arguments, for deepcopy and repr
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self, final
+
+import torch
+
+from stratagem import config
+from stratagem._core import context, reduction, values
+from stratagem._core.devices import Device
+from stratagem._core.replicas import ReplicaGroup
+from stratagem._core.threads import LaneSet
+
+GradientAggregation = Literal["mean", "sum"]
+
+
+class Strategy(ABC):
+    """Decides where variables live and where computation runs. Abstract: use one of its kinds.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        ...     result = strategy.run(lambda: sg.get_replica_context().num_replicas_in_sync)
+        >>> result
+        2
+    """
+
+    _is_default: ClassVar[bool] = False
+    _slices: ClassVar[bool] = True
+
+    def __init__(self, *, gradient_aggregation: GradientAggregation = "mean") -> None:
+        if gradient_aggregation not in ("mean", "sum"):
+            raise ValueError(
+                f"gradient_aggregation={gradient_aggregation!r} is not known: expected 'mean' "
+                "(over the rows of the global batch) or 'sum' (as tf.distribute does)."
+            )
+        self._gradient_aggregation = gradient_aggregation
+        self._lanes = LaneSet(type(self).__name__)
+        self._finalizer = weakref.finalize(self, self._lanes.close)
+
+    # -------------------------------------------------------------- life
+
+    @final
+    def close(self) -> None:
+        """End the replica threads and let go of what the strategy holds. May be called again.
+
+        A strategy that is simply forgotten does this when it is collected.
+        """
+        self._close()
+        self._lanes.close()
+
+    @final
+    def __enter__(self) -> Self:
+        return self
+
+    @final
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __copy__(self) -> Self:
+        raise RuntimeError(
+            f"{self!r} cannot be copied: two objects would claim the same variables. Use "
+            "copy.deepcopy for an independent strategy, or pass the strategy itself."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self)(**self._arguments())
+        memo[id(self)] = twin
+        return twin
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
+        return f"{type(self).__name__}({parts})"
+
+    # -------------------------------------------------------------- what it is
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run side by side."""
+        return len(self._compute_devices)
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver; None for a strategy of one machine."""
+        return None
+
+    @property
+    def gradient_aggregation(self) -> str:
+        """``"mean"`` over the rows of the global batch, or ``"sum"`` over replicas."""
+        return self._gradient_aggregation
+
+    @property
+    def extended(self) -> Any:
+        """The methods tf.distribute keeps under ``extended``, as a thin view (see `compat`)."""
+        return _compat("extended").extended_view(self)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only names not found otherwise come here: tf.distribute's historical spellings.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return _compat("spelling").lookup(self, name)
+
+    # -------------------------------------------------------------- what it does
+
+    @final
+    def scope(self) -> context.Scope:
+        """Context manager: models, optimizers and variables made inside belong to this strategy.
+
+        Example:
+            >>> import stratagem as sg
+            >>> strategy = sg.OneDeviceStrategy("cpu:0")
+            >>> with strategy.scope() as current:
+            ...     current is strategy
+            True
+        """
+        return context.Scope(self)
+
+    @final
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: config.RunOptions | None = None,
+    ) -> Any:
+        """Call ``fn`` once per replica, side by side; the results merged.
+
+        Distributed values among the arguments are handed out by component. A result that is the
+        same on all replicas comes back once, others as a `PerReplica`.
+
+        Args:
+            fn: any callable.
+            args: positional arguments, a tuple or list.
+            kwargs: keyword arguments.
+            options: `RunOptions`, accepted and ignored.
+
+        Raises:
+            ValueError: ``args`` is not a tuple or list.
+            RuntimeError: called inside a replica or under another strategy.
+
+        Example:
+            >>> import stratagem as sg
+            >>> strategy = sg.OneDeviceStrategy("cpu:0")
+            >>> strategy.run(lambda x: 2 * x, args=(21,))
+            42
+        """
+        if not isinstance(args, tuple | list):
+            raise ValueError(
+                f"args={args!r} is a {type(args).__name__}: expected a tuple or list of positional "
+                "arguments, such as args=(batch,)."
+            )
+        return self._call_for_each_replica(fn, args, kwargs)
+
+    @final
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """Sum or mean of a per-replica value, over replicas and, with ``axis``, over its dimensions.
+
+        Args:
+            reduce_op: `ReduceOp` or its name in any letter case.
+            value: what ``run`` returned.
+            axis: None for elementwise over replicas; a dimension (or tuple of them), typically 0,
+                to reduce the batch as well, with the right denominator for uneven batches.
+
+        Example:
+            >>> import torch, stratagem as sg
+            >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> losses = sg.PerReplica([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([6.0])])
+            >>> strategy.reduce("mean", losses, axis=0)
+            tensor(3.)
+            >>> strategy.close()
+        """
+        context.require_cross_replica_or_default(self, "reduce()")
+        return self._reduce(reduction.as_reduce_op(reduce_op, axis), value, axis)
+
+    @final
+    def gather(self, value: Any, axis: int) -> Any:
+        """The components of a per-replica value joined along ``axis``, in replica order.
+
+        Example:
+            >>> import torch, stratagem as sg
+            >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.gather(sg.PerReplica([torch.tensor([1, 2]), torch.tensor([3])]), axis=0)
+            tensor([1, 2, 3])
+            >>> strategy.close()
+        """
+        replica = context.current_replica()
+        if replica is not None and replica.strategy is self:
+            raise context.ContextError(
+                f"gather() of {self!r} was called inside {context.describe_context()}. In a "
+                "replica use get_replica_context().all_gather(value, axis)."
+            )
+        context.require_cross_replica_or_default(self, "gather()")
+        reduction.refuse_sparse(value, "gather")
+        return self._gather(value, axis)
+
+    @final
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a value on this machine's replicas, as a tuple.
+
+        Example:
+            >>> import stratagem as sg
+            >>> sg.OneDeviceStrategy("cpu:0").local_results(3)
+            (3,)
+        """
+        return self._local_results(value)
+
+    @final
+    def distribute_values_from_function(
+        self, value_fn: Callable[[context.ValueContext], Any]
+    ) -> Any:
+        """A distributed value whose components are made by ``value_fn``, one call per replica.
+
+        Example:
+            >>> import stratagem as sg
+            >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> value = strategy.distribute_values_from_function(
+            ...     lambda context: context.replica_id_in_sync_group)
+            >>> strategy.local_results(value)
+            (0, 1)
+            >>> strategy.close()
+        """
+        if not callable(value_fn):
+            raise TypeError(
+                f"value_fn={value_fn!r} is not callable: expected a function of one ValueContext."
+            )
+        context.require_cross_replica_or_default(self, "distribute_values_from_function()")
+        return self._values_from_function(value_fn)
+
+    @final
+    def distribute_dataset(
+        self, dataset: Any, options: config.InputOptions | None = None
+    ) -> Any:
+        """An iterable of distributed batches: each global batch cut into one part per replica.
+
+        Args:
+            dataset: any iterable of global batches: a `sg.data.Dataset`, a DataLoader, a list.
+            options: `InputOptions`.
+        """
+        from stratagem._data import distribute
+
+        return distribute.distribute_dataset(self, dataset, options)
+
+    @final
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[context.InputContext], Any],
+        options: config.InputOptions | None = None,
+    ) -> Any:
+        """An iterable of distributed batches from a dataset of per-replica batches.
+
+        Args:
+            dataset_fn: gets an `InputContext`, returns a dataset batched per replica.
+            options: `InputOptions`.
+        """
+        from stratagem._data import distribute
+
+        return distribute.distribute_datasets_from_function(self, dataset_fn, options)
+
+    # -------------------------------------------------------------- hooks
+
+    @property
+    @abstractmethod
+    def _compute_devices(self) -> tuple[Device, ...]:
+        """Where replicas compute, one entry per replica."""
+
+    @property
+    @abstractmethod
+    def _parameter_names(self) -> tuple[str, ...]:
+        """Where variables live, for people (``extended.parameter_devices``)."""
+
+    @abstractmethod
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments: what an independent twin is made from."""
+
+    def _close(self) -> None:
+        """Let go of what the subclass holds."""
+
+    def _scope_entered(self) -> AbstractContextManager[object]:
+        """Held while the outermost scope of a thread is open."""
+        return nullcontext()
+
+    def _replica_devices(self, replica_id: int) -> Any:
+        """``ReplicaContext.devices``: a list holding this replica's device in a list."""
+        return [[self._compute_devices[replica_id].name]]
+
+    @final
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """`run` without the check of the arguments' type (``extended.call_for_each_replica``)."""
+        if not callable(fn):
+            raise TypeError(
+                f"fn={fn!r} is a {type(fn).__name__}, not callable: expected the step function "
+                "itself, such as strategy.run(step, args=(batch,))."
+            )
+        context.require_cross_replica_or_default(self, "run()")
+        return self._run(fn, args, kwargs or {})
+
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        devices = self._compute_devices
+        size = len(devices)
+        if size == 0:
+            raise IndexError(
+                f"{self!r} has no compute device, so there is no replica to run on. Give it at "
+                'least one, such as compute_devices=["cpu:0"].'
+            )
+        if not self._slices:
+            return ReplicaGroup(self, devices).run_alone(fn, args, kwargs)
+        count = values.RowCount()
+        parts = values.split((args, kwargs), size, count)
+        group = ReplicaGroup(self, devices, rows=count.rows)
+        if size == 1:
+            if parts is not None:
+                args, kwargs = parts[0]
+            return group.run_alone(fn, args, kwargs)
+        if parts is None:
+            call = functools.partial(fn, *args, **kwargs)
+            return values.merge(group.run([call] * size, self._lanes))
+        calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
+        return values.merge(group.run(calls, self._lanes))
+
+    @abstractmethod
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        """`reduce`, the operation checked."""
+
+    @abstractmethod
+    def _gather(self, value: Any, axis: int) -> Any:
+        """`gather`, in the right context."""
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, values.DistributedValues):
+            return value.values
+        if values.open_node(value) is None:
+            return (value,)
+        size = self.num_replicas_in_sync
+        parts = values.split(value, size)
+        return (value,) * size if parts is None else tuple(parts)
+
+    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
+        size = self.num_replicas_in_sync
+        made = [value_fn(context.ValueContext(i, size)) for i in range(size)]
+        return values.wrap(made)
+
+    # Called by _core.modules and _core.optimizers -----------------------
+
+    def _adopt_parameter(
+        self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
+    ) -> Any:
+        """The home of a parameter registered under the scope; None leaves it alone."""
+        return None
+
+    def _adopt_buffer(self, module: torch.nn.Module, name: str, buffer: torch.Tensor) -> Any:
+        """The home of a buffer registered under the scope; None leaves it alone."""
+        return None
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        """Run the real step once, where the parameters live."""
+        return step()
+
+
+def _compat(room: str) -> Any:
+    """A module of `compat`, which lies above: the one place where strategies reach upwards.
+
+    ``strategy.extended`` and tf.distribute's old spellings must answer on the strategy object
+    itself, yet live in the room of historical names; so that room is asked when they are used.
+    """
+    return importlib.import_module(f"stratagem.compat.{room}")

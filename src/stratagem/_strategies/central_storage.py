@@ -1,0 +1,84 @@
+"""`CentralStorageStrategy`: one copy of every variable, many devices computing around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from stratagem._core import devices, reduction
+from stratagem._strategies.base import GradientAggregation, Strategy
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Variables on one device, computation replicated on several; updates happen at the variables.
+
+    Args:
+        compute_devices: names of the devices that compute, one replica each (a device may be named
+            more than once); None: all accelerators of this machine, else the CPU.
+        parameter_device: name of the device that holds the variables; None: the compute device if
+            there is only one, else the CPU.
+        gradient_aggregation: ``"mean"`` over the rows of the global batch, or ``"sum"``.
+
+    Raises:
+        ValueError: a malformed name, or a device that does not exist here; a list of parameter
+            devices.
+
+    Example:
+        >>> import torch, stratagem as sg
+        >>> with sg.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0") as strategy:
+        ...     batch = sg.PerReplica([torch.arange(4), torch.arange(4, 8)])
+        ...     strategy.reduce("sum", strategy.run(lambda x: x, args=(batch,)), axis=None)
+        tensor([ 4,  6,  8, 10])
+    """
+
+    def __init__(
+        self,
+        compute_devices: Iterable[Any] | None = None,
+        parameter_device: Any = None,
+        *,
+        gradient_aggregation: GradientAggregation = "mean",
+    ) -> None:
+        if compute_devices is None:
+            self._devices = devices.accelerators() or (devices.Device(),)
+        else:
+            self._devices = devices.resolve_devices(compute_devices, argument="compute_devices")
+        self._parameter_name = self._name_of(parameter_device)
+        self._parameter_device = devices.resolve_device(self._parameter_name)
+        super().__init__(gradient_aggregation=gradient_aggregation)
+
+    def _name_of(self, given: Any) -> str:
+        if given is None:
+            return self._devices[0].name if len(self._devices) == 1 else "/device:CPU:0"
+        name: str | None = None
+        if isinstance(given, str):
+            name = given
+        elif type(given).__name__ == "device":
+            name = devices.parse_device(given).name
+        if name is None:
+            raise ValueError(
+                f"parameter_device={given!r} is a {type(given).__name__}: expected the name of "
+                'one device, such as "cpu:0". Variables live in one place under central storage.'
+            )
+        return name
+
+    @property
+    def _compute_devices(self) -> tuple[devices.Device, ...]:
+        return self._devices
+
+    @property
+    def _parameter_names(self) -> tuple[str, ...]:
+        return (self._parameter_name,)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "compute_devices": [each.name for each in self._devices],
+            "parameter_device": self._parameter_name,
+            "gradient_aggregation": self._gradient_aggregation,
+        }
+
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduction.reduce(op, value, axis, size=len(self._devices), nests=False)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        return reduction.gather(value, axis, negative=True)

@@ -1,0 +1,81 @@
+"""The default strategy: what is current when nobody chose one. One per process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, final
+
+from stratagem._core import context, devices, reduction
+from stratagem._strategies.base import Strategy
+
+_made: list[DefaultStrategy] = []
+_making = threading.Lock()
+
+
+@final
+class DefaultStrategy(Strategy):
+    """Ordinary PyTorch: one replica, nothing placed, nothing moved.
+
+    Got from `get_strategy` outside any scope; there is exactly one.
+
+    Raises:
+        RuntimeError: on building a second one.
+    """
+
+    _is_default: ClassVar[bool] = True
+    _slices: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        if _made:
+            raise RuntimeError(
+                "there is one default strategy per process: use sg.get_strategy() outside any "
+                "scope to get it."
+            )
+        super().__init__()
+        self._devices = (devices.Device(),)
+        self._default_context = context.ReplicaContext(self, 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise RuntimeError("the default strategy cannot be copied: there is one per process.")
+
+    @property
+    def _compute_devices(self) -> tuple[devices.Device, ...]:
+        return self._devices
+
+    @property
+    def _parameter_names(self) -> tuple[str, ...]:
+        raise RuntimeError(
+            "the default strategy places nothing, so it has no parameter or worker devices. Use "
+            "one of the other strategies to choose devices."
+        )
+
+    def _arguments(self) -> dict[str, Any]:
+        return {}
+
+    def _replica_devices(self, replica_id: int) -> Any:
+        return (self._devices[0].name,)
+
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return fn(*args, **kwargs)
+
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduction.reduce_alone(op, value, axis)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        return value
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
+        return value_fn(context.ValueContext())
+
+
+def default_strategy() -> DefaultStrategy:
+    """The one default strategy, made when first asked for."""
+    if not _made:
+        with _making:
+            if not _made:
+                _made.append(DefaultStrategy())
+    return _made[0]

@@ -1,0 +1,71 @@
+"""`MirroredStrategy`: a copy of every variable on each device, kept equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from stratagem._core import devices, reduction
+from stratagem._strategies.base import GradientAggregation, Strategy
+
+
+@final
+class MirroredStrategy(Strategy):
+    """One replica per device, each with its own copy of every variable; updates reach all copies.
+
+    Args:
+        devices: their names; None: all accelerators of this machine, else the CPU. The same device
+            may be named more than once.
+        gradient_aggregation: ``"mean"`` over the rows of the global batch, or ``"sum"``.
+
+    Raises:
+        ValueError: no device, a malformed name, or a device that does not exist here.
+
+    Example:
+        >>> import torch, stratagem as sg
+        >>> with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        ...     batch = sg.PerReplica([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+        ...     strategy.gather(strategy.run(lambda x: x * 10, args=(batch,)), axis=0)
+        tensor([10., 20., 30.])
+    """
+
+    def __init__(
+        self,
+        devices: Iterable[Any] | None = None,
+        *,
+        gradient_aggregation: GradientAggregation = "mean",
+    ) -> None:
+        self._devices = _resolve(devices)
+        super().__init__(gradient_aggregation=gradient_aggregation)
+
+    @property
+    def _compute_devices(self) -> tuple[devices.Device, ...]:
+        return self._devices
+
+    @property
+    def _parameter_names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self._devices)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "devices": [each.name for each in self._devices],
+            "gradient_aggregation": self._gradient_aggregation,
+        }
+
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduction.reduce(op, value, axis, size=len(self._devices), nests=True)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        return reduction.gather(value, axis, negative=False)
+
+
+def _resolve(given: Iterable[Any] | None) -> tuple[devices.Device, ...]:
+    if given is None:
+        return devices.accelerators() or (devices.Device(),)
+    found = devices.resolve_devices(given, argument="devices")
+    if not found:
+        raise ValueError(
+            'devices=[] names no device: expected at least one, such as ["cpu:0", "cpu:1"], or '
+            "None for all accelerators."
+        )
+    return found

@@ -1,0 +1,65 @@
+"""`OneDeviceStrategy`: everything on one device, at the speed of bare PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, final
+
+from stratagem._core import context, devices, reduction
+from stratagem._strategies.base import GradientAggregation, Strategy
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """Variables and computation on one device: the same program, ready to be distributed.
+
+    Args:
+        device: its name, such as ``"cpu:0"`` or ``"gpu:1"``, or a `torch.device`.
+        gradient_aggregation: kept for symmetry; one replica has nothing to aggregate.
+
+    Raises:
+        ValueError: a malformed name, or a device that does not exist here.
+        TypeError: not a device name at all.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.OneDeviceStrategy("cpu:0")
+        >>> sum(strategy.run(lambda i: 2 * i, args=(i,)) for i in range(10))
+        90
+    """
+
+    _slices: ClassVar[bool] = False
+
+    def __init__(self, device: Any, *, gradient_aggregation: GradientAggregation = "mean") -> None:
+        self._device = devices.resolve_device(device)
+        self._devices = (self._device,)
+        super().__init__(gradient_aggregation=gradient_aggregation)
+
+    @property
+    def _compute_devices(self) -> tuple[devices.Device, ...]:
+        return self._devices
+
+    @property
+    def _parameter_names(self) -> tuple[str, ...]:
+        return (self._device.name,)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "device": self._device.name,
+            "gradient_aggregation": self._gradient_aggregation,
+        }
+
+    def _replica_devices(self, replica_id: int) -> Any:
+        return (self._device.name,)
+
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduction.reduce_alone(op, value, axis)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        return value
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
+        return value_fn(context.ValueContext())

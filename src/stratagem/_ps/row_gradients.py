@@ -1,0 +1,155 @@
+"""The gradient of a table of rows: what arrived, row by row or whole, since the last `zero_grad`.
+
+Filled by `tables.py` (lookups), read by the optimizer's home in `workers.py`. Here is also what both
+need to know of the place the rows are in (`RowSource`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class RowSource(Protocol):
+    """Where a table's rows are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """A fresh tensor with these rows; `ids` are sorted, unique and in range."""
+
+    def whole(self) -> Tensor:
+        """All rows, current at the time of the call; not to be written to."""
+
+    def update_rows(self, ids: Tensor, values: Tensor) -> None:
+        """Overwrite rows (a lookup with ``max_norm`` shortens them, as in plain PyTorch)."""
+
+
+def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted unique ids, and for every id its place among them (in the shape of `ids`).
+
+    NumPy's sort is about twice as fast as torch.unique on one core (0.8 ms against 1.5 ms for
+    26 k ids).
+
+    Example:
+        >>> unique_ids(torch.tensor([[7, 0], [7, 3]]))
+        (tensor([0, 3, 7]), tensor([[2, 0], [2, 1]]))
+    """
+    flat = ids.detach().reshape(-1).numpy()
+    unique, inverse = np.unique(flat, return_inverse=True)
+    return torch.from_numpy(unique).long(), torch.from_numpy(inverse).reshape(ids.shape)
+
+
+class RowGradient:
+    """What has arrived as gradient of one table since the last `zero_grad`.
+
+    Leaves report when their gradient arrives, so a lookup without a `backward` costs nothing later.
+    """
+
+    def __init__(self, source: RowSource) -> None:
+        self._source = source
+        self._arrived: dict[int, tuple[Tensor, Tensor, int | None]] = {}
+        self._ids: Tensor | None = None
+        self._values: Tensor | None = None
+        self._whole: Tensor | None = None
+        self.sparse = False
+
+    def watch(self, ids: Tensor, leaf: Tensor, *, sparse: bool, skip: int | None) -> None:
+        """Take the leaf's gradient when it arrives."""
+
+        def arrived(ready: Tensor) -> None:
+            self._arrived[id(ready)] = (ids, ready, skip)
+            self.sparse = sparse
+
+        cast("Any", leaf).register_post_accumulate_grad_hook(arrived)
+
+    def whole_leaf(self, wants_gradient: bool) -> Tensor:
+        """A leaf over the whole table; the same one until `clear`, so gradients accumulate."""
+        current = self._source.whole()
+        if not wants_gradient:
+            return current.detach()
+        if self._whole is None or self._whole.data_ptr() != current.data_ptr():
+            grad = None if self._whole is None else self._whole.grad
+            self._whole = current.detach().requires_grad_()
+            self._whole.grad = grad
+        return self._whole
+
+    def ids(self) -> Tensor | None:
+        """Ids of the rows `value` speaks of; None for a whole gradient or none."""
+        return self._ids if self.value() is not None and not self._is_whole() else None
+
+    def value(self) -> Tensor | None:
+        """The gradient so far: rows, or the whole table's if an operator used the whole table."""
+        self._merge()
+        if self._is_whole():
+            assert self._whole is not None
+            if self._values is not None:
+                assert self._ids is not None
+                assert self._whole.grad is not None
+                self._whole.grad.index_add_(0, self._ids, self._values)
+                self._ids = self._values = None
+            return self._whole.grad
+        return self._values
+
+    def replace(self, value: Tensor | None) -> None:
+        """``table.grad = value``: None, rows as `value` gave them, a sparse or a whole gradient."""
+        ids = self.ids()
+        if value is not None and value.is_sparse:
+            value = value.coalesce()
+            ids, value = value.indices()[0], value.values()
+        elif value is not None and ids is not None and value.shape[0] != ids.numel():
+            ids = None
+        self.clear()
+        if value is None:
+            return
+        if ids is not None:
+            self._ids, self._values = ids, value
+            return
+        if tuple(value.shape) != self._source.shape:
+            raise ValueError(
+                f"a gradient of shape {tuple(value.shape)!r} does not fit table "
+                f"{self._source.name!r}: expected its shape {self._source.shape!r}, or the shape of "
+                "the gradient's rows."
+            )
+        self._whole = self._source.whole().detach().requires_grad_()
+        self._whole.grad = value
+
+    def clear(self) -> None:
+        """Forget everything that arrived."""
+        self._arrived.clear()
+        self._ids = self._values = None
+        if self._whole is not None:
+            self._whole.grad = None
+            self._whole = None
+
+    def _is_whole(self) -> bool:
+        return self._whole is not None and self._whole.grad is not None
+
+    def _merge(self) -> None:
+        if not self._arrived:
+            return
+        pieces = [] if self._ids is None else [(self._ids, self._values)]
+        for ids, leaf, skip in self._arrived.values():
+            values, leaf.grad = leaf.grad, None
+            if values is None:
+                continue
+            if skip is not None and self.sparse:
+                keep = torch.arange(ids.numel()) != skip
+                ids, values = ids[keep], values[keep]
+            pieces.append((ids, values))
+        self._arrived.clear()
+        if not pieces:
+            return
+        if len(pieces) == 1:
+            self._ids, self._values = pieces[0]
+            return
+        unique, places = unique_ids(torch.cat([ids for ids, _ in pieces]))
+        values = torch.cat([values for _, values in pieces if values is not None])
+        self._ids = unique
+        self._values = values.new_zeros(unique.numel(), *values.shape[1:])
+        self._values.index_add_(0, places, values)

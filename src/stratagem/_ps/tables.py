@@ -1,0 +1,365 @@
+"""A table of rows on parameter servers, standing where a layer's ``weight`` stands.
+
+`TableParameter` is a tensor by type and shape, but holds no rows. Operators that look rows up
+(`F.embedding`, `F.embedding_bag`, ``weight[ids]``, `index_select`) fetch only the rows they need
+into a small leaf tensor, which takes the gradient; any other operator gets the whole table, as
+tf.distribute's page says of sharded variables. How rows come and go is `RowSource`'s business
+(`remote.py`); who sends the gradient is the optimizer's (`workers.py`).
+
+The gradient of a table: ``table.grad`` holds one row per id looked up since the last `zero_grad`
+(duplicates summed), and ``table.grad_ids`` says which rows these are. All rows not named have a zero
+gradient, so norms over ``table.grad`` and scaling it in place (gradient clipping) are the norms and
+the scaling of the gradient as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from stratagem._ps.row_gradients import RowGradient, RowSource, unique_ids
+from stratagem.errors import ForeignParameterError
+
+
+class TableParameter(nn.Parameter):
+    """A parameter whose rows live elsewhere; see the module's docstring.
+
+    Example:
+        >>> class Memory:
+        ...     name, shape, dtype = "table", (4, 2), torch.float32
+        ...     data = torch.arange(8.0).reshape(4, 2)
+        ...
+        ...     def rows(self, ids):
+        ...         return self.data[ids]
+        ...
+        ...     def whole(self):
+        ...         return self.data
+        >>> table = TableParameter.over(Memory())
+        >>> F.embedding(torch.tensor([3, 0, 3]), table).sum().backward()
+        >>> table.grad_ids, table.grad
+        (tensor([0, 3]), tensor([[1., 1.],
+                [2., 2.]]))
+    """
+
+    source: RowSource
+    gradient: RowGradient
+
+    @classmethod
+    def over(cls, source: RowSource, *, requires_grad: bool = True) -> TableParameter:
+        """A table over rows held elsewhere."""
+        # One element seen through strides of zero: shape and dtype without the memory.
+        stand_in = torch.zeros((), dtype=source.dtype).expand(source.shape)
+        with torch._C.DisableTorchFunctionSubclass():
+            table: TableParameter = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
+        table.source = source
+        table.gradient = RowGradient(source)
+        return table
+
+    @property
+    def grad_ids(self) -> Tensor | None:
+        """Rows that `grad` speaks of, or None if it speaks of the whole table (or is None)."""
+        return self.gradient.ids()
+
+    @override
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        own = _OWN.get(func)
+        if own is not None:
+            return own(*args, **kwargs)
+        if func in _ABOUT_THE_TENSOR:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__"):
+            _refuse_writing((*args, *kwargs.values()), name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(
+                *[_materialise(arg) for arg in args],
+                **{key: _materialise(value) for key, value in kwargs.items()},
+            )
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        del tensor_contents
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"<TableParameter {self.source.name!r} {tuple(self.shape)} {self.dtype}>"
+
+    @override
+    def __deepcopy__(self, memo: Any) -> Any:
+        del memo
+        return self.__reduce_ex__(2)
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: its rows live on parameter servers. Use "
+            "state_dict() on the coordinator, or table.detach() for a copy of all rows."
+        )
+
+    def whole_leaf(self) -> Tensor:
+        """The whole table as a leaf that takes a gradient."""
+        return self.gradient.whole_leaf(self._wants_gradient())
+
+    def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> _Lookup:
+        """Fetch the rows of `ids`; `skip` is a row whose gradient is not recorded (padding)."""
+        unique, places = unique_ids(ids)
+        if unique.numel() and (int(unique[0]) < 0 or int(unique[-1]) >= self.source.shape[0]):
+            bad = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
+            raise IndexError(
+                f"row {bad!r} is out of range for table {self.source.name!r}: expected 0 <= id < "
+                f"{self.source.shape[0]}."
+            )
+        leaf = self.source.rows(unique)
+        if self._wants_gradient():
+            leaf.requires_grad_()
+            self.gradient.watch(unique, leaf, sparse=sparse, skip=skip)
+        return _Lookup(unique, places, leaf)
+
+    def _wants_gradient(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad and torch.is_grad_enabled()
+
+
+class _Lookup:
+    """Rows fetched for one operator."""
+
+    __slots__ = ("leaf", "places", "unique")
+
+    def __init__(self, unique: Tensor, places: Tensor, leaf: Tensor) -> None:
+        self.unique = unique
+        self.places = places
+        self.leaf = leaf
+
+    def place_of(self, row: int | None, rows: int) -> int | None:
+        """Where one row of the table is among those fetched; None if it is not."""
+        if row is None:
+            return None
+        row = row + rows if row < 0 else row
+        found = int(torch.searchsorted(self.unique, row))
+        return found if found < self.unique.numel() and int(self.unique[found]) == row else None
+
+    def shorten(self, table: TableParameter, max_norm: float, norm_type: float) -> None:
+        """Shorten rows longer than `max_norm`, here and at home, as F.embedding does in place."""
+        with torch.no_grad():
+            before = self.leaf.detach().clone()
+            everything = torch.arange(self.unique.numel())
+            torch.embedding_renorm_(self.leaf.detach(), everything, max_norm, norm_type)
+            changed = (before != self.leaf.detach()).flatten(1).any(1).nonzero().flatten()
+            if changed.numel():
+                table.source.update_rows(self.unique[changed], self.leaf.detach()[changed])
+
+
+# ------------------------------------------------------------------ operators that look rows up
+
+
+def _embedding(  # noqa: PLR0917  the signature is F.embedding's
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if not isinstance(weight, TableParameter):
+        return F.embedding(
+            _materialise(input),
+            weight,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+        )
+    found, padding = _look_up(weight, input, padding_idx, sparse)
+    if max_norm is not None:
+        found.shorten(weight, max_norm, norm_type)
+    return F.embedding(
+        found.places, found.leaf, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq
+    )
+
+
+def _embedding_bag(  # noqa: PLR0917  the signature is F.embedding_bag's
+    input: Tensor,
+    weight: Any,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    if not isinstance(weight, TableParameter):
+        raise TypeError("F.embedding_bag expects the table as `weight`, not as another argument.")
+    found, padding = _look_up(weight, input, padding_idx, sparse)
+    if max_norm is not None:
+        found.shorten(weight, max_norm, norm_type)
+    return F.embedding_bag(
+        found.places,
+        found.leaf,
+        offsets,
+        scale_grad_by_freq=scale_grad_by_freq,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding,
+    )
+
+
+def _look_up(
+    table: TableParameter, ids: Tensor, padding_idx: int | None, sparse: bool
+) -> tuple[_Lookup, int | None]:
+    rows = table.source.shape[0]
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        raise AssertionError("Padding_idx must be within num_embeddings")
+    skip = None
+    if padding_idx is not None and sparse:
+        unique, _ = unique_ids(ids)
+        skip = _Lookup(unique, unique, unique).place_of(padding_idx, rows)
+    found = table.lookup(ids, sparse=sparse, skip=skip)
+    return found, found.place_of(padding_idx, rows)
+
+
+def _torch_embedding(
+    weight: Any,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    padding = None if padding_idx < 0 else padding_idx
+    return _embedding(
+        indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    )
+
+
+def _index_select(input: Any, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
+    if not isinstance(input, TableParameter) or dim not in (0, -len(input.source.shape)) or kwargs:
+        return torch.index_select(_materialise(input), dim, _materialise(index), **kwargs)
+    found = input.lookup(index)
+    return found.leaf.index_select(0, found.places)
+
+
+def _getitem(table: TableParameter, key: Any) -> Tensor:
+    first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+    ids = _row_ids(first, table.source.shape[0])
+    if ids is None or any(isinstance(part, (Tensor, list)) for part in rest):
+        return table.whole_leaf()[key]
+    found = table.lookup(ids)
+    # A table looked up in order, without repetition, needs no second gather.
+    in_order = ids.dim() == 1 and found.unique.numel() == ids.numel()
+    rows = (
+        found.leaf
+        if in_order and torch.equal(found.unique, ids)
+        else F.embedding(found.places, found.leaf)
+        if found.leaf.dim() == 2
+        else found.leaf[found.places]
+    )
+    if not rest:
+        return rows
+    return rows[(slice(None),) * ids.dim() + tuple(rest)]
+
+
+def _row_ids(first: Any, rows: int) -> Tensor | None:
+    """Row ids a first index means, with its shape; None if it needs the whole table."""
+    if isinstance(first, bool) or first is None or first is Ellipsis:
+        return None
+    if isinstance(first, int):
+        if not -rows <= first < rows:
+            raise IndexError(f"row {first!r} is out of range: the table has {rows} rows.")
+        return torch.tensor(first % rows)
+    if isinstance(first, slice):
+        wanted = first.indices(rows)
+        return None if wanted == (0, rows, 1) else torch.arange(*wanted)
+    ids = torch.as_tensor(first)
+    if ids.dtype == torch.bool:
+        return ids.nonzero().flatten() if ids.dim() == 1 and ids.numel() == rows else None
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        return None
+    return torch.where(ids < 0, ids + rows, ids)
+
+
+def _get_grad(table: TableParameter) -> Tensor | None:
+    return table.gradient.value()
+
+
+def _set_grad(table: TableParameter, value: Tensor | None) -> None:
+    table.gradient.replace(value)
+
+
+def _materialise(value: Any) -> Any:
+    if isinstance(value, TableParameter):
+        return value.whole_leaf()
+    if isinstance(value, (list, tuple)) and any(isinstance(one, TableParameter) for one in value):
+        return type(value)(_materialise(one) for one in value)
+    return value
+
+
+def _refuse_writing(args: Sequence[Any], name: str) -> None:
+    if args and isinstance(args[0], TableParameter):
+        raise ForeignParameterError(
+            f"{name} would write into a copy of table {args[0].source.name!r}, whose rows live on "
+            "parameter servers. Change it by optimizer.step(), by a sg.Variable's assign and "
+            "scatter methods, or on the coordinator."
+        )
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+# The attributes as the classes hold them (type checkers see what an instance would answer).
+_GRAD = cast("Any", Tensor.grad)
+_REQUIRES_GRAD = cast("Any", Tensor.requires_grad)
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    torch.embedding: _torch_embedding,
+    F.embedding_bag: _embedding_bag,
+    torch.index_select: _index_select,
+    Tensor.index_select: _index_select,
+    Tensor.__getitem__: _getitem,
+    _GRAD.__get__: _get_grad,
+    _GRAD.__set__: _set_grad,
+    _GRAD.__delete__: lambda table: _set_grad(table, None),
+}
+
+# What can be said of a table without its rows.
+_ABOUT_THE_TENSOR = _getters(
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
+) | _getters(
+    "is_cuda", "is_meta", "is_quantized", "is_nested", "is_mkldnn", "grad_fn", "nbytes", "itemsize"
+)
+_ABOUT_THE_TENSOR |= {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.ndimension,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    Tensor.__hash__,
+    Tensor.requires_grad_,
+    _REQUIRES_GRAD.__set__,
+    Tensor.get_device,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}

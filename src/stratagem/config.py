@@ -6,6 +6,7 @@ an explicit argument, then the environment, then the default stated here.
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 from dataclasses import dataclass
@@ -260,3 +261,52 @@ class ClusterOptions:
             start_delay_max_s=number("start_delay_max_s", "TF_COORDINATOR_SCHEDULE_START_DELAY_MAX"),
             close_timeout_s=number("close_timeout_s"),
         )
+
+
+class CommunicationImplementation(enum.Enum):
+    """How replicas exchange values; kept so that code written for tf.distribute runs unchanged.
+
+    Example:
+        >>> from stratagem.config import CommunicationImplementation
+        >>> CommunicationImplementation("AUTO")
+        <CommunicationImplementation.AUTO: 'AUTO'>
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationOptions:
+    """Options of collectives; checked, and otherwise without effect in one process (EXT-11).
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.CommunicationOptions(implementation="ring").implementation
+        <CommunicationImplementation.RING: 'RING'>
+    """
+
+    bytes_per_pack: int = 0
+    """Accepted and ignored: replicas of one process exchange references, not packs."""
+
+    timeout_seconds: float | None = None
+    """Accepted and ignored: see ``STRATAGEM_REPLICA_TIMEOUT_S``."""
+
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    """Accepted and ignored; a name in any letter case, or the enumeration."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueError(
+                f"bytes_per_pack={self.bytes_per_pack!r} is negative: expected a number of bytes, "
+                "or 0 to let the strategy choose."
+            )
+        given = self.implementation
+        name = given.value if isinstance(given, CommunicationImplementation) else str(given).upper()
+        known = [one.value for one in CommunicationImplementation]
+        if name not in known:
+            raise ValueError(
+                f"implementation={given!r} is not known: expected one of {', '.join(known)}."
+            )
+        object.__setattr__(self, "implementation", CommunicationImplementation(name))

@@ -9,24 +9,8 @@ from stratagem._core import context, devices, reduction
 from stratagem._strategies.base import GradientAggregation, Strategy
 
 
-@final
-class OneDeviceStrategy(Strategy):
-    """Variables and computation on one device: the same program, ready to be distributed.
-
-    Args:
-        device: its name, such as ``"cpu:0"`` or ``"gpu:1"``, or a `torch.device`.
-        gradient_aggregation: kept for symmetry; one replica has nothing to aggregate.
-
-    Raises:
-        ValueError: a malformed name, or a device that does not exist here.
-        TypeError: not a device name at all.
-
-    Example:
-        >>> import stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> sum(strategy.run(lambda i: 2 * i, args=(i,)) for i in range(10))
-        90
-    """
+class SingleDevice(Strategy):
+    """What the one-device strategies share; today's class and the V1 one differ in methods only."""
 
     _slices: ClassVar[bool] = False
 
@@ -63,3 +47,23 @@ class OneDeviceStrategy(Strategy):
 
     def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
         return value_fn(context.ValueContext())
+
+
+@final
+class OneDeviceStrategy(SingleDevice):
+    """Variables and computation on one device: the same program, ready to be distributed.
+
+    Args:
+        device: its name, such as ``"cpu:0"`` or ``"gpu:1"``, or a `torch.device`.
+        gradient_aggregation: kept for symmetry; one replica has nothing to aggregate.
+
+    Raises:
+        ValueError: a malformed name, or a device that does not exist here.
+        TypeError: not a device name at all.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.OneDeviceStrategy("cpu:0")
+        >>> sum(strategy.run(lambda i: 2 * i, args=(i,)) for i in range(10))
+        90
+    """

@@ -402,6 +402,116 @@ class Stats(Message, frozen=True):
     facts: Mapping[str, Any]
 
 
+# -- workers: from the coordinator -------------------------------------------------------------
+
+
+class OpenWorker(Message, frozen=True):
+    """First message to a worker, a request: begin a life for this coordinator.
+
+    `setup` is packed; its object connects the worker to the strategy's servers.
+    """
+
+    coordinator: str
+    worker: int
+    workers: int
+    incarnation: int
+    setup: Packed
+    heartbeat_s: float
+    heartbeat_limit_s: float
+
+
+class WorkerOpened(Message, frozen=True):
+    """Answer to OpenWorker."""
+
+    task: str
+    pid: int
+
+
+class Define(Message, frozen=True):
+    """What later closures refer to: a function by its digest, or a handle by its packed token."""
+
+    value: Packed
+    function: bytes = b""
+    token: Packed | None = None
+
+
+class Update(Message, frozen=True):
+    """What moved on the coordinator (learning rates, flags); counts for the closures after it."""
+
+    updates: Packed
+
+
+class Run(Message, frozen=True):
+    """Run a closure. No `arguments`: it has none. `resource`: keep its result here under `closure`."""
+
+    closure: int
+    function: bytes
+    arguments: Packed | None = None
+    exactly_once: bool = False
+    resource: bool = False
+
+
+class Recall(Message, frozen=True):
+    """Give back those of these closures that have not started; answered by Returned."""
+
+    closures: tuple[int, ...]
+
+
+class Forget(Message, frozen=True):
+    """Functions and resources nobody will refer to any more."""
+
+    functions: tuple[bytes, ...] = ()
+    resources: tuple[int, ...] = ()
+
+
+class Leave(Message, frozen=True):
+    """The coordinator is done with this worker."""
+
+
+# -- workers: to the coordinator ---------------------------------------------------------------
+
+
+class Finished(Message, frozen=True):
+    """A closure's result; no `value`: it returned None. `waited_s` before it started, `ran_s` since."""
+
+    closure: int
+    value: Packed | None = None
+    waited_s: float = 0.0
+    ran_s: float = 0.0
+
+
+class Failed(Message, frozen=True):
+    """A closure's exception.
+
+    `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``server``
+    for a parameter server that cannot be reached, ``deadline`` for one that was late.
+    """
+
+    closure: int
+    failure: RemoteFailure
+    blame: str = "user"
+
+
+class Returned(Message, frozen=True):
+    """Answer to Recall: the closures that had not started and now never will."""
+
+    closures: tuple[int, ...]
+
+
+class Beat(Message, frozen=True):
+    """I am alive. `facts`: a worker's metrics, now and then."""
+
+    facts: Mapping[str, Any] = {}
+
+
+class LogLine(Message, frozen=True):
+    """One line a worker printed, or one record it logged."""
+
+    level: int
+    logger: str
+    text: str
+
+
 # -- encoding ----------------------------------------------------------------------------------
 
 

@@ -337,9 +337,9 @@ class Fence(Message, frozen=True):
 
 
 class ForgetClosures(Message, frozen=True):
-    """These exactly-once closures are finished; nobody will repeat their writes."""
+    """Exactly-once closures with a smaller number are finished: nobody repeats their writes."""
 
-    closures: tuple[int, ...]
+    below: int
 
 
 # -- parameter servers: optimizers -------------------------------------------------------------
@@ -366,7 +366,7 @@ class StateItem(Record, frozen=True):
     variable: int
     key: str
     tensor: TensorRef | None = None
-    value: Plain = None
+    value: bool | int | float | None = None
 
 
 class ReadState(Message, frozen=True):

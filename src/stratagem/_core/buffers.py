@@ -1,0 +1,160 @@
+"""Each replica's copy of one buffer, and the rule that merges the copies.
+
+Replicas run side by side and modules such as BatchNorm write their buffers in place, so each replica
+writes a copy of its own; when the run has succeeded, `BufferHome.settle` merges them into the central
+buffer. A buffer nobody writes is copied once and never again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from stratagem._core.context import Replica, current_replica
+from stratagem._core.homes import STALE, journal_of, version_of
+
+
+class BufferCopy:
+    """One replica's copy of a buffer."""
+
+    __slots__ = ("home", "journal", "own", "replica_id", "source", "source_version", "tensor", "version")
+
+    def __init__(self, home: BufferHome, replica_id: int) -> None:
+        self.home = home
+        self.replica_id = replica_id
+        self.journal: Any = STALE
+        self.own: Tensor | None = None  # the copy made from central
+        self.tensor: Tensor | None = None  # what the replica sees: ``own``, or what it put there
+        self.version = -1
+        self.source: Tensor | None = None  # what ``own`` was made from
+        self.source_version = -1
+
+    def refill(self, central: Tensor, device: torch.device) -> None:
+        """Take central's values."""
+        with torch.inference_mode(False), torch.no_grad():
+            own = central.detach().to(device, copy=True)
+        if central.requires_grad:
+            own.requires_grad_()
+        self.own = self.tensor = own
+        self.version = version_of(own)
+        self.source = central
+        self.source_version = version_of(central)
+
+    def written(self) -> bool:
+        """Whether the replica changed the buffer, in place or by putting another tensor there."""
+        return self.tensor is not self.own or (
+            self.own is not None and version_of(self.own) != self.version
+        )
+
+
+class BufferHome:
+    """One central buffer and one copy per replica.
+
+    Attributes:
+        central: the buffer code outside any replica works with.
+    """
+
+    __slots__ = ("__weakref__", "_copies", "_replace", "_strategy", "central")
+
+    def __init__(self, central: Tensor, strategy: Any) -> None:
+        self.central = central
+        self._strategy = weakref.ref(strategy)
+        self._copies: dict[int, BufferCopy] = {}
+        # Puts another tensor where central stands in the module.
+        self._replace: Callable[[Tensor], None] | None = None
+
+    def resolve(self) -> Tensor:
+        """Central outside replicas; in a replica of our strategy, that replica's copy."""
+        replica = current_replica()
+        if replica is None:
+            return self.central
+        copy = self._copies.get(replica.id)
+        if copy is not None and copy.journal is replica.journal:
+            return copy.tensor  # type: ignore[return-value]
+        return self._bring_up_to_date(replica)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that looks after this buffer; None when it is gone."""
+        return self._strategy()
+
+    def on_replace(self, replace: Callable[[Tensor], None]) -> None:
+        """Tell how another tensor is put where central stands in the module."""
+        self._replace = replace
+
+    def put(self, replica: Replica, tensor: Tensor) -> None:
+        """Code inside a replica of ours assigned another tensor to the buffer's name."""
+        self.resolve()
+        self._copies[replica.id].tensor = tensor
+
+    def _bring_up_to_date(self, replica: Replica) -> Tensor:
+        central = self.central
+        if replica.strategy is not self._strategy() or is_lazy(central):
+            return central
+        copy = self._copies.get(replica.id)
+        if copy is None:
+            copy = self._copies[replica.id] = BufferCopy(self, replica.id)
+        if (
+            copy.journal is not STALE  # the last run failed: never settled
+            or copy.source is not central
+            or copy.source_version != version_of(central)
+        ):
+            copy.refill(central, replica.device)
+        copy.journal = journal = journal_of(replica)
+        journal.copies.append(copy)
+        assert copy.tensor is not None
+        return copy.tensor
+
+    def settle(self, copies: Sequence[BufferCopy], weights: Sequence[float]) -> None:
+        """The run succeeded: merge what the replicas wrote into central.
+
+        Floating-point buffers become the row-weighted mean over the replicas with rows; any other
+        buffer (counters, masks), and one whose replicas disagree in shape or dtype, becomes that of the
+        first replica with rows. See docs/same-numbers.md.
+
+        Args:
+            copies: those used in the run, of replicas with rows first.
+            weights: share of the rows by replica number.
+        """
+        for copy in copies:
+            copy.journal = STALE
+        if not any(copy.written() for copy in copies):
+            return
+        live = [copy for copy in copies if weights[copy.replica_id] > 0] or copies[:1]
+        central = self.central
+        with torch.inference_mode(False), torch.no_grad():
+            merged = _merge(live, weights, central.device)
+            if merged.shape == central.shape and merged.dtype == central.dtype:
+                central.copy_(merged)
+            elif self._replace is not None:
+                self.central = merged
+                self._replace(merged)
+        for copy in copies:
+            copy.source = copy.own = copy.tensor = None  # made anew from central when next asked for
+
+    def __repr__(self) -> str:
+        return f"<BufferHome of shape {tuple(self.central.shape)}, {len(self._copies)} copies>"
+
+
+def _merge(
+    copies: Sequence[BufferCopy], weights: Sequence[float], device: torch.device
+) -> Tensor:
+    tensors = [copy.tensor.detach().to(device) for copy in copies if copy.tensor is not None]
+    first = tensors[0]
+    alike = all(t.shape == first.shape and t.dtype == first.dtype for t in tensors)
+    if len(tensors) == 1 or not alike or not (first.is_floating_point() or first.is_complex()):
+        return first
+    total = sum(weights[copy.replica_id] for copy in copies)
+    if total <= 0:
+        return first
+    merged = first * (weights[copies[0].replica_id] / total)
+    for copy, tensor in zip(copies[1:], tensors[1:], strict=True):
+        merged.add_(tensor, alpha=weights[copy.replica_id] / total)
+    return merged
+
+

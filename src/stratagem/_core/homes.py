@@ -1,0 +1,152 @@
+"""Where parameters and buffers live, and what each replica sees of them.
+
+A *home* stands behind one parameter or buffer of a module. Code outside any replica works with
+``central``; code inside replica *i* gets that replica's own tensor:
+
+- a parameter's *leaf*: a plain ``nn.Parameter`` over central's memory when the device is the same (so
+  nothing is copied, and an optimizer step at home is seen at once), over a refreshed copy elsewhere.
+  It has its own gradient and its own version counter, which is how a write inside a replica is noticed.
+- a buffer's *copy*: replicas run side by side and BatchNorm writes its buffers in place, so each
+  replica writes its own; `settle` merges them into central when the run has succeeded.
+
+Within a run a tensor is brought up to date once, when the replica first asks for it; what was touched
+is noted in the replica's `Journal`, so the end of a run looks at nothing else. Modules meet homes in
+`modules`, gradients in `gradients`, optimizers in `optimizers`; parameter servers bring homes of their
+own (`ParameterHome`). The leaves are in `leaves`, the copies in `buffers`; here is what they share.
+Nothing here knows a process or a thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from stratagem._core.context import Replica
+
+if TYPE_CHECKING:
+    from stratagem._core.buffers import BufferCopy, BufferHome
+    from stratagem._core.leaves import Leaf, ReplicatedHome
+
+
+class Journal:
+    """What one replica touched in one run, and the gradients of the backward pass in progress."""
+
+    __slots__ = ("accumulated", "copies", "leaves", "put_aside", "queued", "replica")
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.leaves: list[Leaf] = []
+        self.copies: list[BufferCopy] = []
+        self.accumulated: dict[ReplicatedHome, Leaf] = {}
+        self.put_aside: list[Leaf] = []  # leaves whose earlier gradients wait for the end of the pass
+        self.queued = False  # the engine already knows that the replicas meet after this backward
+
+    def __repr__(self) -> str:
+        return (
+            f"<Journal of {self.replica!r}: {len(self.leaves)} parameters, "
+            f"{len(self.copies)} buffers>"
+        )
+
+
+def journal_of(replica: Replica) -> Journal:
+    """The replica's journal, opened when first needed."""
+    journal = replica.journal
+    if journal is None:
+        journal = replica.journal = Journal(replica)
+        group = replica.group
+        group.at_end("homes.settle", lambda: settle(group.replicas))
+    return journal  # type: ignore[no-any-return]
+
+
+# Stands in ``journal`` of a tensor that must be brought up to date before it is used again.
+STALE: Any = object()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written in place."""
+    # Inference tensors count no versions: nobody may write them outside inference mode anyway.
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class ParameterHome(abc.ABC):
+    """Where one parameter lives.
+
+    Attributes:
+        central: the parameter that code outside any replica works with; its identity is stable.
+
+    A strategy makes homes in its hook ``_adopt_parameter(module, name, parameter)``. Subclass this to
+    keep parameters elsewhere (on parameter servers, say).
+    """
+
+    __slots__ = ("__weakref__", "central")
+
+    central: nn.Parameter
+
+    def __init__(self, central: nn.Parameter) -> None:
+        self.central = central
+        _HOMES[id(central)] = self
+
+    @abc.abstractmethod
+    def resolve(self) -> Tensor:
+        """What code that asks now, in this context, gets. On the path of every lookup: be quick."""
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is central or something we hand out in its place."""
+        return tensor is self.central
+
+    def hands_out(self, tensor: Tensor) -> None:
+        """Let `home_of` find us by ``tensor`` too; we must keep it alive as long as ourselves."""
+        _HOMES[id(tensor)] = self
+
+    @abc.abstractmethod
+    def copy_home(self, parameter: nn.Parameter) -> ParameterHome | None:
+        """A home for ``parameter``, a deep copy of central; None leaves the copy an ordinary one."""
+
+
+# id(central) and id(leaf) -> home. A home keeps both tensors alive, so an id cannot be used again
+# while its entry exists; when the last module and optimizer let go of the home, the entries vanish.
+_HOMES: weakref.WeakValueDictionary[int, ParameterHome] = weakref.WeakValueDictionary()
+
+
+def home_of(parameter: Tensor) -> ParameterHome | None:
+    """The home behind a parameter (or behind a replica's leaf of it), by identity; None if it has none.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._core.homes import home_of
+        >>> home_of(torch.nn.Parameter(torch.zeros(1))) is None
+        True
+    """
+    home = _HOMES.get(id(parameter))
+    return home if home is not None and home.owns(parameter) else None
+
+
+def settle(replicas: Sequence[Replica]) -> None:
+    """A run has succeeded: parameters and buffers the replicas touched come home.
+
+    Runs once, after every replica has returned, in cross-replica context. After a failed run nothing
+    is called: a tensor whose last journal was never settled starts again from central.
+    """
+    weights = replicas[0].group.row_weights
+    leads = sorted(replicas, key=lambda replica: weights[replica.id] <= 0)  # stable: rows first
+    leaves: dict[ReplicatedHome, list[Leaf]] = {}
+    copies: dict[BufferHome, list[BufferCopy]] = {}
+    for replica in leads:
+        if replica.journal is not None:
+            for leaf in replica.journal.leaves:
+                leaves.setdefault(leaf.home, []).append(leaf)
+            for copy in replica.journal.copies:
+                copies.setdefault(copy.home, []).append(copy)
+    for touched in leaves.values():
+        for leaf in touched:
+            leaf.refuse_writes()
+    for home, touched in leaves.items():
+        home.settle(touched)
+    for buffer, written in copies.items():
+        buffer.settle(written, weights)
+    for replica in replicas:
+        replica.journal = None

@@ -1,0 +1,229 @@
+"""Each replica's view of one parameter: a leaf of its own over the one central parameter.
+
+`ReplicatedHome` is the home central storage and mirrored strategies give their parameters. What happens
+to the leaves' gradients is `gradients`' business.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from stratagem._core import gradients
+from stratagem._core.context import Replica, current_replica
+from stratagem._core.homes import STALE, ParameterHome, journal_of, version_of
+from stratagem.errors import ReplicaError
+
+
+class Leaf:
+    """One replica's view of a parameter."""
+
+    __slots__ = (
+        "__weakref__",
+        "aggregated",
+        "base",
+        "central_grad",
+        "central_grad_version",
+        "central_version",
+        "home",
+        
+        "journal",
+        "keeps_apart",
+        "met",
+        "replica_id",
+        "tensor",
+        "version",
+    )
+
+    def __init__(self, home: ReplicatedHome, replica_id: int, tensor: nn.Parameter) -> None:
+        self.home = home
+        self.replica_id = replica_id
+        self.tensor = tensor
+        self.journal: Any = STALE
+        self.version = tensor._version
+        self.central_version = version_of(home.central)
+        self.met: Any = None  # the journal of the run in which its gradient was last aggregated
+        self.aggregated: weakref.ref[Tensor] | None = None  # the gradient the replicas agreed on
+        self.central_grad: weakref.ref[Tensor] | None = None  # central's gradient we last agreed with
+        self.central_grad_version = -1
+        self.base: Tensor | None = None  # gradient of earlier passes, kept apart during this one
+        self.keeps_apart = False  # whether ``base`` is in use (see gradients)
+
+    def is_aggregated(self) -> bool:
+        """Whether the gradient is the one that came out of the replicas' last meeting."""
+        grad = self.tensor.grad
+        return grad is None or (self.aggregated is not None and self.aggregated() is grad)
+
+    def refuse_writes(self) -> None:
+        """Raise if the replica wrote the parameter in place."""
+        if self.tensor._version != self.version and not self.home.may_be_written:
+            self.version = self.tensor._version
+            raise ReplicaError(
+                f"{self.home.describe()} was written in place inside replica {self.replica_id}. "
+                "Every replica runs the same code, so such a write would be applied once per replica "
+                "to the one parameter behind them. Let optimizer.step() update it, or write it "
+                "outside the function given to run()."
+            )
+
+
+class ReplicatedHome(ParameterHome):
+    """One central parameter and one leaf per replica (central storage, mirrored)."""
+
+    __slots__ = ("_leaves", "_strategy", "may_be_written", "name")
+
+    def __init__(self, central: nn.Parameter, strategy: Any, name: str = "") -> None:
+        super().__init__(central)
+        self._strategy = weakref.ref(strategy)
+        self._leaves: dict[int, Leaf] = {}
+        self.name = name
+        # True where torch.nn itself writes a parameter during forward (Embedding with max_norm).
+        self.may_be_written = False
+
+    def resolve(self) -> Tensor:
+        """Central outside replicas; in a replica of our strategy, that replica's leaf."""
+        replica = current_replica()
+        if replica is None:
+            return self.central
+        leaf = self._leaves.get(replica.id)
+        if leaf is not None and leaf.journal is replica.journal:
+            return leaf.tensor
+        return self._bring_up_to_date(replica)
+
+    def copy_home(self, parameter: nn.Parameter) -> ParameterHome | None:
+        """The copy belongs to the same strategy (VAR-18), while that still exists."""
+        strategy = self._strategy()
+        if strategy is None:
+            return None
+        return ReplicatedHome(parameter, strategy, self.name)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that looks after this parameter; None when it is gone."""
+        return self._strategy()
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is central or one of the leaves."""
+        return tensor is self.central or any(
+            leaf.tensor is tensor for leaf in self._leaves.values()
+        )
+
+    def leaf(self, replica_id: int) -> Leaf | None:
+        """The leaf of one replica, if it ever asked."""
+        return self._leaves.get(replica_id)
+
+    def leaves(self) -> list[Leaf]:
+        """The leaves of all replicas that ever asked."""
+        return list(self._leaves.values())
+
+    def describe(self) -> str:
+        """The parameter in words, for messages."""
+        name = f"parameter {self.name!r}" if self.name else "a parameter"
+        return f"{name} of shape {tuple(self.central.shape)}"
+
+    def _bring_up_to_date(self, replica: Replica) -> Tensor:
+        central = self.central
+        if replica.strategy is not self._strategy() or is_lazy(central):
+            return central
+        leaf = self._leaves.get(replica.id)
+        if leaf is not None and leaf.journal is not STALE:  # the last run failed: never settled
+            leaf.aggregated = leaf.central_grad = leaf.base = None
+        with torch.inference_mode(False), torch.no_grad():
+            if leaf is None or not _fits(leaf.tensor, central, replica.device):
+                leaf = self._new_leaf(replica)
+            elif leaf.tensor.device != central.device and leaf.central_version != version_of(central):
+                leaf.tensor.data.copy_(central.data, non_blocking=True)
+                leaf.central_version = version_of(central)
+            tensor = leaf.tensor
+            if tensor.requires_grad != central.requires_grad:
+                tensor.requires_grad_(central.requires_grad)
+            if central.__dict__:
+                tensor.__dict__.update(central.__dict__)  # marks that users put on parameters
+            _follow_gradient(leaf, central.grad)
+        if not leaf.keeps_apart:
+            gradients.keep_apart_if_needed(leaf)
+        leaf.version = tensor._version
+        leaf.journal = journal = journal_of(replica)
+        journal.leaves.append(leaf)
+        return tensor
+
+    def _new_leaf(self, replica: Replica) -> Leaf:
+        central = self.central
+        # `.data` shares memory but not the version counter: writes stay apart (see Leaf.version).
+        data = central.data
+        if data.device != replica.device:
+            data = data.to(replica.device, copy=True)
+        tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
+        leaf = Leaf(self, replica.id, tensor)  # type: ignore[arg-type]
+        self._leaves[replica.id] = leaf
+        self.hands_out(tensor)
+        gradients.watch(leaf)
+        return leaf
+
+    def stepped(self) -> None:
+        """Central was updated during a run: leaves on other devices follow."""
+        central = self.central
+        for leaf in self._leaves.values():
+            if leaf.tensor.device != central.device:
+                leaf.tensor.data.copy_(central.data, non_blocking=True)
+                leaf.central_version = version_of(central)
+
+    def settle(self, leaves: Sequence[Leaf]) -> None:
+        """The run succeeded: central takes over what the replicas agree on.
+
+        Args:
+            leaves: those used in the run; the first speaks for all.
+        """
+        central, lead = self.central, leaves[0].tensor
+        if central.requires_grad != lead.requires_grad:
+            central.requires_grad_(lead.requires_grad)
+        grad = lead.grad
+        if grad is not None and grad.device != central.device:
+            grad = grad.to(central.device)
+        if central.grad is not grad:
+            central.grad = grad
+        reference = None if grad is None else weakref.ref(grad)
+        version = -1 if grad is None else version_of(grad)
+        for leaf in leaves:
+            leaf.central_grad, leaf.central_grad_version = reference, version
+            leaf.journal = STALE
+            leaf.met = None
+
+    def __repr__(self) -> str:
+        return f"<ReplicatedHome of {self.describe()}, {len(self._leaves)} leaves>"
+
+
+def _fits(tensor: Tensor, central: Tensor, device: torch.device) -> bool:
+    if tensor.dtype != central.dtype or tensor.shape != central.shape or tensor.device != device:
+        return False
+    if tensor.device != central.device:
+        return True
+    return tensor.data_ptr() == central.data_ptr() and tensor.stride() == central.stride()
+
+
+def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:
+    """At the start of a run the leaf's gradient is central's (zeroed, scaled or set outside, perhaps)."""
+    tensor = leaf.tensor
+    if grad is None:
+        if tensor.grad is not None:
+            tensor.grad = None
+        return
+    if tensor.grad is grad:
+        return
+    agreed = leaf.central_grad
+    if (
+        tensor.grad is not None
+        and agreed is not None
+        and agreed() is grad
+        and leaf.central_grad_version == version_of(grad)
+    ):
+        return
+    own = grad.to(tensor.device) if grad.device != tensor.device else grad.clone()
+    tensor.grad = own
+    leaf.aggregated = weakref.ref(own)
+
+

@@ -1,0 +1,341 @@
+"""Modules built under a scope: their parameters and buffers answer by context.
+
+torch's own global registration hooks (`install`) see every parameter and buffer a module registers.
+Under a strategy that gives it a home (`homes`), the module's ``_parameters`` / ``_buffers`` dict is
+replaced by a dict subclass whose lookups ask the home. Modules and operators notice nothing: they find
+plain ``nn.Parameter`` s and tensors where they always were. The dicts hold the central tensors, pickle and
+copy as plain dicts, and when deep-copied keep belonging to the strategy.
+
+Modules that keep tensors elsewhere as well (recurrent ones, lazy ones, …) are in `special_modules`.
+Strategies fill the hooks ``_adopt_parameter`` and ``_adopt_buffer``; `adopt_parameter` and `adopt_buffer`
+here are what central storage and mirrored strategies fill them with.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, ItemsView, ValuesView
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from stratagem._core import context, special_modules
+from stratagem._core.buffers import BufferHome
+from stratagem._core.context import Replica, current_replica
+from stratagem._core.homes import ParameterHome, home_of
+from stratagem._core.leaves import ReplicatedHome
+
+__all__ = [
+    "BufferHome",
+    "BuffersByReplica",
+    "ParameterHome",
+    "ParametersByReplica",
+    "ReplicatedHome",
+    "adopt_buffer",
+    "adopt_parameter",
+    "home_of",
+    "install",
+]
+
+_D = TypeVar("_D")
+
+
+class _ByContext(dict[str, Any]):
+    """A dict whose values depend on who asks; holds what code outside any replica gets."""
+
+    __slots__ = ()
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        raise NotImplementedError
+
+    @overload
+    def get(self, name: str, /) -> Any: ...
+    @overload
+    def get(self, name: str, default: _D, /) -> Any | _D: ...
+    @override
+    def get(self, name: str, default: Any = None, /) -> Any:
+        return self[name] if name in self else default
+
+    @override
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return {name: self[name] for name in self}.items()
+
+    @override
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return {name: self[name] for name in self}.values()
+
+    @override
+    def pop(self, name: str, *default: Any) -> Any:
+        if name not in self and default:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    @override
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __copy__(self) -> dict[str, Any]:
+        return self.copy()
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle must load in plain PyTorch, without us: an ordinary dict of central tensors.
+        return dict, (dict(dict.items(self)),)
+
+
+class ParametersByReplica(_ByContext):
+    """A module's ``_parameters`` under a strategy.
+
+    Attributes:
+        homes: home of each parameter that has one, by name.
+    """
+
+    __slots__ = ("_swapped", "homes")
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        self.homes: dict[str, ParameterHome] = {}
+        # What one replica put in a parameter's place for itself (torch.func.functional_call):
+        # (replica number, name) -> tensor.
+        self._swapped: dict[tuple[int, str], Any] = {}
+        for name, value in plain.items():
+            if value is not None and (home := home_of(value)) is not None:
+                self.homes[name] = home
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        if self._swapped:
+            replica = current_replica()
+            if replica is not None and (replica.id, name) in self._swapped:
+                return self._swapped[replica.id, name]
+        home = self.homes.get(name)
+        return dict.__getitem__(self, name) if home is None else home.resolve()
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        home = None if value is None else home_of(value)
+        replica = current_replica()
+        if replica is not None and replica.group.size > 1 and name in self.homes:
+            if home is self.homes[name]:  # swapped back
+                self._swapped.pop((replica.id, name), None)
+                return
+            if home is None:
+                self._swapped[replica.id, name] = value
+                return
+        if home is None:
+            self.homes.pop(name, None)
+        else:
+            self.homes[name] = home
+            value = home.central
+        dict.__setitem__(self, name, value)
+
+    def settle_in(self, name: str, home: ParameterHome) -> None:
+        """Let ``home`` answer for ``name``."""
+        self.homes[name] = home
+        dict.__setitem__(self, name, home.central)
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        if current_replica() is not None and name not in self:
+            return  # another replica, running the same code, was here first
+        dict.__delitem__(self, name)
+        self.homes.pop(name, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        replica = current_replica()
+        twin = ParametersByReplica({})
+        memo[id(self)] = twin
+        for name, value in dict.items(self):
+            own = copy.deepcopy(value, memo)
+            home = self.homes.get(name)
+            if home is not None and own is not None:
+                if replica is not None and replica.group.size > 1:
+                    own = _shared(replica, f"copying parameter {name!r}", own, home.copy_home)
+                new = home_of(own) or home.copy_home(own)
+                if new is not None:
+                    twin.settle_in(name, new)
+                    continue
+            dict.__setitem__(twin, name, own)
+        return twin
+
+
+class BuffersByReplica(_ByContext):
+    """A module's ``_buffers`` under a strategy.
+
+    Attributes:
+        homes: home of each buffer that has one, by name.
+    """
+
+    __slots__ = ("__weakref__", "homes")
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        self.homes: dict[str, BufferHome] = {}
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        home = self.homes.get(name)
+        return dict.__getitem__(self, name) if home is None else home.resolve()
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        home = self.homes.get(name)
+        if home is not None:
+            replica = current_replica()
+            if replica is not None and replica.strategy is home.strategy and not is_lazy(value):
+                home.put(replica, value)
+                return
+            if value is None:
+                del self.homes[name]
+            elif home.central is not value:
+                self.settle_in(name, BufferHome(value, home.strategy))
+        dict.__setitem__(self, name, value)
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        if current_replica() is not None and name not in self:
+            return
+        dict.__delitem__(self, name)
+        self.homes.pop(name, None)
+
+    def settle_in(self, name: str, home: BufferHome) -> None:
+        """Let ``home`` answer for ``name``."""
+        self.homes[name] = home
+        dict.__setitem__(self, name, home.central)
+        home.on_replace(functools.partial(dict.__setitem__, self, name))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        twin = BuffersByReplica({})
+        memo[id(self)] = twin
+        for name, value in dict.items(self):
+            own = copy.deepcopy(value, memo)
+            dict.__setitem__(twin, name, own)
+            home = self.homes.get(name)
+            if home is not None and own is not None and home.strategy is not None:
+                twin.settle_in(name, BufferHome(own, home.strategy))
+        return twin
+
+
+# ------------------------------------------------------------------ what strategies call
+
+
+def adopt_parameter(
+    strategy: Any, name: str, parameter: nn.Parameter, device: torch.device
+) -> ParameterHome | None:
+    """Move a parameter to ``device`` and give every replica a leaf of it.
+
+    With one replica computing on that device there is nothing more to do: None.
+    """
+    _move(parameter, device)
+    return None if _is_alone(strategy, device) else ReplicatedHome(parameter, strategy, name)
+
+
+def adopt_buffer(strategy: Any, buffer: Tensor, device: torch.device) -> BufferHome | None:
+    """The same for a buffer, of which every replica gets a copy."""
+    _move(buffer, device)
+    return None if _is_alone(strategy, device) else BufferHome(buffer, strategy)
+
+
+def _is_alone(strategy: Any, device: torch.device) -> bool:
+    computing = strategy._compute_devices
+    return not computing or (len(computing) == 1 and computing[0].torch_device == device)
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device and not is_lazy(tensor):
+        tensor.data = tensor.data.to(device)
+
+
+# ------------------------------------------------------------------ what torch calls
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    """torch is about to register a parameter: find or make its home. The parameter to register."""
+    home = home_of(parameter)
+    if home is None:
+        if not context.has_strategy():
+            return None
+        strategy = context.get_strategy()
+        replica = current_replica()
+        if replica is not None and replica.group.size > 1:
+            parameter = _shared(
+                replica,
+                f"creating parameter {name!r}",
+                parameter,
+                lambda made: strategy._adopt_parameter(module, name, made),
+            )
+        home = home_of(parameter)
+        if home is None:
+            home = strategy._adopt_parameter(module, name, parameter)
+        if home is None:
+            return parameter
+    special_modules.prepare(module, home, name)
+    held = module._parameters
+    if not isinstance(held, ParametersByReplica):
+        module._parameters = held = ParametersByReplica(held)
+    held.settle_in(name, home)
+    return home.central
+
+
+def _on_buffer(module: nn.Module, name: str, buffer: Tensor) -> Tensor | None:
+    """The same for a buffer."""
+    held: Any = module._buffers
+    if isinstance(held, BuffersByReplica) and name in held.homes:
+        return None  # another tensor for a name that has a home: __setitem__ knows what to do
+    if buffer is None or not context.has_strategy():
+        return None
+    strategy = context.get_strategy()
+    replica = current_replica()
+    if replica is not None and replica.group.size > 1:
+        buffer = _shared(replica, f"creating buffer {name!r}", buffer, None)
+        held = module._buffers
+        if isinstance(held, BuffersByReplica) and name in held.homes:
+            return buffer  # another replica was here first
+    home = strategy._adopt_buffer(module, name, buffer)
+    if home is None:
+        return buffer
+    if not isinstance(held, BuffersByReplica):
+        held = BuffersByReplica(held)
+        module._buffers = held
+    held.settle_in(name, home)
+    return None
+
+
+def _shared(
+    replica: Replica, label: str, value: Any, adopt: Callable[[Any], ParameterHome | None] | None
+) -> Any:
+    """RUN-9: what replicas create inside a run is created once; all get the first one's.
+
+    ``adopt`` makes its home, in the meeting, so that there is one.
+    """
+
+    def first(brought: list[Any]) -> list[Any]:
+        made = next(each for each in brought if each is not None)
+        home = None if adopt is None else home_of(made) or adopt(made)
+        return [(made, home)] * len(brought)
+
+    made, home = replica.group.meet(replica.id, label, value, first)
+    if home is not None:
+        replica.group.notes[label, id(made)] = home  # alive until a module holds it
+    return made
+
+
+_INSTALLED: list[Any] = []
+
+
+def install() -> None:
+    """Let the registration hooks work, once per process; the first strategy calls it.
+
+    They cost a module built outside any scope one thread-local read per parameter.
+    """
+    if not _INSTALLED:
+        _INSTALLED.append(torch_module.register_module_parameter_registration_hook(_on_parameter))
+        _INSTALLED.append(torch_module.register_module_buffer_registration_hook(_on_buffer))

@@ -1,0 +1,300 @@
+"""``optimizer.step()`` inside a replica: once, at the parameters' home.
+
+An optimizer whose parameters have homes is *adopted*: its instance gets a ``step`` of its own (as LR
+schedulers do) and ``param_groups`` whose ``"params"`` answer by context. In a replica ``zero_grad``,
+clipping, ``GradScaler`` and loops over groups then see the replica's leaves; ``step`` lets the replicas
+meet, hands the aggregated gradient to the central parameters and runs the real step once, through the
+strategy's hook ``_step_optimizer``. Outside replicas everything is plain PyTorch. State stays at home.
+
+torch has no hook for "an optimizer was made", so `install` wraps ``Optimizer.__init__`` and
+``__setstate__``: docs/design/0002 says why this one exception to "no monkeypatching" is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, ItemsView, Iterable, Sequence, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from stratagem._core import gradients
+from stratagem._core.context import Replica, current_replica
+from stratagem._core.homes import ParameterHome, home_of
+from stratagem._core.leaves import ReplicatedHome
+from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
+
+STEP = "optimizer.step()"
+"""Where replicas meet; it stands in messages."""
+
+_REMEDY = (
+    "Create the model inside `with strategy.scope():` (a bare tensor: make it an nn.Parameter of an "
+    "nn.Module created there), so that each replica gets its own view of it and gradients are "
+    "aggregated; or train it outside run()."
+)
+
+
+class GroupByReplica(dict[str, Any]):
+    """A parameter group whose ``"params"`` are the replica's leaves inside a replica.
+
+    Attributes:
+        homes: one entry per parameter, in order; None where there is no home.
+    """
+
+    __slots__ = ("homes",)
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        central = plain["params"]
+        self.homes: list[ParameterHome | None] = [home_of(each) for each in central]
+        # Made inside a replica, an optimizer is given leaves: it keeps what they stand for.
+        dict.__setitem__(
+            self,
+            "params",
+            [
+                each if home is None else home.central
+                for each, home in zip(central, self.homes, strict=True)
+            ],
+        )
+
+    @property
+    def central(self) -> list[Tensor]:
+        """The parameters at home, whoever asks."""
+        return dict.__getitem__(self, "params")  # type: ignore[no-any-return]
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        value = dict.__getitem__(self, key)
+        if key == "params" and current_replica() is not None:
+            return [
+                each if home is None else home.resolve()
+                for each, home in zip(value, self.homes, strict=True)
+            ]
+        return value
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            value = list(value)
+            self.homes = [home_of(each) for each in value]
+        dict.__setitem__(self, key, value)
+
+    @override
+    def get(self, key: str, default: Any = None, /) -> Any:
+        return self[key] if key in self else default
+
+    @override
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return {key: self[key] for key in self}.items()
+
+    @override
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return {key: self[key] for key in self}.values()
+
+    @override
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(dict.items(self)),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(dict.items(self)), memo)
+
+
+class _Groups(list[dict[str, Any]]):
+    """``optimizer.param_groups``: every group in it answers by context, later ones too."""
+
+    __slots__ = ()
+
+    def __init__(self, plain: Iterable[dict[str, Any]]) -> None:
+        super().__init__(_by_replica(group) for group in plain)
+
+    @override
+    def append(self, group: dict[str, Any]) -> None:
+        super().append(_by_replica(group))
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[dict[str, Any]]:
+        return copy.deepcopy(list(self), memo)
+
+
+def _by_replica(group: dict[str, Any]) -> GroupByReplica:
+    return group if isinstance(group, GroupByReplica) else GroupByReplica(group)
+
+
+# ------------------------------------------------------------------ adopting
+
+
+def adopt(optimizer: Optimizer) -> None:
+    """Make an optimizer answer by context, if any of its parameters has a home. May be repeated."""
+    groups = optimizer.param_groups
+    if not isinstance(groups, _Groups):
+        if all(home_of(each) is None for group in groups for each in group["params"]):
+            return
+        optimizer.param_groups = _Groups(groups)
+    held = optimizer.__dict__
+    if "step" not in held:
+        held["step"] = types.MethodType(_step, optimizer)
+        optimizer.register_state_dict_pre_hook(_at_home)
+        replica = current_replica()
+        if replica is not None and replica.group.size > 1:
+            held["_stratagem_lead"] = replica.group.meet(
+                replica.id, "creating an optimizer", optimizer, _first
+            )
+
+
+def _first(brought: list[Any]) -> list[Any]:
+    return [next(each for each in brought if each is not None)] * len(brought)
+
+
+def _at_home(optimizer: Optimizer) -> None:
+    if current_replica() is not None:
+        raise ForeignParameterError(
+            f"{type(optimizer).__name__}.state_dict() was called inside a replica: the optimizer's "
+            "state belongs to the central parameters. Call it outside the function given to run()."
+        )
+
+
+def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Perform a single optimization step; in a replica once for all of them."""
+    real = functools.partial(type(self).step, self)
+    replica = current_replica()
+    if replica is None:
+        return real() if closure is None else real(closure)
+    if closure is not None and replica.group.size > 1:
+        raise UnsupportedOptimizer(
+            f"{type(self).__name__}.step(closure) cannot run in {replica!r}: the closure would be "
+            "evaluated several times on one replica's rows only. Use OneDeviceStrategy for "
+            "optimizers that need a closure (LBFGS), or an optimizer without one."
+        )
+    _refuse_foreign(self, replica)
+    lead: Optimizer = self.__dict__.get("_stratagem_lead", self)
+    homes = _homes(self)
+    group = replica.group
+    live = [i for i, weight in enumerate(group.row_weights) if weight > 0]
+    if closure is not None:
+        real = functools.partial(real, closure)
+
+    def once(brought: list[Any]) -> list[Any]:
+        if any(brought):
+            return [_BY_HAND] * len(brought)
+        return [_step_at_home(lead, homes, live, brought, real)] * len(brought)
+
+    # Gradients set by hand came through no meeting; one replica's word is enough to have one.
+    by_hand = any(
+        not leaf.is_aggregated() for home in homes if (leaf := home.leaf(replica.id)) is not None
+    )
+    result = group.meet(replica.id, STEP, by_hand, once)
+    if result is _BY_HAND:
+        with torch.no_grad():
+            gradients.aggregate(replica, homes, STEP, by_hand=True)
+        result = group.meet(replica.id, STEP, False, once)
+    return result
+
+
+_BY_HAND = object()
+
+
+def _step_at_home(
+    optimizer: Optimizer,
+    homes: Sequence[ReplicatedHome],
+    live: Sequence[int],
+    brought: Sequence[Any],
+    real: Callable[[], Any],
+) -> Any:
+    """Runs once, in cross-replica context: central gradients, then the real step."""
+    lead = next((i for i in live if brought[i] is not None), None)
+    if lead is None:
+        lead = next(i for i, each in enumerate(brought) if each is not None)
+    for home in homes:
+        for leaf in home.leaves():
+            leaf.refuse_writes()
+    for home in homes:
+        leaf = home.leaf(lead)
+        grad = None if leaf is None else leaf.tensor.grad
+        central = home.central
+        if grad is not None and grad.device != central.device:
+            grad = grad.to(central.device)
+        central.grad = grad
+    strategy = homes[0].strategy
+    result = strategy._step_optimizer(optimizer, real)
+    for home in homes:
+        home.stepped()
+    return result
+
+
+def _homes(optimizer: Optimizer) -> list[ReplicatedHome]:
+    return [
+        home
+        for group in optimizer.param_groups
+        if isinstance(group, GroupByReplica)
+        for home in group.homes
+        if isinstance(home, ReplicatedHome)
+    ]
+
+
+# ------------------------------------------------------------------ refusing
+
+
+def _refuse_foreign(optimizer: Optimizer, replica: Replica) -> None:
+    """A parameter without a home would be trained by all replicas at once, each over the others."""
+    if replica.group.size == 1:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        held = group if isinstance(group, GroupByReplica) else GroupByReplica(group)
+        for position, (parameter, home) in enumerate(zip(held.central, held.homes, strict=True)):
+            if isinstance(home, ReplicatedHome) and home.strategy is not replica.strategy:
+                whose = "no strategy any more" if home.strategy is None else repr(home.strategy)
+            elif home is None and parameter.grad is not None:
+                whose = "no strategy"
+            else:
+                continue
+            raise ForeignParameterError(
+                f"{type(optimizer).__name__}.step() in {replica!r} of {replica.strategy!r}: "
+                f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}, belongs "
+                f"to {whose}. {_REMEDY}"
+            )
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Every optimizer's step passes here; those not adopted must not train in a replica."""
+    replica = current_replica()
+    if replica is not None and replica.group.size > 1:
+        _refuse_foreign(optimizer, replica)
+
+
+# ------------------------------------------------------------------ installing
+
+_INSTALLED: list[Any] = []
+
+
+def install() -> None:
+    """Adopt optimizers as they are made, once per process; the first strategy calls it."""
+    if _INSTALLED:
+        return
+    _INSTALLED.append(register_optimizer_step_pre_hook(_before_any_step))
+    _INSTALLED.append(_adopting_afterwards("__init__"))
+    _INSTALLED.append(_adopting_afterwards("__setstate__"))
+
+
+def _adopting_afterwards(method: str) -> Any:
+    plain = getattr(Optimizer, method)
+
+    @functools.wraps(plain)
+    def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        adopt(self)
+
+    setattr(Optimizer, method, wrapper)
+    return plain

@@ -1,0 +1,159 @@
+"""Modules of torch.nn that keep tensors outside ``_parameters``, or write parameters in forward.
+
+Such a module, when its parameters get a home, becomes an instance of a subclass made here on the fly (as
+``torch.nn.utils.parametrize`` does), with the same name. It pickles as its plain class, so that a saved
+model loads without us. The cases:
+
+- recurrent modules keep ``_flat_weights``, a list that C++ reads: here it is made from the context's
+  parameters at each call;
+- lazy modules create their parameters at first call: here the replicas meet and it is done once;
+- Embedding and EmbeddingBag with ``max_norm`` write their weight in forward: here one at a time;
+- modules with the old-style weight_norm or spectral_norm put a computed ``weight`` on themselves in a
+  forward hook: here each replica has its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import threading
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+from stratagem._core.context import current_replica
+from stratagem._core.homes import ParameterHome
+from stratagem._core.leaves import ReplicatedHome
+
+_COMPUTED = ("_g", "_v", "_orig")  # what old-style weight_norm and spectral_norm register
+
+
+def prepare(module: nn.Module, home: ParameterHome, name: str = "") -> None:
+    """Make ``module`` one of the special ones, if it is of a kind that needs it."""
+    if isinstance(module, _Special):
+        mixin = None
+    elif isinstance(module, nn.RNNBase):
+        mixin = _Recurrent
+    elif isinstance(module, LazyModuleMixin) and is_lazy(home.central):
+        mixin = _Lazy
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        mixin = _Renormalising
+    elif name.endswith(_COMPUTED) and type(module).__module__.startswith("torch.nn"):
+        mixin = _Computing
+    else:
+        return
+    if mixin is not None:
+        module.__class__ = _special_class(type(module), mixin)
+    if isinstance(module, _Renormalising) and isinstance(home, ReplicatedHome):
+        home.may_be_written = True
+
+
+@functools.cache
+def _special_class(plain: type[nn.Module], mixin: type[_Special]) -> type[nn.Module]:
+    return type(
+        plain.__name__,
+        (mixin, plain),
+        {
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "__doc__": plain.__doc__,
+            "_plain_class": plain,
+        },
+    )
+
+
+class _Special(nn.Module):
+    """What the special classes share: pickled they are plain, deep-copied they stay special."""
+
+    _plain_class: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (self._plain_class,), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+
+class _Recurrent(_Special):
+    """RNN, LSTM, GRU: the list of weights is the context's."""
+
+    _flat_weights_names: list[str]
+
+    @property
+    def _flat_weights(self) -> list[Any]:
+        if current_replica() is None and "_flat_weights" in self.__dict__:
+            return self.__dict__["_flat_weights"]  # type: ignore[no-any-return]
+        return [getattr(self, name, None) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[Any]) -> None:
+        if current_replica() is None:
+            self.__dict__["_flat_weights"] = weights
+
+    def _update_flat_weights(self) -> None:
+        if current_replica() is None:
+            super()._update_flat_weights()  # type: ignore[misc]
+
+
+class _Lazy(_Special):
+    """Lazy modules: initialised once, at the first call, by what the first replica was given."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replica = current_replica()
+        if replica is not None and replica.group.size > 1:
+
+            def initialise(brought: list[Any]) -> list[Any]:
+                first_args, first_kwargs = next(each for each in brought if each is not None)
+                self._infer_parameters(self, first_args, first_kwargs)  # type: ignore[operator]
+                return [None] * len(brought)
+
+            # On the caller's thread: its random numbers are those of plain PyTorch.
+            replica.group.meet(
+                replica.id, "a lazy module's first call", (args, kwargs), initialise, on_caller=True
+            )
+        else:
+            self._infer_parameters(self, args, kwargs)  # type: ignore[operator]
+        # It is an ordinary module now: its class, and with it __call__, has changed.
+        return self(*args, **kwargs)
+
+
+class _Renormalising(_Special):
+    """Embeddings with max_norm: rows are rescaled in place before they are looked up."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain class, one replica at a time, so that no row is rescaled twice at once."""
+        if current_replica() is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with _RENORMALISING:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+# One for all: such modules are rare, and a lock on the module would not pickle.
+_RENORMALISING = threading.Lock()
+
+
+class _Computing(_Special):
+    """Old-style weight_norm and spectral_norm: the computed weight is each replica's own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        replica = current_replica()
+        if replica is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            held = self.__dict__
+            if name not in held["_parameters"] and name not in held["_buffers"]:
+                replica.group.notes[id(self), replica.id, name] = value
+                return
+        super().__setattr__(name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        replica = current_replica()
+        if replica is not None:
+            computed = replica.group.notes.get((id(self), replica.id, name))
+            if computed is not None:
+                return computed
+        return super().__getattribute__(name)

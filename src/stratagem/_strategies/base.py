@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, Self, final
 import torch
 
 from stratagem import config
-from stratagem._core import context, reduction, values
+from stratagem._core import context, modules, optimizers, reduction, values
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet
@@ -57,6 +57,8 @@ class Strategy(ABC):
                 "(over the rows of the global batch) or 'sum' (as tf.distribute does)."
             )
         self._gradient_aggregation = gradient_aggregation
+        modules.install()
+        optimizers.install()
         self._lanes = LaneSet(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._lanes.close)
 
@@ -370,15 +372,20 @@ class Strategy(ABC):
 
     # Called by _core.modules and _core.optimizers -----------------------
 
+    @property
+    def _home_device(self) -> torch.device:
+        """Where central parameters and buffers live."""
+        return self._compute_devices[0].torch_device
+
     def _adopt_parameter(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
     ) -> Any:
-        """The home of a parameter registered under the scope; None leaves it alone."""
-        return None
+        """The home of a parameter registered under the scope; None leaves it an ordinary one."""
+        return modules.adopt_parameter(self, name, parameter, self._home_device)
 
     def _adopt_buffer(self, module: torch.nn.Module, name: str, buffer: torch.Tensor) -> Any:
-        """The home of a buffer registered under the scope; None leaves it alone."""
-        return None
+        """The home of a buffer registered under the scope; None leaves it an ordinary one."""
+        return modules.adopt_buffer(self, buffer, self._home_device)
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
         """Run the real step once, where the parameters live."""

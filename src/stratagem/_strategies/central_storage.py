@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
+import torch
+
 from stratagem._core import devices, reduction
 from stratagem._strategies.base import GradientAggregation, Strategy
 
@@ -69,6 +71,10 @@ class CentralStorageStrategy(Strategy):
     @property
     def _parameter_names(self) -> tuple[str, ...]:
         return (self._parameter_name,)
+
+    @property
+    def _home_device(self) -> torch.device:
+        return self._parameter_device.torch_device
 
     def _arguments(self) -> dict[str, Any]:
         return {

@@ -66,6 +66,7 @@ class Replica:
         self.label = label
         self.strategy = strategy
         self.journal: Any = None
+        self.journal: Any = None
         self._context: ReplicaContext | None = None
 
     @property
@@ -468,7 +469,9 @@ class ReplicaContext:
         >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> def step():
         ...     context = sg.get_replica_context()
-        ...     return context.all_reduce("sum", torch.tensor(1.0) + context.replica_id_in_sync_group)
+        ...     return context.all_reduce(
+        ...         "sum", torch.tensor(1.0) + context.replica_id_in_sync_group
+        ...     )
         >>> strategy.reduce("mean", strategy.run(step), axis=None)
         tensor(3.)
         >>> strategy.close()
@@ -564,7 +567,9 @@ class ReplicaContext:
             ...     return sum(strategy.local_results(value))
             >>> def step():
             ...     context = sg.get_replica_context()
-            ...     return context.merge_call(together, args=(float(context.replica_id_in_sync_group),))
+            ...     return context.merge_call(
+            ...         together, args=(float(context.replica_id_in_sync_group),)
+            ...     )
             >>> strategy.run(step)
             1.0
             >>> strategy.close()

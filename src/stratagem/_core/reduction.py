@@ -69,7 +69,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def refuse_sparse(value: Any, what: str) -> None:
-    """gather and all_gather take dense tensors only (GAT-2, AG-1)."""
+    """Refuse what gather and all_gather do not take: sparse tensors (GAT-2, AG-1)."""
     parts = value.values if isinstance(value, DistributedValues) else (value,)
     if any(is_sparse(part) for part in parts):
         raise NotImplementedError(
@@ -132,9 +132,7 @@ def reduce(op: ReduceOp, value: Any, axis: Any, *, size: int, nests: bool) -> An
         nests: whether structures are mapped over (mirrored) or refused (central storage).
     """
     if nests and values.open_node(value) is not None:
-        return values.map_leaves(
-            lambda leaf: reduce(op, leaf, axis, size=size, nests=False), value
-        )
+        return values.map_leaves(lambda leaf: reduce(op, leaf, axis, size=size, nests=False), value)
     here = devices.current_device()
     if axis is not None:
         if isinstance(value, DistributedValues):
@@ -151,7 +149,9 @@ def reduce(op: ReduceOp, value: Any, axis: Any, *, size: int, nests: bool) -> An
 def _reduce_plain(op: ReduceOp, value: Any, size: int) -> Any:
     if size == 1:
         if value is None:
-            raise ValueError("nothing to reduce: the value is None. Return something from the step.")
+            raise ValueError(
+                "nothing to reduce: the value is None. Return something from the step."
+            )
         return convert_to_tensor(value)
     if op is ReduceOp.MEAN:
         return value

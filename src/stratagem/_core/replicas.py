@@ -77,13 +77,14 @@ class ReplicaGroup:
         row_weights: each replica's share of the rows; sums to 1, 0 for a replica without rows.
         timeout_s: how long a replica waits for the others in a meeting.
         notes: shared by the replicas of this run, for the rooms that build on meetings.
+        streams: the replicas' random numbers (groups of two and more).
     """
 
     __slots__ = (
         "_ambient", "_at_end", "_broken", "_caller", "_combine_error", "_combines", "_done",
         "_errors", "_given", "_label", "_left", "_lock", "_on_caller", "_reset_threads", "_results",
-        "_strategy", "_streams", "_waiting", "_wake", "notes", "replicas", "row_weights", "rows",
-        "size", "timeout_s",
+        "_strategy", "_waiting", "_wake", "notes", "replicas", "row_weights", "rows", "size",
+        "streams", "timeout_s",
     )  # fmt: skip
 
     def __init__(
@@ -130,7 +131,7 @@ class ReplicaGroup:
         self._results: list[Any] = [None] * size
         self._reset_threads = False
         self._ambient = Ambient()
-        self._streams = randomness.Streams(size)
+        self.streams = randomness.Streams()
 
     # -------------------------------------------------------------- running
 
@@ -430,7 +431,7 @@ class _Job:
                 group._reset_threads = True
         stack = ambient.enter(replica.device)
         try:
-            with context.entered(replica.strategy, replica), group._streams.of(replica):
+            with context.entered(replica.strategy, replica), group.streams.active():
                 group._results[replica.id] = self._call()
         finally:
             if stack is not None:

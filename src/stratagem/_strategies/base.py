@@ -243,7 +243,8 @@ class Strategy(ABC):
             >>> import stratagem as sg
             >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> value = strategy.distribute_values_from_function(
-            ...     lambda context: context.replica_id_in_sync_group)
+            ...     lambda context: context.replica_id_in_sync_group
+            ... )
             >>> strategy.local_results(value)
             (0, 1)
             >>> strategy.close()
@@ -256,9 +257,7 @@ class Strategy(ABC):
         return self._values_from_function(value_fn)
 
     @final
-    def distribute_dataset(
-        self, dataset: Any, options: config.InputOptions | None = None
-    ) -> Any:
+    def distribute_dataset(self, dataset: Any, options: config.InputOptions | None = None) -> Any:
         """An iterable of distributed batches: each global batch cut into one part per replica.
 
         Args:

@@ -49,6 +49,46 @@ class SingleDevice(Strategy):
         return value_fn(context.ValueContext())
 
 
+class SingleDevice(Strategy):
+    """What `OneDeviceStrategy` and its V1 twin in `compat` have in common: all of it."""
+
+    _slices: ClassVar[bool] = False
+
+    def __init__(self, device: Any, *, gradient_aggregation: GradientAggregation = "mean") -> None:
+        self._device = devices.resolve_device(device)
+        self._devices = (self._device,)
+        super().__init__(gradient_aggregation=gradient_aggregation)
+
+    @property
+    def _compute_devices(self) -> tuple[devices.Device, ...]:
+        return self._devices
+
+    @property
+    def _parameter_names(self) -> tuple[str, ...]:
+        return (self._device.name,)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "device": self._device.name,
+            "gradient_aggregation": self._gradient_aggregation,
+        }
+
+    def _replica_devices(self, replica_id: int) -> Any:
+        return (self._device.name,)
+
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduction.reduce_alone(op, value, axis)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        return value
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
+        return value_fn(context.ValueContext())
+
+
 @final
 class OneDeviceStrategy(SingleDevice):
     """Variables and computation on one device: the same program, ready to be distributed.

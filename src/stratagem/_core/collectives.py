@@ -1,0 +1,176 @@
+"""What replicas compute together while they run: ``all_reduce`` and ``all_gather``, differentiable.
+
+Both are one meeting forward and, where a gradient flows, one meeting backward. Called by
+`ReplicaContext`; the arithmetic is `reduction.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stratagem._core import reduction, values
+from stratagem._core.context import Replica
+from stratagem._core.reduction import ReduceOp
+
+
+def all_reduce(replica: Replica | None, reduce_op: Any, value: Any) -> Any:
+    """Sum or mean over all replicas, for a nest of tensors (AR-1 … AR-5)."""
+    op = reduction.as_reduce_op(reduce_op)
+    if replica is None or replica.group.size == 1:
+        return value
+    tensors = _tensors(value, "all_reduce")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        results = _AllReduce.apply(replica, op, *tensors)
+    else:
+        results = _meet_to_reduce(replica, op, tensors, f"all_reduce({op.name})")
+    return _refill(value, results)
+
+
+def all_gather(replica: Replica | None, value: Any, axis: Any) -> Any:
+    """Join over all replicas along an axis, for a nest of tensors (AG-1 … AG-3)."""
+    for leaf in values.leaves(value):
+        reduction.refuse_sparse(leaf, "all_gather")
+    if replica is None or replica.group.size == 1:
+        return value
+    tensors = _tensors(value, "all_gather")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        results = _AllGather.apply(replica, axis, *tensors)
+    else:
+        results = _meet_to_gather(replica, axis, tensors)[0]
+    return _refill(value, results)
+
+
+def _tensors(value: Any, what: str) -> list[torch.Tensor]:
+    found = []
+    for leaf in values.leaves(value):
+        if isinstance(leaf, values.Convertible):
+            leaf = leaf._to_tensor()
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(
+                f"{what} got {leaf!r}, a {type(leaf).__name__}: expected tensors, whose device "
+                "says where the result goes. Use torch.tensor(...)."
+            )
+        found.append(leaf)
+    return found
+
+
+def _refill(value: Any, results: Sequence[torch.Tensor]) -> Any:
+    rest = iter(results)
+    return values.map_leaves(lambda _: next(rest), value)
+
+
+def _meet_to_reduce(
+    replica: Replica, op: ReduceOp, tensors: Sequence[torch.Tensor], label: str
+) -> tuple[torch.Tensor, ...]:
+    """One meeting for the whole list; every replica gets tensors of its own."""
+    size = replica.group.size
+
+    def combine(brought: list[Any]) -> list[tuple[torch.Tensor, ...]]:
+        present = [each for each in brought if each is not None]
+        if len({len(each) for each in present}) > 1:
+            raise ValueError(f"{label}: replicas brought nests of different sizes.")
+        totals = [
+            reduction.combine(op, column, column[0].device) for column in zip(*present, strict=True)
+        ]
+        return [_own(totals, brought[i], first=i == 0) for i in range(size)]
+
+    with torch.no_grad():
+        result: tuple[torch.Tensor, ...] = replica.group.meet(
+            replica.id, label, [t.detach() for t in tensors], combine
+        )
+    return result
+
+
+def _own(
+    totals: Sequence[torch.Tensor], like: Sequence[torch.Tensor] | None, *, first: bool
+) -> tuple[torch.Tensor, ...]:
+    # One replica may take the sums themselves; the others need copies they can change.
+    if like is None:
+        return ()
+    return tuple(
+        t if first else t.to(own.device, copy=True) for t, own in zip(totals, like, strict=True)
+    )
+
+
+def _meet_to_gather(
+    replica: Replica, axis: Any, tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], list[tuple[int, int]]]:
+    """The joined tensors, and where this replica's part begins and how long it is in each."""
+    size = replica.group.size
+
+    def combine(brought: list[Any]) -> list[Any]:
+        present = [each for each in brought if each is not None]
+        joined = [
+            reduction.join(column, axis, column[0].device) for column in zip(*present, strict=True)
+        ]
+        begins = [0] * len(joined)
+        results: list[Any] = []
+        for i in range(size):
+            places = []
+            for k, part in enumerate(brought[i] or ()):
+                places.append((begins[k], part.shape[axis]))
+                begins[k] += part.shape[axis]
+            results.append((_own(joined, brought[i], first=i == 0), places))
+        return results
+
+    with torch.no_grad():
+        result: tuple[tuple[torch.Tensor, ...], list[tuple[int, int]]] = replica.group.meet(
+            replica.id, f"all_gather(axis={axis!r})", [t.detach() for t in tensors], combine
+        )
+    return result
+
+
+def _filled(gradients: Sequence[torch.Tensor | None], shapes: Any) -> list[torch.Tensor]:
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if g is None else g
+        for g, (shape, dtype, device) in zip(gradients, shapes, strict=True)
+    ]
+
+
+class _AllReduce(torch.autograd.Function):
+    """Gradient of an all-sum is the all-sum of gradients, of an all-mean the all-mean (AR-4)."""
+
+    @staticmethod
+    def forward(ctx: Any, replica: Replica, op: ReduceOp, *tensors: torch.Tensor) -> Any:
+        ctx.replica, ctx.op = replica, op
+        ctx.sparse = any(reduction.is_sparse(t) for t in tensors)
+        results = _meet_to_reduce(replica, op, tensors, f"all_reduce({op.name})")
+        ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
+        ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if ctx.sparse:
+            raise NotImplementedError(
+                "the gradient of all_reduce of sparse tensors is not supported. Use .to_dense() "
+                "before all_reduce."
+            )
+        filled = _filled(gradients, ctx.shapes)
+        label = f"backward of all_reduce({ctx.op.name})"
+        return (None, None, *_meet_to_reduce(ctx.replica, ctx.op, filled, label))
+
+
+class _AllGather(torch.autograd.Function):
+    """Gradient: the all-sum of gradients, of which each replica takes its own slice (AG-3)."""
+
+    @staticmethod
+    def forward(ctx: Any, replica: Replica, axis: int, *tensors: torch.Tensor) -> Any:
+        results, places = _meet_to_gather(replica, axis, tensors)
+        ctx.replica, ctx.axis, ctx.places = replica, axis, places
+        ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
+        ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        filled = _filled(gradients, ctx.shapes)
+        summed = _meet_to_reduce(ctx.replica, ReduceOp.SUM, filled, "backward of all_gather")
+        slices = [
+            total.narrow(ctx.axis, begin, length)
+            for total, (begin, length) in zip(summed, ctx.places, strict=True)
+        ]
+        return (None, None, *slices)

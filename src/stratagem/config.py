@@ -62,6 +62,65 @@ class RunOptions:
     """Accepted and ignored: there is no XLA here."""
 
 
+class InputReplicationMode(enum.Enum):
+    """How many input pipelines one worker has.
+
+    Example:
+        >>> from stratagem.config import InputReplicationMode
+        >>> InputReplicationMode("PER_WORKER") is InputReplicationMode.PER_WORKER
+        True
+    """
+
+    PER_WORKER = "PER_WORKER"
+    """One pipeline feeds all replicas of a worker."""
+
+    PER_REPLICA = "PER_REPLICA"
+    """Each replica has a pipeline of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """How `distribute_dataset` and `distribute_datasets_from_function` feed the replicas.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.InputOptions(per_replica_buffer_size=2).fetch_to_device
+        True
+    """
+
+    fetch_to_device: bool = True
+    """Move each part to its replica's device in the background; False leaves it on the host."""
+
+    replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    """PER_REPLICA: `dataset_fn` is called once per replica (from-function input only)."""
+
+    place_dataset_on_device: bool = False
+    """Kept for tf.distribute's contract; needs PER_REPLICA and fetch_to_device=False."""
+
+    per_replica_buffer_size: int = 1
+    """Steps prepared ahead in a thread; 0 prepares each step when it is asked for. One hides a
+    pipeline as slow as the step; more only helps when its speed varies."""
+
+    def __post_init__(self) -> None:
+        if self.fetch_to_device is None:  # tf.distribute's way to say "the default"
+            object.__setattr__(self, "fetch_to_device", True)
+        object.__setattr__(self, "replication_mode", InputReplicationMode(self.replication_mode))
+        size = self.per_replica_buffer_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(
+                f"per_replica_buffer_size={size!r} is no number of steps: expected 0 or more"
+            )
+
+
+def input_timeout_s() -> float:
+    """How long the next element of a dataset may take before it is an error.
+
+    Ten minutes: longer than opening a large remote file, shorter than a night. Set
+    ``STRATAGEM_INPUT_TIMEOUT_S`` to change it.
+    """
+    return seconds_from_environment("STRATAGEM_INPUT_TIMEOUT_S", 600.0)
+
+
 def replica_timeout_s() -> float:
     """How long a replica waits for the others in a collective before it is an error.
 

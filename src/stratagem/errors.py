@@ -13,7 +13,12 @@ tf.distribute's or Python's own types keeps working)::
     ├── ForeignParameterError       [RuntimeError]   a parameter no strategy looks after, trained in a replica
     ├── UnsupportedOptimizer        [NotImplementedError]  the optimizer cannot run under this strategy
     ├── DataError                                    input that cannot be read or cut
-    │   └── CorruptRecord           [ValueError]     names the file and the record
+    │   ├── CorruptRecord           [ValueError]     names the file and the record
+    │   ├── MissingFile             [FileNotFoundError]  a file, or a pattern that matches none
+    │   ├── UnequalRows             [ValueError]     a batch that cannot be cut into rows
+    │   ├── ShardingError           [ValueError]     a dataset that cannot be shared as asked
+    │   ├── EndOfData               [StopIteration]  get_next() after the last element
+    │   └── InputTimeout            [TimeoutError]   the next element did not come within the limit
     ├── WireError                                    between processes
     │   ├── ProtocolError                            bytes that are not our protocol, or another version
     │   ├── AuthenticationError     [PermissionError]  the other side did not prove the cluster key
@@ -114,6 +119,34 @@ class CorruptRecord(DataError, ValueError):
         super().__init__(message)
         self.path = path
         self.record = record
+
+
+class MissingFile(DataError, FileNotFoundError):
+    """A file that does not exist, or a pattern that matches none.
+
+    Attributes:
+        path: the file or pattern.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class UnequalRows(DataError, ValueError):
+    """A batch that cannot be cut into rows: its tensors disagree in length, or have no rows."""
+
+
+class ShardingError(DataError, ValueError):
+    """A dataset that cannot be shared among the workers in the way that was asked for."""
+
+
+class EndOfData(DataError, StopIteration):
+    """`get_next()` was called after the last element."""
+
+
+class InputTimeout(DataError, TimeoutError):
+    """The next element did not come within the limit."""
 
 
 class WireError(StratagemError):

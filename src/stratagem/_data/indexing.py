@@ -1,0 +1,333 @@
+"""In-memory chains run by index arithmetic over whole batches.
+
+Between an in-memory source and `batch()` the steps shard, shuffle, repeat, take and skip only choose
+row numbers. Here they do so on NumPy arrays of numbers; the batch then gathers its rows at once.
+The elements are those of the one-by-one cursors, exactly (tests compare the two).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from stratagem._data.node import Frame, Node, State
+from stratagem._data.seeds import BufferDraws, permutation
+from stratagem._data.shuffling import ShuffleNode
+from stratagem._data.sources import RowSource
+from stratagem._data.transforms import OptionsNode, RepeatNode, ShardNode, SkipNode, TakeNode
+
+Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+_NONE: Indices = np.empty(0, dtype=np.int64)
+_SKIP_CHUNK = 1 << 20  # numbers thrown away at a time: 8 MB
+
+
+class Numbers(ABC):
+    """A stream of row numbers."""
+
+    @abstractmethod
+    def take(self, count: int) -> Indices:
+        """The next `count` numbers; fewer only at the end."""
+
+    def skip(self, count: int) -> None:
+        """Pass over up to `count` numbers."""
+        while count > 0:
+            found = len(self.take(min(count, _SKIP_CHUNK)))
+            if found == 0:
+                return
+            count -= found
+
+    @abstractmethod
+    def state(self) -> State:
+        """The position."""
+
+    @abstractmethod
+    def restore(self, state: State) -> None:
+        """Take over a position; on a fresh stream only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Row numbers, and the source whose rows they are."""
+
+    source: RowSource
+    numbers: Numbers
+
+    def gather(self, indices: Indices) -> Any:
+        """The rows at `indices`, as a batch."""
+        return self.source.gather(torch.from_numpy(indices))
+
+
+def open_rows(node: Node, frame: Frame) -> Rows | None:
+    """The chain ending in `node` as row numbers, or `None` if some step needs the rows themselves.
+
+    Frames are derived exactly as the cursors of the same nodes derive them, so seeds agree.
+    """
+    source = row_source(node)
+    return None if source is None else Rows(source, _open(node, frame))
+
+
+def row_source(node: Node) -> RowSource | None:
+    """The in-memory source under a chain of steps that only choose rows."""
+    while isinstance(
+        node, ShardNode | ShuffleNode | RepeatNode | TakeNode | SkipNode | OptionsNode
+    ):
+        node = node.input
+    return node if isinstance(node, RowSource) else None
+
+
+def _open(node: Node, frame: Frame) -> Numbers:
+    if isinstance(node, RepeatNode):
+        return _Repeat(node, frame)
+    if isinstance(node, RowSource):
+        return _Counting(node.size)
+    assert isinstance(node, ShardNode | ShuffleNode | TakeNode | SkipNode | OptionsNode)
+    child = _open(node.input, frame.child())
+    if isinstance(node, ShuffleNode):
+        seed = node.order_seed(frame)
+        if node.full:
+            return _FullShuffle(child, seed, node.input.cardinality())
+        assert node.buffer_size is not None
+        return _BufferShuffle(child, seed, node.buffer_size)
+    if isinstance(node, TakeNode):
+        return child if node.count < 0 else _Take(child, node.count)
+    if isinstance(node, SkipNode):
+        return _Take(child, 0) if node.count < 0 else _Skip(child, node.count)
+    if isinstance(node, ShardNode) and not node.is_hint:
+        return _Shard(child, node.num_shards, node.index)
+    return child
+
+
+@final
+class _Counting(Numbers):
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._position = 0
+
+    @override
+    def take(self, count: int) -> Indices:
+        start = self._position
+        self._position = min(self._size, start + count)
+        return np.arange(start, self._position, dtype=np.int64)
+
+    @override
+    def skip(self, count: int) -> None:
+        self._position = min(self._size, self._position + count)
+
+    @override
+    def state(self) -> State:
+        return {"position": self._position}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._position = state["position"]
+
+
+@final
+class _Shard(Numbers):
+    def __init__(self, child: Numbers, num_shards: int, index: int) -> None:
+        self._child = child
+        self._num_shards = num_shards
+        self._index = index
+
+    @override
+    def take(self, count: int) -> Indices:
+        # Always whole rounds of num_shards, so a round starts at shard 0 every time.
+        return self._child.take(count * self._num_shards)[self._index :: self._num_shards]
+
+    @override
+    def state(self) -> State:
+        return {"child": self._child.state()}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._child.restore(state["child"])
+
+
+@final
+class _Take(Numbers):
+    def __init__(self, child: Numbers, count: int) -> None:
+        self._child = child
+        self._left = count
+
+    @override
+    def take(self, count: int) -> Indices:
+        found = self._child.take(min(count, self._left)) if self._left else _NONE
+        self._left -= len(found)
+        return found
+
+    @override
+    def state(self) -> State:
+        return {"left": self._left, "child": self._child.state()}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._left = state["left"]
+        self._child.restore(state["child"])
+
+
+@final
+class _Skip(Numbers):
+    def __init__(self, child: Numbers, count: int) -> None:
+        self._child = child
+        self._count = count
+
+    @override
+    def take(self, count: int) -> Indices:
+        if self._count:
+            self._child.skip(self._count)
+            self._count = 0
+        return self._child.take(count)
+
+    @override
+    def state(self) -> State:
+        return {"count": self._count, "child": self._child.state()}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._count = state["count"]
+        self._child.restore(state["child"])
+
+
+@final
+class _FullShuffle(Numbers):
+    """A permutation, made when first asked; over a plain source no second array is needed."""
+
+    def __init__(self, child: Numbers, seed: int, size: int) -> None:
+        self._child = child
+        self._seed = seed
+        self._size = size
+        self._order: Indices | None = None
+        self._position = 0
+
+    def _make(self) -> Indices:
+        order = permutation(self._seed, self._size)
+        if not isinstance(self._child, _Counting):
+            order = self._child.take(self._size)[order]
+        self._order = order
+        return order
+
+    @override
+    def take(self, count: int) -> Indices:
+        order = self._make() if self._order is None else self._order
+        start = self._position
+        self._position = min(len(order), start + count)
+        return order[start : self._position]
+
+    @override
+    def skip(self, count: int) -> None:
+        self._position = min(self._size, self._position + count)
+
+    @override
+    def state(self) -> State:
+        return {"position": self._position}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._position = state["position"]
+
+
+@final
+class _BufferShuffle(Numbers):
+    """The buffer of `BufferShuffleCursor`, holding row numbers."""
+
+    def __init__(self, child: Numbers, seed: int, size: int) -> None:
+        self._child = child
+        self._draws = BufferDraws(seed)
+        self._size = size
+        self._buffer: list[int] = []
+        self._drawn = 0
+
+    @override
+    def take(self, count: int) -> Indices:
+        buffer, draws, drawn = self._buffer, self._draws, self._drawn
+        # One number refills the buffer before each draw, so exactly these are needed now.
+        missing = self._size - len(buffer)
+        fresh = self._child.take(missing + count - 1).tolist()
+        buffer.extend(fresh[:missing])
+        refill = iter(fresh[missing:])
+        chosen: list[int] = []
+        while buffer:
+            place = draws.place(drawn, len(buffer))
+            drawn += 1
+            chosen.append(buffer[place])
+            buffer[place] = buffer[-1]
+            buffer.pop()
+            if len(chosen) == count:
+                break
+            number = next(refill, -1)
+            if number >= 0:
+                buffer.append(number)
+        self._drawn = drawn
+        return np.array(chosen, dtype=np.int64)
+
+    @override
+    def state(self) -> State:
+        return {
+            "buffer": torch.tensor(self._buffer, dtype=torch.int64),
+            "drawn": self._drawn,
+            "child": self._child.state(),
+        }
+
+    @override
+    def restore(self, state: State) -> None:
+        self._buffer = state["buffer"].tolist()
+        self._drawn = state["drawn"]
+        self._child.restore(state["child"])
+
+
+@final
+class _Repeat(Numbers):
+    """One child stream per epoch."""
+
+    def __init__(self, node: RepeatNode, frame: Frame) -> None:
+        self._input = node.input
+        self._frame = frame
+        self._count = node.count
+        self._epoch = 0
+        self._empty = True
+        self._child = self._open()
+
+    def _open(self) -> Numbers:
+        return _open(self._input, self._frame.in_epoch(self._epoch).child())
+
+    @override
+    def take(self, count: int) -> Indices:
+        pieces: list[Indices] = []
+        while count and (self._count is None or self._epoch < self._count):
+            piece = self._child.take(count)
+            if len(piece):
+                self._empty = False
+                pieces.append(piece)
+                count -= len(piece)
+                continue
+            if self._empty:
+                self._count = self._epoch
+                break
+            self._epoch += 1
+            self._empty = True
+            self._child = self._open()
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else _NONE
+
+    @override
+    def state(self) -> State:
+        return {
+            "epoch": self._epoch,
+            "empty": self._empty,
+            "count": self._count,
+            "child": self._child.state(),
+        }
+
+    @override
+    def restore(self, state: State) -> None:
+        self._epoch, self._empty = state["epoch"], state["empty"]
+        self._count = state["count"]
+        self._child = self._open()
+        self._child.restore(state["child"])

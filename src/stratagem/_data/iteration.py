@@ -1,0 +1,222 @@
+"""Iterating a dataset: passes, positions, and the end of everything that was opened."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, final
+
+from stratagem._data.node import END, Cursor, Frame, Node, Run, Skipped
+from stratagem._data.seeds import fresh_seed
+from stratagem.errors import DataError
+
+_VERSION = 1
+
+
+@dataclass
+class Passes:
+    """How often a dataset was iterated: each pass is an epoch with orders of its own.
+
+    Attributes:
+        number: passes begun.
+        base_seed: seed of everything unseeded, drawn when first needed.
+        caches: what `cache()` kept, for later passes.
+    """
+
+    number: int = 0
+    base_seed: int | None = None
+    caches: dict[int, list[Any]] = field(default_factory=dict)
+
+    def begin(self, node: Node, *, fuse: bool = True) -> Pass:
+        """The next pass over a pipeline."""
+        if self.base_seed is None:
+            self.base_seed = fresh_seed()
+        self.number += 1
+        return Pass(self, node, self.number - 1, fuse=fuse)
+
+
+@final
+class Pass:
+    """One pass over a pipeline, without the user's iterator around it.
+
+    Its `cursor` is opened and closed here; `state` and `restore` add to the cursor's position what
+    belongs to the whole pipeline: its shape, seed and epoch.
+    """
+
+    def __init__(self, passes: Passes, node: Node, epoch: int, *, fuse: bool) -> None:
+        assert passes.base_seed is not None
+        self._passes = passes
+        self._node = node
+        self._epoch = epoch
+        self._fuse = fuse
+        self.run = Run(passes.base_seed, caches=passes.caches, fuse=fuse)
+        self.cursor = self._open()
+
+    def _open(self) -> Cursor:
+        return self._node.open(Frame(self.run).in_epoch(self._epoch))
+
+    def state(self, cursor_state: Any) -> dict[str, Any]:
+        """The whole position, around that of the cursor (or of what reads it ahead)."""
+        return {
+            "version": _VERSION,
+            "pipeline": outline(self._node),
+            "seed": self.run.base_seed,
+            "epoch": self._epoch,
+            "cursor": cursor_state,
+        }
+
+    def reopen(self, state: dict[str, Any]) -> Any:
+        """Open a fresh cursor in the epoch of `state`; returns the cursor's part of it."""
+        here = outline(self._node)
+        if state.get("version") != _VERSION or state.get("pipeline") != here:
+            raise ValueError(
+                f"this position was saved by {state.get('pipeline')!r} (version "
+                f"{state.get('version')!r}), but the dataset here is {here!r} (version {_VERSION}). "
+                "Build the same pipeline to resume."
+            )
+        self.cursor.close()
+        if state["seed"] != self._passes.base_seed:
+            self._passes.caches = {}
+            self._passes.base_seed = state["seed"]
+        self._epoch = state["epoch"]
+        # The next iter() is the epoch after the one resumed, as it would have been.
+        self._passes.number = self._epoch + 1
+        self.run = Run(state["seed"], caches=self._passes.caches, fuse=self._fuse)
+        self.cursor = self._open()
+        return state["cursor"]
+
+    def __repr__(self) -> str:
+        return f"epoch {self._epoch} of {outline(self._node)}"
+
+    def report_skipped(self) -> None:
+        """Warn, once, about records that were passed over."""
+        skipped = self.run.skipped
+        if skipped:
+            first = skipped[0]
+            warnings.warn(
+                f"{len(skipped)} unreadable record(s) or file(s) were skipped; the first: record "
+                f"{first.record} of {first.path!r}: {first.reason}. The iterator's .skipped lists all.",
+                stacklevel=3,
+            )
+
+
+def outline(node: Node) -> str:
+    """The shape of a pipeline as text, such as ``Batch(Shuffle(Slices))``."""
+    name = type(node).__name__.removesuffix("Node")
+    inside = ", ".join(outline(each) for each in node.inputs)
+    return f"{name}({inside})" if inside else name
+
+
+def _close(holder: list[Cursor]) -> None:
+    """Close whatever cursor an iterator has now; refers to no iterator, so it can outlive it."""
+    for cursor in holder:
+        cursor.close()
+
+
+@final
+class DatasetIterator:
+    """The elements of a dataset, and the position among them.
+
+    It ends its threads and closes its files after the last element, after an error, on `close()`,
+    at the end of a ``with`` block, and when it is dropped.
+
+    Example:
+        >>> import stratagem as sg
+        >>> dataset = sg.data.Dataset.range(10).shuffle(seed=1).batch(4)
+        >>> iterator = iter(dataset)
+        >>> _ = next(iterator)
+        >>> position = iterator.state_dict()
+        >>> rest = [batch.tolist() for batch in iterator]
+        >>> resumed = iter(dataset)
+        >>> resumed.load_state_dict(position)
+        >>> [batch.tolist() for batch in resumed] == rest
+        True
+    """
+
+    def __init__(self, one_pass: Pass) -> None:
+        self._pass = one_pass
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._open = [one_pass.cursor]
+        self._finalizer = weakref.finalize(self, _close, self._open)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if not self._finalizer.alive:
+            raise self._closed_error()
+        try:
+            element = self._pass.cursor.next()
+        except BaseException as error:
+            self._failure = error
+            self._finalizer()
+            raise
+        if element is END:
+            self._ended = True
+            self._pass.cursor.close()
+            self._pass.report_skipped()
+            raise StopIteration
+        return element
+
+    def _closed_error(self) -> DataError:
+        if self._failure is None:
+            return DataError("this iterator was closed. Call iter(dataset) for a new one.")
+        error = DataError(
+            f"this iterator ended with an error ({type(self._failure).__name__}: {self._failure}). "
+            "Call iter(dataset) for a new one."
+        )
+        error.__cause__ = self._failure
+        return error
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Records passed over so far by ``on_error="skip"``."""
+        return tuple(self._pass.run.skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last element delivered; plain values and tensors only."""
+        if not self._finalizer.alive:
+            raise self._closed_error()
+        state = self._pass.state(self._pass.cursor.state())
+        return {**state, "ended": self._ended}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position saved from an iterator of the same pipeline.
+
+        Raises:
+            ValueError: the position is one of another pipeline.
+        """
+        if not self._finalizer.alive:
+            raise self._closed_error()
+        own = self._pass.reopen(state)
+        self._open[:] = [self._pass.cursor]
+        self._ended = state["ended"]
+        if not self._ended:
+            self._pass.cursor.restore(own)
+
+    def close(self) -> None:
+        """End threads, close files; idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if not self._finalizer.alive:
+            where = "closed" if self._failure is None else "failed"
+        else:
+            where = "ended" if self._ended else "open"
+        return f"<DatasetIterator {where}, {self._pass!r}>"

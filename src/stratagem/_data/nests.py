@@ -1,0 +1,330 @@
+"""Nests of leaves: how an element is walked, converted, stacked, cut.
+
+An *element* is a nest: tuples, named tuples, lists and dicts around leaves. A leaf is a
+`torch.Tensor`, a NumPy array of something torch has no dtype for (text, bytes, objects), or any
+other object, which travels untouched. Everything here is a pure function; datasets and the
+distribution of batches over replicas are built on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from stratagem.errors import DataError, UnequalRows
+
+
+def is_nest(value: object) -> bool:
+    """Whether `value` is a container this module looks into."""
+    return isinstance(value, tuple | list | dict)
+
+
+def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
+    """The same nest with `fn` applied to each leaf."""
+    kind = type(nest)
+    if kind is torch.Tensor:
+        return fn(nest)
+    if kind is tuple:
+        return tuple([map_leaves(fn, item) for item in nest])
+    if kind is dict:
+        return {key: map_leaves(fn, item) for key, item in nest.items()}
+    if kind is list:
+        return [map_leaves(fn, item) for item in nest]
+    if isinstance(nest, tuple):
+        return rebuild_tuple(nest, [map_leaves(fn, item) for item in nest])
+    if isinstance(nest, dict):
+        return rebuild_dict(nest, {key: map_leaves(fn, item) for key, item in nest.items()})
+    if isinstance(nest, list):
+        return [map_leaves(fn, item) for item in nest]
+    return fn(nest)
+
+
+def rebuild_tuple(like: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the same kind as `like` (named tuples take their fields one by one)."""
+    return type(like)(*items) if is_namedtuple(like) else tuple(items)
+
+
+def rebuild_dict(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """A dict of the same kind where the kind can be built from a dict, else a plain one."""
+    try:
+        return type(like)(items)
+    except TypeError:  # such as defaultdict, whose first argument is a factory
+        return items
+
+
+def is_namedtuple(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple has named fields."""
+    return isinstance(getattr(type(value), "_fields", None), tuple)
+
+
+def leaves(nest: Any) -> list[Any]:
+    """The leaves, depth first, dicts in their own order."""
+    kind = type(nest)
+    if kind is torch.Tensor:
+        return [nest]
+    if not is_nest(nest):
+        return [nest]
+    items = nest.values() if isinstance(nest, dict) else nest
+    return [leaf for item in items for leaf in leaves(item)]
+
+
+def named_leaves(nest: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves with a name such as ``[0]['ids']``, for messages."""
+    if isinstance(nest, dict):
+        for key, item in nest.items():
+            yield from named_leaves(item, f"{name}[{key!r}]")
+    elif isinstance(nest, tuple | list):
+        for place, item in enumerate(nest):
+            yield from named_leaves(item, f"{name}[{place}]")
+    else:
+        yield name or "the element", nest
+
+
+def zip_leaves(fn: Callable[[list[Any]], Any], nests: Sequence[Any]) -> Any:
+    """One nest from several of one shape: `fn` gets the leaves that stand in one place."""
+    first = nests[0]
+    if isinstance(first, torch.Tensor) or not is_nest(first):
+        return fn(list(nests))
+    for other in nests:
+        if type(other) is not type(first) or len(other) != len(first):
+            raise DataError(
+                "elements of different structure cannot be put together: "
+                f"{describe(first)} and {describe(other)}. Make every element the same nest."
+            )
+    if isinstance(first, dict):
+        merged = {}
+        for key in first:
+            missing = [n for n in nests if key not in n]
+            if missing:
+                raise DataError(
+                    f"elements of different structure cannot be put together: key {key!r} is "
+                    f"missing in {describe(missing[0])}. Give every element the same keys."
+                )
+            merged[key] = zip_leaves(fn, [n[key] for n in nests])
+        return rebuild_dict(first, merged)
+    items = [zip_leaves(fn, [n[i] for n in nests]) for i in range(len(first))]
+    return items if isinstance(first, list) else rebuild_tuple(first, items)
+
+
+def describe(nest: Any) -> str:
+    """A short text of an element's structure: shapes and dtypes, not values."""
+    if isinstance(nest, dict):
+        return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in nest.items()) + "}"
+    if isinstance(nest, tuple | list):
+        return f"{type(nest).__name__}({', '.join(describe(v) for v in nest)})"
+    if isinstance(nest, torch.Tensor):
+        return f"tensor{list(nest.shape)} {str(nest.dtype).removeprefix('torch.')}"
+    return f"{type(nest).__name__} {nest!r:.40}"
+
+
+# --- conversion -------------------------------------------------------------------------------
+
+
+def to_leaf(value: Any) -> Any:
+    """One leaf as a tensor where torch has a dtype for it; text and other objects as they are."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return array_to_tensor(np.asarray(value))
+    if isinstance(value, bool | int | float | complex):
+        return torch.tensor(value)
+    return value
+
+
+def array_to_tensor(array: np.ndarray[Any, Any]) -> Any:
+    """A NumPy array as a tensor sharing its memory; text and objects stay NumPy arrays.
+
+    A zero-dimensional text or object array is its value: text has no tensor to stand for it.
+    """
+    if array.dtype.kind in "USOM":
+        return array[()].item() if array.ndim == 0 and array.dtype.kind in "US" else array
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.writeable or any(step < 0 for step in array.strides):
+        array = array.copy()  # torch has neither read-only memory nor negative strides
+    return torch.from_numpy(array)
+
+
+def is_numbers(value: object) -> bool:
+    """Whether a list holds only Python numbers, at any depth: then it is meant as a tensor."""
+    if isinstance(value, list):
+        return bool(value) and all(is_numbers(item) for item in value)
+    return isinstance(value, bool | int | float | complex)
+
+
+def to_element(value: Any) -> Any:
+    """A user's value as an element: leaves become tensors, lists of numbers one tensor."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value
+    if kind is tuple:
+        return tuple([to_element(item) for item in value])
+    if isinstance(value, dict):
+        return rebuild_dict(value, {key: to_element(item) for key, item in value.items()})
+    if isinstance(value, tuple):
+        return rebuild_tuple(value, [to_element(item) for item in value])
+    if isinstance(value, list):
+        return torch.tensor(value) if is_numbers(value) else [to_element(item) for item in value]
+    return to_leaf(value)
+
+
+def to_columns(value: Any) -> Any:
+    """A user's value for `from_tensor_slices`: a list is one array (stacked), not a nest."""
+    if isinstance(value, dict):
+        return rebuild_dict(value, {key: to_columns(item) for key, item in value.items()})
+    if isinstance(value, tuple):
+        return rebuild_tuple(value, [to_columns(item) for item in value])
+    if isinstance(value, list):
+        return stack_list(value)
+    return to_leaf(value)
+
+
+def stack_list(items: list[Any]) -> Any:
+    """A list of numbers, arrays, tensors or text as one array, as tf.data reads it."""
+    if any(isinstance(item, torch.Tensor) for item in items):
+        tensors = [torch.as_tensor(item) for item in items]
+        shapes = {tuple(t.shape) for t in tensors}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"a list of tensors is stacked into one, so all need one shape; got "
+                f"{sorted(shapes)}. Use a tuple for tensors that belong side by side."
+            )
+        return torch.stack(tensors)
+    if is_numbers(items):
+        return torch.tensor(items)
+    if any(isinstance(item, str | bytes) for item in items):
+        return np.array(items, dtype=object)
+    try:
+        return array_to_tensor(np.asarray(items))
+    except ValueError as error:
+        raise ValueError(
+            f"a list is stacked into one array, and this one of {len(items)} items cannot be: "
+            f"{error}. Use a tuple for arrays that belong side by side."
+        ) from error
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf has a first dimension to cut."""
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim >= 1
+
+
+def count_rows(nest: Any, *, what: str) -> int:
+    """The number of rows all leaves of a batch share; `what` begins the error's sentence."""
+    rows = -1
+    for leaf in leaves(nest):
+        if not has_rows(leaf) or (rows >= 0 and leaf.shape[0] != rows):
+            raise _rows_error(nest, what)
+        rows = int(leaf.shape[0])
+    if rows < 0:
+        raise UnequalRows(f"{what} has no tensor in it, so it has no rows: {describe(nest)}")
+    return rows
+
+
+def _rows_error(nest: Any, what: str) -> UnequalRows:
+    named = list(named_leaves(nest))
+    scalars = [name for name, leaf in named if not has_rows(leaf)]
+    if scalars:
+        return UnequalRows(
+            f"{what} cannot be cut into rows: {scalars[0]} has no first dimension "
+            f"({describe(nest)}). Call .batch(global_batch_size) on the dataset first."
+        )
+    sizes = ", ".join(f"{name}: {leaf.shape[0]}" for name, leaf in named)
+    return UnequalRows(
+        f"{what} has tensors that disagree in length ({sizes}). "
+        "Every tensor of a batch needs the same first dimension."
+    )
+
+
+def split_sizes(rows: int, parts: int) -> list[int]:
+    """The one split rule: sizes that differ by at most one, larger parts first.
+
+    Example:
+        >>> split_sizes(4, 3), split_sizes(1, 2)
+        ([2, 1, 1], [1, 0])
+    """
+    size, more = divmod(rows, parts)
+    return [size + 1] * more + [size] * (parts - more)
+
+
+def cut_leaf(leaf: Any, sizes: Sequence[int]) -> list[Any]:
+    """A leaf's rows cut into consecutive parts (views, no copy)."""
+    if isinstance(leaf, torch.Tensor):
+        return list(leaf.split(list(sizes)))
+    bounds = np.cumsum([0, *sizes])
+    return [leaf[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def without_rows(nest: Any) -> Any:
+    """A batch of zero rows with the shapes and dtypes of `nest`; scalars become shape (0,)."""
+    return map_leaves(_empty_leaf, nest)
+
+
+def _empty_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf[:0] if leaf.ndim else leaf.new_empty((0,))
+    if isinstance(leaf, np.ndarray):
+        return leaf[:0] if leaf.ndim else np.empty((0,), dtype=leaf.dtype)
+    return np.empty((0,), dtype=object)
+
+
+def take_rows(columns: Any, indices: torch.Tensor) -> Any:
+    """The rows at `indices` of every leaf, copied: an element never aliases its source."""
+
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.index_select(leaf, 0, indices)
+        return leaf[indices.numpy()]
+
+    return map_leaves(gather, columns)
+
+
+def row(columns: Any, index: int) -> Any:
+    """One row of every leaf, copied."""
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf[index].clone()
+        value = leaf[index]
+        return value.copy() if isinstance(value, np.ndarray) else value
+
+    return map_leaves(pick, columns)
+
+
+def copied(nest: Any) -> Any:
+    """The same values in memory of their own."""
+
+    def copy_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return map_leaves(copy_leaf, nest)
+
+
+def stack(elements: Sequence[Any], *, what: str = "batch()") -> Any:
+    """One batch from elements of one structure; text becomes a NumPy array of objects."""
+
+    def stack_leaf(items: list[Any]) -> Any:
+        first = items[0]
+        if isinstance(first, torch.Tensor):
+            try:
+                return torch.stack(items)
+            except (RuntimeError, TypeError) as error:
+                kinds = sorted({describe(item) for item in items})
+                raise DataError(
+                    f"{what} cannot stack elements of different shape or dtype: "
+                    f"{', '.join(kinds[:4])}. Pad or crop them to one shape in a map() first."
+                ) from error
+        if isinstance(first, np.ndarray):
+            return np.stack(items)
+        batch = np.empty(len(items), dtype=object)
+        batch[:] = items
+        return batch
+
+    return zip_leaves(stack_leaf, elements)

@@ -1,0 +1,200 @@
+"""The two contracts of the pipeline: `Node` describes a step, `Cursor` runs it.
+
+A `Node` is an immutable, picklable description; it owns no thread, file or counter. Opening it with
+a `Frame` gives a `Cursor`, which is one running position: it yields elements, tells its state, takes
+a state back, and closes what it opened. Sources, transformations and adapters implement both.
+
+    Dataset.map(f).batch(2)            (description)        iter()      (running)
+    BatchNode ─▶ MapNode ─▶ RangeNode  ─────────────────▶  BatchCursor ─▶ MapCursor ─▶ RangeCursor
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from typing_extensions import override
+
+from stratagem._data.seeds import mix
+
+INFINITE: Final = -1
+"""Cardinality of a dataset without end."""
+
+UNKNOWN: Final = -2
+"""Cardinality of a dataset whose length only reading it tells."""
+
+State = dict[str, Any]
+"""A cursor's position: plain dicts, lists, numbers, text and tensors, so that torch.save takes it."""
+
+
+@final
+class _End:
+    """The type of `END`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "END"
+
+
+END: Final = _End()
+"""What a cursor returns after its last element. A value, not StopIteration, so that a StopIteration
+escaping from a user's function can never end a dataset silently."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One record that ``on_error="skip"`` passed over.
+
+    Attributes:
+        path: the file.
+        record: number of the record in it, from 0; -1 when the file could not be opened.
+        reason: why it could not be read.
+
+    Example:
+        >>> from stratagem.data import Skipped
+        >>> Skipped(path="a.csv", record=3, reason="2 fields instead of 3").record
+        3
+    """
+
+    path: str
+    record: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Run:
+    """What all cursors of one iterator share.
+
+    Attributes:
+        base_seed: seed of everything that was given no seed of its own.
+        caches: elements kept by `cache()`, by place in the pipeline; outlives the iterator so that
+            the next epoch finds them.
+        skipped: records passed over.
+        fuse: whether in-memory chains run by index arithmetic; tests turn it off to compare.
+    """
+
+    base_seed: int
+    caches: dict[int, list[Any]] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+    fuse: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where a cursor stands: in which run, place of the pipeline, and epoch."""
+
+    run: Run
+    path: int = 0
+    epoch: int = 0
+
+    def child(self, place: int = 0) -> Frame:
+        """The frame of the `place`-th input."""
+        return Frame(self.run, mix(self.path, place + 1), self.epoch)
+
+    def in_epoch(self, number: int) -> Frame:
+        """The frame of one pass; pass 0 is the frame itself, so the first epochs agree everywhere."""
+        return self if number == 0 else Frame(self.run, self.path, mix(self.epoch, number))
+
+    def without_epoch(self) -> Frame:
+        """The frame of something done once for all epochs."""
+        return Frame(self.run, self.path, 0)
+
+    def seed(self, explicit: int | None, *, per_epoch: bool = True) -> int:
+        """The seed for a random step here: from the user's seed, or from the run's."""
+        own = mix(self.run.base_seed, self.path) if explicit is None else mix(explicit)
+        return mix(own, self.epoch) if per_epoch else own
+
+
+class Cursor(ABC):
+    """One running position in a pipeline. Used by one thread at a time."""
+
+    @abstractmethod
+    def next(self) -> Any:
+        """The next element, or `END` (then again `END`)."""
+
+    def skip(self, count: int) -> int:
+        """Pass over up to `count` elements; returns how many there were."""
+        for done in range(count):
+            if self.next() is END:
+                return done
+        return count
+
+    @abstractmethod
+    def state(self) -> State:
+        """The position: what `restore` on a fresh cursor of the same node and frame needs."""
+
+    @abstractmethod
+    def restore(self, state: State) -> None:
+        """Take over a position. Only ever called on a cursor that has yielded nothing yet."""
+
+    def close(self) -> None:
+        """Release threads, processes and files; idempotent."""
+
+
+class Node(ABC):
+    """An immutable description of one step of a pipeline."""
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The nodes this one reads from."""
+        return ()
+
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        """The same step over other inputs (how sharding rewrites a pipeline)."""
+        if inputs:
+            raise TypeError(f"{type(self).__name__} is a source and takes no inputs")
+        return self
+
+    @abstractmethod
+    def open(self, frame: Frame) -> Cursor:
+        """A fresh cursor at the beginning."""
+
+    @abstractmethod
+    def cardinality(self) -> int:
+        """Number of elements, `INFINITE` or `UNKNOWN`."""
+
+    def spec(self) -> Any:
+        """The spec of its elements, or `None` when only reading one tells."""
+        return None
+
+    @property
+    def rows_vary(self) -> bool:
+        """Whether the first dimension of its elements may differ from element to element."""
+        return any(node.rows_vary for node in self.inputs)
+
+    @property
+    def replayable(self) -> bool:
+        """Whether opening it again, same frame, yields the same elements again."""
+        return all(node.replayable for node in self.inputs)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a share of its input's rows gives that share of its output (see autoshard)."""
+        return False
+
+
+class Step(Node):
+    """A node with one input."""
+
+    def __init__(self, input: Node) -> None:
+        self.input = input
+
+    @property
+    @final
+    @override
+    def inputs(self) -> tuple[Node, ...]:
+        """The one input."""
+        return (self.input,)
+
+    @final
+    @override
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        """A copy of this step over another input."""
+        (only,) = inputs
+        twin = copy.copy(self)
+        twin.input = only
+        return twin

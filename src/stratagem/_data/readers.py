@@ -1,0 +1,382 @@
+"""Readers: what one file holds, record by record.
+
+A reader yields elements, and `Bad` for a record it cannot read; whether that is an error or is
+passed over is decided in `file_source.py`. A position in a file is the number of the next record.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, cast, final
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from stratagem._data import nests
+from stratagem._data.checksum import masked_crc32c
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that could not be read."""
+
+    reason: str
+
+
+class Reader(ABC):
+    """Knows one file format; implement it to read another.
+
+    Example:
+        >>> from stratagem.data import LineReader, Reader
+        >>> isinstance(LineReader(), Reader)
+        True
+    """
+
+    @abstractmethod
+    def records(self, path: str, start: int) -> Iterator[Any]:
+        """Yield the elements of a file from record number `start` on; `Bad` for unreadable ones.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+
+
+def open_bytes(path: str) -> IO[bytes]:
+    """A file for reading; ``.gz`` is unpacked on the way."""
+    if path.endswith(".gz"):
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    return Path(path).open("rb")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LineReader(Reader):
+    r"""Lines of text, without their line ends. Each element is a `str`.
+
+    Example:
+        >>> import stratagem as sg, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
+        >>> _ = path.write_text("one\ntwo\n")
+        >>> list(sg.data.Dataset.from_files(path, sg.data.LineReader()))
+        ['one', 'two']
+    """
+
+    encoding: str = "utf-8"
+    skip_lines: int = 0
+    """Lines at the top that are no records, such as a header."""
+
+    @override
+    def records(self, path: str, start: int) -> Iterator[Any]:
+        with open_bytes(path) as file:
+            for number, line in enumerate(file, -self.skip_lines):
+                if number < max(start, 0):
+                    continue
+                try:
+                    yield line.rstrip(b"\r\n").decode(self.encoding)
+                except UnicodeDecodeError as error:
+                    yield Bad(f"not {self.encoding} text: {error.reason} at byte {error.start}")
+
+
+ColumnType = torch.dtype | Literal["str"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CsvReader(Reader):
+    r"""Rows of a CSV file, as dicts from column name to scalar tensor or `str`.
+
+    Types not given are taken from the first row: int64, float32, or text.
+
+    Example:
+        >>> import stratagem as sg, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "a.csv")
+        >>> _ = path.write_text("id,name\n7,ann\n")
+        >>> list(sg.data.Dataset.from_files(path, sg.data.CsvReader()))
+        [{'id': tensor(7), 'name': 'ann'}]
+    """
+
+    columns: Sequence[str] | None = None
+    """Names; by default those of the header line."""
+    header: bool = True
+    """Whether the first line holds names."""
+    delimiter: str = ","
+    dtypes: Mapping[str, ColumnType] = field(default_factory=dict)
+    """Type by column name."""
+    select: Sequence[str] | None = None
+    """Only these columns."""
+
+    @override
+    def records(self, path: str, start: int) -> Iterator[Any]:
+        with (
+            open_bytes(path) as raw,
+            io.TextIOWrapper(raw, "utf-8", errors="surrogateescape", newline="") as text,
+        ):
+            rows = csv.reader(text, delimiter=self.delimiter)
+            first = next(rows, None) if self.header else None
+            if self.header and first is None:
+                return
+            names = list(self.columns or first or ())
+            types: dict[str, ColumnType] = dict(self.dtypes)
+            for number, values in enumerate(row for row in rows if row):
+                names = names or [f"column{i}" for i in range(len(values))]
+                if number == 0:
+                    self._guess(names, values, types)
+                if number >= start:
+                    yield self._element(names, values, types)
+
+    @staticmethod
+    def _guess(names: Sequence[str], values: Sequence[str], types: dict[str, ColumnType]) -> None:
+        for name, value in zip(names, values, strict=False):
+            types.setdefault(name, _guess_type(value))
+
+    def _element(
+        self, names: Sequence[str], values: Sequence[str], types: Mapping[str, ColumnType]
+    ) -> Any:
+        if len(values) != len(names):
+            return Bad(f"{len(values)} fields instead of {len(names)}")
+        element: dict[str, Any] = {}
+        for name, value in zip(names, values, strict=True):
+            if self.select is not None and name not in self.select:
+                continue
+            kind = types.get(name, "str")
+            try:
+                element[name] = _parse(value, kind)
+            except ValueError:
+                return Bad(f"column {name!r}: {value!r:.60} is not {kind}")
+        return element
+
+
+def _guess_type(value: str) -> ColumnType:
+    for convert, dtype in ((int, torch.int64), (float, torch.float32)):
+        try:
+            convert(value)
+        except ValueError:
+            continue
+        return dtype
+    return "str"
+
+
+def _parse(value: str, kind: ColumnType) -> Any:
+    if kind == "str":
+        value.encode("utf-8")  # bytes that are no UTF-8 came through as surrogates: refuse them
+        return value
+    if kind.is_floating_point:
+        return torch.tensor(float(value), dtype=kind)
+    if kind is torch.bool:
+        if value.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(value)
+        return torch.tensor(value.lower() in ("true", "1"))
+    return torch.tensor(int(value), dtype=kind)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NumpyReader(Reader):
+    """Rows of the array in an ``.npy`` file, or of the arrays in an ``.npz`` file (a dict).
+
+    An ``.npy`` file is mapped, not read whole.
+
+    Example:
+        >>> import numpy as np, stratagem as sg, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "a.npy")
+        >>> np.save(path, np.arange(4).reshape(2, 2))
+        >>> list(sg.data.Dataset.from_files(path))
+        [tensor([0, 1]), tensor([2, 3])]
+    """
+
+    @override
+    def records(self, path: str, start: int) -> Iterator[Any]:
+        try:
+            loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+            columns = loaded if isinstance(loaded, np.ndarray) else _unpack(loaded)
+            rows = nests.count_rows(columns, what=f"file {path!r}")
+        except FileNotFoundError:
+            raise
+        except (ValueError, OSError, EOFError, KeyError) as error:
+            yield Bad(f"not a readable NumPy file: {error}")
+            return
+        for number in range(start, rows):
+            # A copy: the rows of a mapped file are read-only memory.
+            yield nests.map_leaves(lambda leaf, n=number: np.array(leaf[n]), columns)
+
+
+def _unpack(archive: Any) -> dict[str, Any]:
+    with archive:
+        return {name: archive[name] for name in archive.files}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ParquetReader(Reader):
+    """Rows of a Parquet file, as dicts. Needs the extra ``stratagem[parquet]``.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.data.ParquetReader(columns=["user", "item"]).columns
+        ['user', 'item']
+    """
+
+    columns: Sequence[str] | None = None
+    """Only these columns."""
+
+    @override
+    def records(self, path: str, start: int) -> Iterator[Any]:
+        parquet = _import_parquet()
+        with open_bytes(path) as raw:
+            try:
+                file = parquet.ParquetFile(raw)
+            except (ValueError, OSError) as error:
+                yield Bad(f"not a readable Parquet file: {error}")
+                return
+            before = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if before + rows > start:
+                    names = None if self.columns is None else list(self.columns)
+                    try:
+                        table = file.read_row_group(group, columns=names)
+                    except (ValueError, OSError) as error:
+                        yield from [Bad(f"row group {group}: {error}")] * (
+                            before + rows - max(before, start)
+                        )
+                        before += rows
+                        continue
+                    yield from _table_rows(table, max(0, start - before))
+                before += rows
+
+
+def _import_parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(
+            "reading Parquet files needs pyarrow, which is not installed: "
+            "pip install 'stratagem[parquet]'"
+        ) from error
+    return parquet
+
+
+def _table_rows(table: Any, start: int) -> Iterator[dict[str, Any]]:
+    columns = {name: _arrow_column(table.column(name)) for name in table.column_names}
+    for number in range(start, table.num_rows):
+        yield {name: values[number] for name, values in columns.items()}
+
+
+def _arrow_column(column: Any) -> Any:
+    """A column as something to index: a NumPy array of numbers, else a list of Python values."""
+    if column.null_count == 0:
+        try:
+            return column.combine_chunks().to_numpy(zero_copy_only=False)
+        except (ValueError, NotImplementedError):
+            pass
+    return column.to_pylist()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TFRecordReader(Reader):
+    """Records of a TFRecord file, as `bytes`. What the bytes mean is for a `map` to say.
+
+    ::
+
+        u64 length | u32 masked CRC-32C of length | length bytes | u32 masked CRC-32C of the bytes
+
+    Example:
+        >>> import stratagem as sg, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "a.tfrecord")
+        >>> sg.data.write_tfrecords(path, [b"one", b"two"])
+        >>> list(sg.data.Dataset.from_files(path))
+        [b'one', b'two']
+    """
+
+    verify: bool = True
+    """Check the checksums of the bytes; those of the lengths are always checked."""
+
+    @override
+    def records(self, path: str, start: int) -> Iterator[Any]:
+        with open_bytes(path) as file:
+            number = 0
+            while head := file.read(12):
+                if len(head) < 12:
+                    yield Bad(f"the file ends within a record's head ({len(head)} of 12 bytes)")
+                    return
+                size, check = struct.unpack("<QI", head)
+                if masked_crc32c(head[:8]) != check:
+                    yield Bad("the checksum of its length does not match; the rest is unreadable")
+                    return
+                data = file.read(size)
+                tail = file.read(4)
+                if len(data) < size or len(tail) < 4:
+                    yield Bad(f"the file ends within the record ({len(data)} of {size} bytes)")
+                    return
+                number += 1
+                if number <= start:
+                    continue
+                if self.verify and masked_crc32c(data) != struct.unpack("<I", tail)[0]:
+                    yield Bad("the checksum of its bytes does not match")
+                else:
+                    yield data
+
+
+def write_tfrecords(path: str | Path, records: Sequence[bytes]) -> None:
+    """Write a TFRecord file.
+
+    Example:
+        >>> import stratagem as sg, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "a.tfrecord")
+        >>> sg.data.write_tfrecords(path, [b"one"])
+        >>> path.stat().st_size
+        19
+    """
+    with Path(path).open("wb") as file:
+        for record in records:
+            head = struct.pack("<Q", len(record))
+            file.write(head + struct.pack("<I", masked_crc32c(head)))
+            file.write(record + struct.pack("<I", masked_crc32c(record)))
+
+
+_BY_SUFFIX: dict[str, Reader] = {
+    ".txt": LineReader(),
+    ".csv": CsvReader(),
+    ".npy": NumpyReader(),
+    ".npz": NumpyReader(),
+    ".parquet": ParquetReader(),
+    ".tfrecord": TFRecordReader(),
+    ".tfrecords": TFRecordReader(),
+}
+_BY_NAME: dict[str, Reader] = {
+    "lines": LineReader(),
+    "csv": CsvReader(),
+    "numpy": NumpyReader(),
+    "parquet": ParquetReader(),
+    "tfrecord": TFRecordReader(),
+}
+
+
+def reader_for(choice: Reader | str | None, paths: Sequence[str]) -> Reader:
+    """The reader meant by an argument of `from_files`, or by the files' names."""
+    if isinstance(choice, Reader):
+        return choice
+    if isinstance(choice, str) and choice in _BY_NAME:
+        return _BY_NAME[choice]
+    if choice is not None:
+        raise ValueError(
+            f"reader={choice!r} is no reader; expected a Reader such as sg.data.CsvReader(), or one "
+            f"of {', '.join(map(repr, _BY_NAME))}"
+        )
+    suffixes = {Path(path.removesuffix(".gz")).suffix for path in paths}
+    found = [_BY_SUFFIX[suffix] for suffix in suffixes if suffix in _BY_SUFFIX]
+    if len(found) != len(suffixes) or any(reader != found[0] for reader in found):
+        raise ValueError(
+            f"files ending in {', '.join(sorted(map(repr, suffixes)))} do not say how to read them; "
+            f"give reader= one of {', '.join(map(repr, _BY_NAME))}, or a Reader"
+        )
+    return found[0]

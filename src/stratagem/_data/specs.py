@@ -1,0 +1,89 @@
+"""What elements look like: shapes and dtypes without values.
+
+`Dataset.element_spec` is a nest of these; a distributed dataset's is a nest of `PerReplicaSpec`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stratagem._data import nests
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one leaf; `None` in the shape is a size that may vary.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.data.Dataset.range(5).batch(2).element_spec
+        TensorSpec(shape=(None,), dtype=torch.int64)
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ObjectSpec:
+    """A leaf that is no tensor: text, bytes, or an array of such.
+
+    Example:
+        >>> from stratagem import data
+        >>> data.Dataset.from_tensor_slices(["a", "b"]).element_spec
+        ObjectSpec(shape=(), kind='str')
+    """
+
+    shape: tuple[int | None, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """The specs of one leaf on each replica.
+
+    Example:
+        >>> from stratagem.data import PerReplicaSpec, TensorSpec
+        >>> len(PerReplicaSpec((TensorSpec((2,), torch.float32),) * 2).specs)
+        2
+    """
+
+    specs: tuple[Any, ...]
+
+
+def spec_of(element: Any) -> Any:
+    """The spec of an element at hand."""
+    return nests.map_leaves(_leaf_spec, element)
+
+
+def _leaf_spec(leaf: Any) -> TensorSpec | ObjectSpec:
+    if isinstance(leaf, torch.Tensor):
+        return TensorSpec(tuple(leaf.shape), leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return ObjectSpec(tuple(leaf.shape), str(leaf.dtype))
+    return ObjectSpec((), type(leaf).__name__)
+
+
+def with_rows(spec: Any, rows: int | None) -> Any:
+    """The spec of a batch of elements of `spec`."""
+    return nests.map_leaves(lambda s: _reshape(s, (rows, *s.shape)), spec)
+
+
+def of_rows(spec: Any) -> Any:
+    """The spec of one row of batches of `spec`."""
+    return nests.map_leaves(lambda s: _reshape(s, s.shape[1:]), spec)
+
+
+def first_dimension(spec: Any, rows: int | None) -> Any:
+    """The same spec with another first dimension."""
+    return nests.map_leaves(lambda s: _reshape(s, (rows, *s.shape[1:])) if s.shape else s, spec)
+
+
+def _reshape(spec: TensorSpec | ObjectSpec, shape: tuple[int | None, ...]) -> Any:
+    if isinstance(spec, TensorSpec):
+        return TensorSpec(shape, spec.dtype)
+    return ObjectSpec(shape, spec.kind)

@@ -1,0 +1,359 @@
+"""Transformations that keep elements whole: take, skip, shard, repeat, filter, enumerate, options.
+
+Shuffle and cache are in `shuffling.py`, batch and unbatch in `batching.py`, what runs in threads
+in `parallel.py`, what has several inputs in `combining.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from stratagem._data.node import END, INFINITE, UNKNOWN, Cursor, Frame, Node, State, Step
+from stratagem._data.options import Options
+
+
+@final
+class TakeNode(Step):
+    """The first `count` elements; all of them when `count` is negative."""
+
+    def __init__(self, input: Node, count: int) -> None:
+        super().__init__(input)
+        self.count = count
+
+    @override
+    def open(self, frame: Frame) -> Cursor:
+        return TakeCursor(self.input.open(frame.child()), self.count)
+
+    @override
+    def cardinality(self) -> int:
+        size = self.input.cardinality()
+        if self.count < 0:
+            return size
+        if size == INFINITE:
+            return self.count
+        return UNKNOWN if size == UNKNOWN and self.count else min(max(size, 0), self.count)
+
+    @override
+    def spec(self) -> Any:
+        return self.input.spec()
+
+
+@final
+class TakeCursor(Cursor):
+    """Counts down."""
+
+    def __init__(self, child: Cursor, count: int) -> None:
+        self._child = child
+        self._left = count
+
+    @override
+    def next(self) -> Any:
+        if self._left == 0:
+            self._child.close()
+            return END
+        element = self._child.next()
+        if element is END:
+            self._left = 0
+        elif self._left > 0:
+            self._left -= 1
+        return element
+
+    @override
+    def state(self) -> State:
+        return {"left": self._left, "child": self._child.state()}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._left = state["left"]
+        self._child.restore(state["child"])
+
+    @override
+    def close(self) -> None:
+        self._child.close()
+
+
+@final
+class SkipNode(Step):
+    """Everything after the first `count` elements; nothing when `count` is negative."""
+
+    def __init__(self, input: Node, count: int) -> None:
+        super().__init__(input)
+        self.count = count
+
+    @override
+    def open(self, frame: Frame) -> Cursor:
+        return SkipCursor(self.input.open(frame.child()), self.count)
+
+    @override
+    def cardinality(self) -> int:
+        size = self.input.cardinality()
+        if self.count < 0:
+            return 0
+        return size if size < 0 else max(0, size - self.count)
+
+    @override
+    def spec(self) -> Any:
+        return self.input.spec()
+
+
+@final
+class SkipCursor(Cursor):
+    """Skips when first asked."""
+
+    def __init__(self, child: Cursor, count: int) -> None:
+        self._child = child
+        self._count = count
+
+    @override
+    def next(self) -> Any:
+        if self._count < 0:
+            return END
+        if self._count:
+            self._child.skip(self._count)
+            self._count = 0
+        return self._child.next()
+
+    @override
+    def state(self) -> State:
+        return {"count": self._count, "child": self._child.state()}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._count = state["count"]
+        self._child.restore(state["child"])
+
+    @override
+    def close(self) -> None:
+        self._child.close()
+
+
+@final
+class ShardNode(Step):
+    """Every `num_shards`-th element, from `index` on; a *hint* is filled in by autosharding."""
+
+    def __init__(self, input: Node, num_shards: int, index: int) -> None:
+        super().__init__(input)
+        self.num_shards = num_shards
+        self.index = index
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether it waits for the number of workers."""
+        return self.num_shards < 0
+
+    @override
+    def open(self, frame: Frame) -> Cursor:
+        child = self.input.open(frame.child())
+        # A hint nobody filled in means one worker: the whole dataset.
+        return child if self.is_hint else ShardCursor(child, self.num_shards, self.index)
+
+    @override
+    def cardinality(self) -> int:
+        size = self.input.cardinality()
+        if size < 0 or self.is_hint:
+            return size
+        return max(0, -(-(size - self.index) // self.num_shards))
+
+    @override
+    def spec(self) -> Any:
+        return self.input.spec()
+
+
+@final
+class ShardCursor(Cursor):
+    """Passes over the others' elements without making them, where the input can."""
+
+    def __init__(self, child: Cursor, num_shards: int, index: int) -> None:
+        self._child = child
+        self._gap = num_shards - 1
+        self._ahead = index
+
+    @override
+    def next(self) -> Any:
+        if self._child.skip(self._ahead) < self._ahead:
+            return END
+        self._ahead = self._gap
+        return self._child.next()
+
+    @override
+    def state(self) -> State:
+        return {"ahead": self._ahead, "child": self._child.state()}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._ahead = state["ahead"]
+        self._child.restore(state["child"])
+
+    @override
+    def close(self) -> None:
+        self._child.close()
+
+
+@final
+class RepeatNode(Step):
+    """`count` passes, each its own epoch; without end when `count` is `None`."""
+
+    def __init__(self, input: Node, count: int | None) -> None:
+        super().__init__(input)
+        self.count = count
+
+    @override
+    def open(self, frame: Frame) -> Cursor:
+        return RepeatCursor(self.input, frame, self.count)
+
+    @override
+    def cardinality(self) -> int:
+        size = self.input.cardinality()
+        if self.count == 0 or size == 0:
+            return 0
+        if self.count is None:
+            return INFINITE
+        return size if size < 0 else size * self.count
+
+    @override
+    def spec(self) -> Any:
+        return self.input.spec()
+
+    @property
+    @override
+    def keeps_rows(self) -> bool:
+        return True
+
+
+@final
+class RepeatCursor(Cursor):
+    """Opens its input anew for each epoch."""
+
+    def __init__(self, input: Node, frame: Frame, count: int | None) -> None:
+        self._input = input
+        self._frame = frame
+        self._count = count
+        self._epoch = 0
+        self._empty = True
+        self._child: Cursor | None = None
+
+    def _open(self) -> Cursor:
+        return self._input.open(self._frame.in_epoch(self._epoch).child())
+
+    @override
+    def next(self) -> Any:
+        while self._count is None or self._epoch < self._count:
+            if self._child is None:
+                self._child = self._open()
+            element = self._child.next()
+            if element is not END:
+                self._empty = False
+                return element
+            self.close()
+            if self._empty:  # a pass without elements: repeating it without end would hang
+                self._count = self._epoch
+                break
+            self._epoch += 1
+            self._empty = True
+        return END
+
+    @override
+    def state(self) -> State:
+        return {
+            "epoch": self._epoch,
+            "empty": self._empty,
+            "count": self._count,
+            "child": None if self._child is None else self._child.state(),
+        }
+
+    @override
+    def restore(self, state: State) -> None:
+        self._epoch, self._empty = state["epoch"], state["empty"]
+        self._count = state["count"]
+        if state["child"] is not None:
+            self._child = self._open()
+            self._child.restore(state["child"])
+
+    @override
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+@final
+class EnumerateNode(Step):
+    """Pairs (number, element)."""
+
+    def __init__(self, input: Node, start: int) -> None:
+        super().__init__(input)
+        self._start = start
+
+    @override
+    def open(self, frame: Frame) -> Cursor:
+        return EnumerateCursor(self.input.open(frame.child()), self._start)
+
+    @override
+    def cardinality(self) -> int:
+        return self.input.cardinality()
+
+
+@final
+class EnumerateCursor(Cursor):
+    """Counts up."""
+
+    def __init__(self, child: Cursor, start: int) -> None:
+        self._child = child
+        self._number = start
+
+    @override
+    def next(self) -> Any:
+        element = self._child.next()
+        if element is END:
+            return END
+        number = torch.tensor(self._number)
+        self._number += 1
+        return (number, element)
+
+    @override
+    def skip(self, count: int) -> int:
+        done = self._child.skip(count)
+        self._number += done
+        return done
+
+    @override
+    def state(self) -> State:
+        return {"number": self._number, "child": self._child.state()}
+
+    @override
+    def restore(self, state: State) -> None:
+        self._number = state["number"]
+        self._child.restore(state["child"])
+
+    @override
+    def close(self) -> None:
+        self._child.close()
+
+
+@final
+class OptionsNode(Step):
+    """Its input, with options attached."""
+
+    def __init__(self, input: Node, options: Options) -> None:
+        super().__init__(input)
+        self.options = options
+
+    @override
+    def open(self, frame: Frame) -> Cursor:
+        return self.input.open(frame.child())
+
+    @override
+    def cardinality(self) -> int:
+        return self.input.cardinality()
+
+    @override
+    def spec(self) -> Any:
+        return self.input.spec()
+
+    @property
+    @override
+    def keeps_rows(self) -> bool:
+        return True

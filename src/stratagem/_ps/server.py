@@ -224,7 +224,9 @@ class ParameterServer:
 
     def welcome(self) -> messages.Welcome:
         """The answer to a Hello."""
-        return messages.Welcome(task=self.task, pid=os.getpid(), life=self.life)
+        return messages.Welcome(
+            task=self.task, pid=os.getpid(), life=self.life, shares_memory=self._shared
+        )
 
     def pong(self) -> messages.Pong:
         """The answer to a Ping; says how long the work thread has been at one message."""

@@ -11,6 +11,8 @@ import hashlib
 import io
 import math
 import pickle
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -300,6 +302,20 @@ class LocalBuffers:
     def buffer(self, index: int) -> memoryview:
         """Memory of one buffer."""
         return memoryview(self._buffers[index])
+
+
+def ship_by_value(module: types.ModuleType) -> None:
+    """From now on functions and classes of this module travel by value, not by name.
+
+    Example:
+        >>> import types
+        >>> from stratagem._wire.codec import ship_by_value
+        >>> import sys
+        >>> sys.modules["made_here"] = types.ModuleType("made_here")
+        >>> ship_by_value(sys.modules.pop("made_here"))
+    """
+    if sys.modules.get(module.__name__) is module:
+        cloudpickle.register_pickle_by_value(module)
 
 
 def digest_of(packed: Packed, buffers: Sequence[Buffer] = ()) -> bytes:

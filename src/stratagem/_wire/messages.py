@@ -136,6 +136,7 @@ class Welcome(Message, frozen=True):
     task: str
     pid: int
     life: str
+    shares_memory: bool = True
 
 
 class OpenSession(Message, frozen=True):
@@ -442,13 +443,13 @@ class Update(Message, frozen=True):
 
 
 class Run(Message, frozen=True):
-    """Run a closure. No `arguments`: it has none. `resource`: keep its result here under `closure`."""
+    """Run a closure. No `arguments`: it has none. `resource` not 0: keep its result under that number."""
 
     closure: int
     function: bytes
     arguments: Packed | None = None
     exactly_once: bool = False
-    resource: bool = False
+    resource: int = 0
 
 
 class Recall(Message, frozen=True):

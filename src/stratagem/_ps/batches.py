@@ -1,0 +1,185 @@
+"""The writes of one step, gathered per server before they are sent.
+
+A `WriteBatch` comes from `PsClient.batch()`, is filled by whoever steps, and is sent by `PsClient.send`: one message per
+server, whatever the number of variables. Tensors are copied into the client's gradient slots (shared memory the
+servers map, or the source of the bytes sent), all in one go, when the batch is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._wire import codec, messages, shm
+from stratagem._wire.frames import Buffer
+from stratagem._wire.messages import Operation, Setting, TensorRef
+
+_CACHE_LIMIT = 16384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushedGradient:
+    """The gradient of one variable on one server: dense, or rows (unique ids and their values)."""
+
+    variable: int
+    values: Tensor
+    ids: Tensor | None = None
+    sparse: bool = False
+
+
+@final
+class Slots:
+    """Where a client puts what it sends; placed from the start again when all of it arrived.
+
+    Steps place the same shapes in the same order, so the tensors over the slots are kept.
+    """
+
+    def __init__(self) -> None:
+        self.arena = shm.Arena(limit_bytes=shm.memory_of_machine(), writable_by_peers=True)
+        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def prepare(self) -> None:
+        """Makes the first segment, so that servers can be asked whether they can map it."""
+        if not self.arena.segments():
+            self.arena.place(0)
+            self.arena.reset()
+
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, TensorRef]:
+        """Room for a tensor: the tensor over it, and how a server on this host finds it."""
+        size = shm.bytes_for(shape, dtype)
+        segment, offset = self.arena.place(size)
+        key = (segment.number, offset, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _CACHE_LIMIT:
+                self._views.clear()
+            view = self._views[key] = segment.tensor(offset, shape, dtype)
+        name = codec.dtype_name(dtype)
+        return view, TensorRef(name, shape, segment=segment.number, offset=offset)
+
+    def reset(self) -> None:
+        """Everything sent has arrived: start again."""
+        if len(self.arena.segments()) > 1:
+            self._views.clear()  # the arena joins its segments into one
+        self.arena.reset()
+
+    def refs(self) -> tuple[messages.SegmentRef, ...]:
+        """How servers on this host find the slots."""
+        return tuple(segment.ref() for segment in self.arena.segments())
+
+    def close(self) -> None:
+        """Gives the memory up. Repeatable."""
+        self._views.clear()
+        self.arena.close()
+
+
+@final
+class Outgoings:
+    """What goes to one server: operations, and for a server that shares no memory their bytes."""
+
+    __slots__ = ("buffers", "operations", "shares_memory")
+
+    def __init__(self, *, shares_memory: bool) -> None:
+        self.shares_memory = shares_memory
+        self.operations: list[Operation] = []
+        self.buffers: list[Buffer] = []
+
+
+@final
+class WriteBatch:
+    """Operations of one step on any number of servers, applied at most once.
+
+    Tensors given to it must not change until it is sent. Example: see `PsClient`.
+    """
+
+    def __init__(self, slots: Slots, shares_memory: Sequence[bool]) -> None:
+        self._slots = slots
+        self._shares_memory = shares_memory
+        self._to: list[Tensor] = []
+        self._from: list[Tensor] = []
+        self.parts: dict[int, Outgoings] = {}
+
+    def assign(self, server: int, variable: int, operation: str, value: Tensor) -> None:
+        """``set``, ``add`` or ``sub`` a value of the variable's shape."""
+        part = self._part(server)
+        part.operations.append(messages.Assign(variable, operation, self._put(part, value)))
+
+    def assign_rows(self, server: int, variable: int, start: int, value: Tensor) -> None:
+        """Overwrite consecutive rows from `start`."""
+        part = self._part(server)
+        part.operations.append(messages.AssignRows(variable, start, self._put(part, value)))
+
+    def scatter(
+        self, server: int, variable: int, operation: str, ids: Tensor, values: Tensor
+    ) -> None:
+        """Combine rows by ``add sub mul div min max update``."""
+        part = self._part(server)
+        part.operations.append(
+            messages.Scatter(variable, operation, self._put(part, ids), self._put(part, values))
+        )
+
+    def push(
+        self,
+        server: int,
+        optimizer: int,
+        gradients: Sequence[PushedGradient],
+        settings: Mapping[int, Mapping[str, Setting]] | None = None,
+    ) -> None:
+        """One step of the optimizer on the server; `settings` by group number are changed first."""
+        part = self._part(server)
+        refs = tuple(
+            messages.GradientRef(
+                one.variable,
+                self._put(part, one.values),
+                self._put(part, one.ids) if one.ids is not None else None,
+                one.sparse,
+            )
+            for one in gradients
+        )
+        changed = {group: dict(values) for group, values in (settings or {}).items()}
+        part.operations.append(messages.Push(optimizer, refs, changed))
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing would be written."""
+        return not self.parts
+
+    def copy_in(self) -> None:
+        """Copies all tensors into the slots; called by the client when it sends."""
+        if self._to:
+            with torch.no_grad():
+                torch._foreach_copy_(self._to, self._from)
+            self._to, self._from = [], []
+
+    @override
+    def __repr__(self) -> str:
+        count = sum(len(part.operations) for part in self.parts.values())
+        return f"<WriteBatch {count} operations on {len(self.parts)} servers>"
+
+    def _part(self, server: int) -> Outgoings:
+        part = self.parts.get(server)
+        if part is None:
+            part = Outgoings(shares_memory=self._shares_memory[server])
+            self.parts[server] = part
+        return part
+
+    def _put(self, part: Outgoings, tensor: Tensor) -> TensorRef:
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"a tensor with layout {tensor.layout} cannot be written as it is: give rows (ids "
+                f"and values) instead"
+            )
+        shape = tuple(tensor.shape)
+        view, ref = self._slots.place(shape, tensor.dtype)
+        if tensor.numel():
+            self._to.append(view)
+            self._from.append(tensor.detach())
+        if part.shares_memory:
+            return ref
+        part.buffers.append(codec.bytes_of(view))
+        return TensorRef(ref.dtype, shape, len(part.buffers) - 1)

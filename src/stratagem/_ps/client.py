@@ -1,0 +1,548 @@
+"""What workers and the coordinator use to talk to all parameter servers.
+
+`PsClient` fuses: one request per server carries everything asked of it, requests to several servers are out at
+the same time. Reads on the same host come from shared memory; elsewhere, or when sharing is switched off, bytes come over the
+connection. Where a variable lives is the caller's knowledge: servers are given by index.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem import config
+from stratagem._ps.batches import Slots, WriteBatch
+from stratagem._ps.control import ControlConnections
+from stratagem._ps.link import Link, Membership, Pending
+from stratagem._ps.mapping import MappedVariable, Mappings, Place
+from stratagem._ps.stepping import GroupSpec
+from stratagem._ps.store import InitOp, StateEntry
+from stratagem._wire import codec, messages
+from stratagem._wire.codec import Outgoing
+from stratagem._wire.messages import Frame, Message, TensorRef
+from stratagem.errors import (
+    ConnectionLost,
+    NotFoundError,
+    ParameterServerLost,
+    ProtocolError,
+)
+
+
+@final
+class PsClient:
+    """One task's connections to all parameter servers of a session.
+
+    Safe for several threads (one works at a time). Writes are sent by `send` and acknowledged later: `settle` waits for all
+    acknowledgements; reads of this client see its own writes.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._ps.client import PsClient
+        >>> from stratagem._ps.link import Membership
+        >>> from stratagem._ps.mapping import Place
+        >>> from stratagem._ps.server import ParameterServer
+        >>> who = Membership(session="example", task="/job:chief/task:0", is_owner=True)
+        >>> with ParameterServer("127.0.0.1:0").start() as server:
+        ...     with PsClient([("/job:ps/task:0", server.address)], who) as client:
+        ...         w = Place(0, 1, (2,), torch.float32)
+        ...         client.create(w, "w", value=torch.ones(2))
+        ...         batch = client.batch()
+        ...         batch.assign(0, 1, "add", torch.ones(2))
+        ...         client.send(batch)
+        ...         print(client.settle(), client.read([w]))
+        {(0, 1): 2} [(tensor([2., 2.]), 2)]
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[tuple[str, str]],
+        membership: Membership,
+        *,
+        incarnation: int = 0,
+        shared_memory: bool | None = None,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        """Connects to every server.
+
+        Args:
+            servers: (task, address) of each; their order gives the indices used everywhere.
+            membership: session, own task name and role.
+            incarnation: which life of its task this is; part of every write.
+            shared_memory: False forces bytes over the connection; by default as configured.
+            connect_timeout_s: for each server.
+
+        Raises:
+            ParameterServerLost: a server cannot be reached.
+        """
+        self._membership = membership
+        self._incarnation = incarnation
+        allowed = config.shared_memory_allowed() if shared_memory is None else shared_memory
+        # Two directions, since containers may see each other's processes one way only: reading a
+        # server's variables, and letting a server read this client's slots.
+        self._shares_reads = [allowed] * len(servers)
+        self._shares_slots = [allowed] * len(servers)
+        # Several clients of one coordinator may write to one session; each counts its own writes.
+        unique = f"#{secrets.token_hex(4)}" if membership.is_owner else ""
+        self._writer = membership.task + unique
+        self._links = [Link(task, address, membership) for task, address in servers]
+        self._control = ControlConnections(servers, key=membership.key)
+        self._lock = threading.RLock()
+        self._slots = Slots()
+        self._unsettled: list[tuple[int, Pending]] = []
+        self._closure: int | None = None
+        self._nth: dict[int, int] = {}
+        self._mappings = Mappings()
+        self._closed = False
+        self.duplicates = 0
+        """Writes a server answered it had applied before."""
+        try:
+            for server, link in enumerate(self._links):
+                link.open(timeout_s=connect_timeout_s)
+                self._try_sharing(server)
+        except BaseException:
+            self._hang_up()
+            raise
+
+    # -- variables ----------------------------------------------------------------------------
+
+    def create(
+        self,
+        place: Place,
+        name: str,
+        *,
+        value: Tensor | None = None,
+        recipe: Sequence[InitOp] = (),
+    ) -> None:
+        """Creates one variable from a value, or by initialisations run on its server."""
+        self.create_all([(place, name, recipe)])
+        if value is not None:
+            self.assign(place, value)
+
+    def create_all(self, wanted: Sequence[tuple[Place, str, Sequence[InitOp]]]) -> None:
+        """Creates many variables, one request per server; without a recipe they are undefined."""
+        specs: dict[int, list[messages.VariableSpec]] = {}
+        for place, name, recipe in wanted:
+            operations = tuple(messages.Initialise(one.name, one.args, one.seed) for one in recipe)
+            dtype = codec.dtype_name(place.dtype)
+            spec = messages.VariableSpec(place.variable, name, dtype, place.shape, operations)
+            specs.setdefault(place.server, []).append(spec)
+            self._links[place.server].names[place.variable] = name
+        self._ask_all(
+            {
+                server: messages.CreateVariables(variables=tuple(some))
+                for server, some in specs.items()
+            }
+        )
+
+    def delete(self, places: Sequence[Place]) -> None:
+        """Frees variables."""
+        by_server: dict[int, list[int]] = {}
+        with self._lock:
+            for place in places:
+                by_server.setdefault(place.server, []).append(place.variable)
+                self._mappings.forget(place)
+                self._links[place.server].names.pop(place.variable, None)
+            self._ask_all(
+                {
+                    server: messages.DeleteVariables(variables=tuple(some))
+                    for server, some in by_server.items()
+                }
+            )
+
+    def assign(self, place: Place, value: Tensor) -> None:
+        """Overwrites a whole variable, in pieces if it is large; returns when it is done."""
+        if tuple(value.shape) != place.shape:
+            raise ValueError(
+                f"cannot assign a value of shape {tuple(value.shape)!r} to a variable of shape "
+                f"{place.shape!r}"
+            )
+        with self._lock:
+            self.settle()
+            for start, count in place.pieces():
+                batch = self.batch()
+                piece = value if count < 0 else value[start : start + count]
+                if count < 0:
+                    batch.assign(place.server, place.variable, "set", piece.to(place.dtype))
+                else:
+                    batch.assign_rows(place.server, place.variable, start, piece.to(place.dtype))
+                self.send(batch)
+                self.settle()
+
+    def name_variables(self, server: int, names: dict[int, str]) -> None:
+        """Tells the names of variables this client did not create, for errors."""
+        self._links[server].names.update(names)
+
+    # -- reads --------------------------------------------------------------------------------
+
+    def map(self, places: Sequence[Place]) -> list[MappedVariable | None]:
+        """The variables in shared memory, without a copy; None for those that cannot be shared.
+
+        Settle first if own writes must show.
+        """
+        with self._lock:
+            missing: dict[int, list[Place]] = {}
+            for place in places:
+                if self._shares_reads[place.server] and self._mappings.get(place) is None:
+                    missing.setdefault(place.server, []).append(place)
+            for server, some in missing.items():
+                self._map_more(server, some)
+            return [self._mappings.get(place) for place in places]
+
+    def read(self, places: Sequence[Place]) -> list[tuple[Tensor, int]]:
+        """Whole values, each consistent in itself, with their versions."""
+        with self._lock:
+            self.settle()
+            found: list[tuple[Tensor, int] | None] = [
+                one.copy() if one is not None else None for one in self.map(places)
+            ]
+            absent = [index for index, one in enumerate(found) if one is None]
+            for index, value in zip(
+                absent, self._fetch([places[index] for index in absent]), strict=True
+            ):
+                found[index] = value
+            return [one for one in found if one is not None]
+
+    def read_rows(self, wanted: Sequence[tuple[Place, Tensor]]) -> list[tuple[Tensor, int]]:
+        """Rows of variables in the order asked, with the versions; one request per server at most."""
+        with self._lock:
+            mapped = self.map([place for place, _ in wanted])
+            if all(one is not None for one in mapped):
+                self.settle()
+                return [
+                    (one.tensor.index_select(0, ids), one.version)
+                    for one, (_, ids) in zip(mapped, wanted, strict=True)
+                    if one is not None
+                ]
+            items: dict[int, list[tuple[int, messages.ReadItem]]] = {}
+            outgoing: dict[int, Outgoing] = {}
+            for index, (place, ids) in enumerate(wanted):
+                ref = outgoing.setdefault(place.server, Outgoing()).add(ids)
+                item = messages.ReadItem(place.variable, ids=ref)
+                items.setdefault(place.server, []).append((index, item))
+            return self._collect_values(items, outgoing, len(wanted))
+
+    def versions(self, server: int, variables: Sequence[int] = ()) -> dict[int, int]:
+        """Versions of variables on one server; of all of them if none is named."""
+        reply = self._ask(server, messages.AskVersions(variables=tuple(variables))).message
+        assert isinstance(reply, messages.Versions)
+        return dict(reply.versions)
+
+    # -- writes -------------------------------------------------------------------------------
+
+    def batch(self) -> WriteBatch:
+        """A new batch of writes. One at a time: fill it, send it, then ask for the next."""
+        with self._lock:
+            if not self._unsettled:
+                self._slots.reset()
+            return WriteBatch(self._slots, self._shares_slots)
+
+    def send(self, batch: WriteBatch) -> None:
+        """Sends a batch to its servers and returns; `settle` waits for the acknowledgements."""
+        with self._lock:
+            batch.copy_in()
+            for server, part in batch.parts.items():
+                link = self._links[server]
+                if part.shares_memory:
+                    self._announce_slots(server)
+                link.sequence += 1
+                nth = self._nth.get(server, 0)
+                self._nth[server] = nth + 1
+                origin = messages.Origin(
+                    self._writer, self._incarnation, link.sequence, self._closure, nth
+                )
+                message = messages.Write(origin=origin, operations=tuple(part.operations))
+                self._unsettled.append((server, link.begin(message, part.buffers)))
+
+    def settle(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
+        """Waits until every write sent is acknowledged.
+
+        Returns:
+            (server, variable) → its version after the write.
+
+        Raises:
+            ParameterServerLost: a server is gone; whether the write was applied is not known.
+            WriteFenced: this life of the task was declared lost.
+            Exception: what a server raised; the first, the others are in its notes.
+        """
+        with self._lock:
+            versions: dict[tuple[int, int], int] = {}
+            first: BaseException | None = None
+            unsettled, self._unsettled = self._unsettled, []
+            for server, pending in unsettled:
+                try:
+                    reply = self._links[server].collect(pending, timeout_s=timeout_s).message
+                except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
+                    if first is None:
+                        first = error
+                    else:
+                        first.add_note(f"also: {type(error).__name__}: {error}")
+                    continue
+                if not isinstance(reply, messages.Written):
+                    raise ProtocolError(f"a write was answered by {type(reply).__name__}")
+                if reply.duplicate:
+                    self._note_duplicate(pending)
+                for variable, version in reply.versions.items():
+                    versions[server, variable] = version
+            if first is not None:
+                raise first
+            return versions
+
+    @contextmanager
+    def closure(self, number: int | None) -> Iterator[None]:
+        """Writes inside belong to this exactly-once closure: repeated elsewhere they count once."""
+        with self._lock:
+            before = self._closure, self._nth
+            self._closure, self._nth = number, {}
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._closure, self._nth = before
+
+    def fence(self, task: str, incarnation: int) -> None:
+        """Every server refuses writes of this life of the task, and of earlier ones, from now on."""
+        self._ask_all(self._everywhere(messages.Fence(worker=task, incarnation=incarnation)))
+
+    def forget_closures(self, below: int) -> None:
+        """Exactly-once closures with a smaller number are finished."""
+        self._ask_all(self._everywhere(messages.ForgetClosures(below=below)))
+
+    # -- optimizers ---------------------------------------------------------------------------
+
+    def create_optimizer(
+        self, server: int, optimizer: int, class_name: str, groups: Sequence[GroupSpec]
+    ) -> None:
+        """Sets up an optimizer class, by dotted name, over variables of one server."""
+        made = tuple(
+            messages.Group(
+                group.variables,
+                {
+                    key: tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[misc]
+                    for key, value in group.hyperparameters.items()
+                },
+            )
+            for group in groups
+        )
+        self._ask(
+            server,
+            messages.CreateOptimizer(optimizer=optimizer, class_name=class_name, groups=made),
+        )
+
+    def read_state(self, server: int, optimizer: int, variables: Sequence[int]) -> list[StateEntry]:
+        """What an optimizer remembers about these variables; one variable per request."""
+        entries = []
+        for variable in variables:
+            frame = self._ask(
+                server, messages.ReadState(optimizer=optimizer, variables=(variable,))
+            )
+            assert isinstance(frame.message, messages.State)
+            for item in frame.message.items:
+                tensor = item.tensor
+                value = codec.tensor_from(tensor, frame) if tensor is not None else item.value
+                entries.append(StateEntry(variable=item.variable, key=item.key, value=value))
+        return entries
+
+    def write_state(self, server: int, optimizer: int, entries: Sequence[StateEntry]) -> None:
+        """Replaces what an optimizer remembers about the variables of the entries."""
+        by_variable: dict[int, list[StateEntry]] = {}
+        for entry in entries:
+            by_variable.setdefault(entry.variable, []).append(entry)
+        for some in by_variable.values():
+            outgoing = Outgoing()
+            items = []
+            for entry in some:
+                if isinstance(entry.value, Tensor):
+                    ref = outgoing.add(entry.value)
+                    items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
+                else:
+                    items.append(messages.StateItem(entry.variable, entry.key, value=entry.value))
+            message = messages.WriteState(optimizer=optimizer, items=tuple(items))
+            with self._lock:
+                self._links[server].request(message, outgoing.buffers)
+
+    # -- facts and end ------------------------------------------------------------------------
+
+    def ping(self, server: int, *, timeout_s: float = 2.0) -> messages.Pong:
+        """Asks whether a server lives; answered even while it works on a long step.
+
+        Raises:
+            ParameterServerLost: it is gone, or does not answer in time.
+        """
+        return self._control.ping(server, timeout_s=timeout_s)
+
+    def stats(self, server: int, *, timeout_s: float = 5.0) -> dict[str, object]:
+        """Numbers about a server, at most half a second old."""
+        return self._control.stats(server, timeout_s=timeout_s)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task names of the servers, by index."""
+        return [link.task for link in self._links]
+
+    def shares_memory(self, server: int) -> bool:
+        """Whether this process may read the server's variables in shared memory."""
+        return self._shares_reads[server]
+
+    def close(self) -> None:
+        """Hangs up; the coordinator's client first ends the session. Repeatable."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._membership.is_owner:
+                message = messages.CloseSession(session=self._membership.session)
+                for link in self._links:
+                    try:
+                        link.collect(link.begin(message), timeout_s=5.0)
+                    except (ParameterServerLost, ConnectionLost):
+                        pass  # it is gone, and its variables with it
+            self._hang_up()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @override
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return (
+            f"<PsClient of {self._membership.task} {state}, {len(self._links)} servers, "
+            f"{len(self._unsettled)} writes unsettled, {self._mappings!r}>"
+        )
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _hang_up(self) -> None:
+        for link in self._links:
+            link.close()
+        self._control.close()
+        self._mappings.close()
+        self._slots.close()
+
+    def _everywhere(self, message: Message) -> dict[int, Message]:
+        return dict.fromkeys(range(len(self._links)), message)
+
+    def _ask(self, server: int, message: Message) -> Frame:
+        with self._lock:
+            return self._links[server].request(message)
+
+    def _ask_all(self, wanted: dict[int, Message]) -> None:
+        """One request to each server, all out at once; raises the first error when all are back."""
+        with self._lock:
+            calls = [(self._links[one], self._links[one].begin(m)) for one, m in wanted.items()]
+            first: Exception | None = None
+            for link, pending in calls:
+                try:
+                    link.collect(pending)
+                except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
+                    first = first or error
+            if first is not None:
+                raise first
+
+    def _try_sharing(self, server: int) -> None:
+        """Finds out whether the server can map this client's slots."""
+        link = self._links[server]
+        self._shares_reads[server] &= link.server_shares_memory
+        self._shares_slots[server] &= link.server_shares_memory
+        if self._shares_slots[server]:
+            self._slots.prepare()
+            try:
+                self._announce_slots(server)
+            except NotFoundError:  # another host, container or user: bytes go over the connection
+                self._shares_slots[server] = False
+
+    def _note_duplicate(self, pending: Pending) -> None:
+        """A write the server has applied before: expected of repeated ones only."""
+        self.duplicates += 1
+        origin = pending.message.origin if isinstance(pending.message, messages.Write) else None
+        if not pending.was_repeated and (origin is None or origin.closure is None):
+            raise ProtocolError(
+                f"a first write of {self._writer!r}, life {self._incarnation}, was taken for a "
+                f"repeated one: another client writes under the same name. Give every life of a "
+                f"task its own incarnation, and one PsClient."
+            )
+
+    def _announce_slots(self, server: int) -> None:
+        """Tells a server on this host about slots it has not mapped yet."""
+        link = self._links[server]
+        refs = self._slots.refs()
+        if refs != link.announced:
+            link.request(messages.OpenSegments(segments=refs))
+            link.announced = refs
+
+    def _map_more(self, server: int, places: Sequence[Place]) -> None:
+        message = messages.Locate(variables=tuple(place.variable for place in places))
+        located = self._ask(server, message).message
+        assert isinstance(located, messages.Located)
+        if not self._mappings.add(server, places, located):
+            self._shares_reads[server] = False
+
+    def _fetch(self, places: Sequence[Place]) -> list[tuple[Tensor, int]]:
+        """Values over the connection, large ones in pieces."""
+        items: dict[int, list[tuple[int, messages.ReadItem]]] = {}
+        found: dict[int, tuple[Tensor, int]] = {}
+        for index, place in enumerate(places):
+            pieces = place.pieces()
+            if len(pieces) == 1:
+                item = messages.ReadItem(place.variable)
+                items.setdefault(place.server, []).append((index, item))
+            else:
+                found[index] = self._fetch_pieces(place, pieces)
+        small = self._collect_values(items, {}, len(places))
+        return [found.get(index) or small[index] for index in range(len(places))]
+
+    def _fetch_pieces(self, place: Place, pieces: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
+        """A large value; its version is the last piece's: writes may run between pieces."""
+        whole = torch.empty(place.shape, dtype=place.dtype)
+        version = 0
+        for start, count in pieces:
+            frame = self._ask(
+                place.server,
+                messages.Read(items=(messages.ReadItem(place.variable, start, count),)),
+            )
+            assert isinstance(frame.message, messages.Values)
+            piece = codec.tensor_from(frame.message.values[0], frame)
+            whole[start : start + count].copy_(piece)
+            version = frame.message.versions[0]
+        return whole, version
+
+    def _collect_values(
+        self,
+        items: dict[int, list[tuple[int, messages.ReadItem]]],
+        outgoing: dict[int, Outgoing],
+        count: int,
+    ) -> list[tuple[Tensor, int]]:
+        """Sends one or more Reads per server, then puts the values where they belong."""
+        calls: list[tuple[int, list[int], Pending]] = []
+        for server, some in items.items():
+            message = messages.Read(items=tuple(item for _, item in some))
+            buffers = outgoing[server].buffers if server in outgoing else ()
+            pending = self._links[server].begin(message, buffers)
+            calls.append((server, [index for index, _ in some], pending))
+        self.settle()  # their acknowledgements come first anyway
+        found: list[tuple[Tensor, int]] = [(_NOTHING, -1)] * count
+        for server, indices, pending in calls:
+            frame = self._links[server].collect(pending)
+            assert isinstance(frame.message, messages.Values)
+            refs: tuple[TensorRef, ...] = frame.message.values
+            for index, ref, version in zip(indices, refs, frame.message.versions, strict=True):
+                found[index] = (codec.tensor_from(ref, frame), version)
+        return found
+
+
+_NOTHING = torch.empty(0)

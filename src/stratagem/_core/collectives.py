@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from stratagem._core import reduction, values
 from stratagem._core.context import Replica
@@ -23,7 +24,7 @@ def all_reduce(replica: Replica | None, reduce_op: Any, value: Any) -> Any:
         return value
     tensors = _tensors(value, "all_reduce")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        results = _AllReduce.apply(replica, op, *tensors)
+        results = _apply(_AllReduce, replica, op, *tensors)
     else:
         results = _meet_to_reduce(replica, op, tensors, f"all_reduce({op.name})")
     return _refill(value, results)
@@ -37,10 +38,14 @@ def all_gather(replica: Replica | None, value: Any, axis: Any) -> Any:
         return value
     tensors = _tensors(value, "all_gather")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        results = _AllGather.apply(replica, axis, *tensors)
+        results = _apply(_AllGather, replica, axis, *tensors)
     else:
         results = _meet_to_gather(replica, axis, tensors)[0]
     return _refill(value, results)
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
 
 
 def _tensors(value: Any, what: str) -> list[torch.Tensor]:
@@ -49,7 +54,7 @@ def _tensors(value: Any, what: str) -> list[torch.Tensor]:
         if isinstance(leaf, values.Convertible):
             leaf = leaf._to_tensor()
         if not isinstance(leaf, torch.Tensor):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004 - the type tf.distribute raises
                 f"{what} got {leaf!r}, a {type(leaf).__name__}: expected tensors, whose device "
                 "says where the result goes. Use torch.tensor(...)."
             )
@@ -134,6 +139,7 @@ class _AllReduce(torch.autograd.Function):
     """Gradient of an all-sum is the all-sum of gradients, of an all-mean the all-mean (AR-4)."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, replica: Replica, op: ReduceOp, *tensors: torch.Tensor) -> Any:
         ctx.replica, ctx.op = replica, op
         ctx.sparse = any(reduction.is_sparse(t) for t in tensors)
@@ -143,6 +149,7 @@ class _AllReduce(torch.autograd.Function):
         return results
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if ctx.sparse:
             raise NotImplementedError(
@@ -158,6 +165,7 @@ class _AllGather(torch.autograd.Function):
     """Gradient: the all-sum of gradients, of which each replica takes its own slice (AG-3)."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, replica: Replica, axis: int, *tensors: torch.Tensor) -> Any:
         results, places = _meet_to_gather(replica, axis, tensors)
         ctx.replica, ctx.axis, ctx.places = replica, axis, places
@@ -166,6 +174,7 @@ class _AllGather(torch.autograd.Function):
         return results
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         filled = _filled(gradients, ctx.shapes)
         summed = _meet_to_reduce(ctx.replica, ReduceOp.SUM, filled, "backward of all_gather")

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
+from typing_extensions import override
 
 from stratagem.errors import ContextError, StrategyMismatch
 
@@ -66,7 +67,6 @@ class Replica:
         self.label = label
         self.strategy = strategy
         self.journal: Any = None
-        self.journal: Any = None
         self._context: ReplicaContext | None = None
 
     @property
@@ -76,6 +76,7 @@ class Replica:
             self._context = ReplicaContext(self.strategy, self.id)
         return self._context
 
+    @override
     def __repr__(self) -> str:
         return f"<Replica {self.id} of {self.group.size} on {self.label or self.device}>"
 
@@ -339,6 +340,7 @@ class Scope:
         if entry.held is not None:
             entry.held.__exit__(exc_type, exc, traceback)
 
+    @override
     def __repr__(self) -> str:
         return f"<Scope of {self._strategy!r}>"
 
@@ -412,7 +414,7 @@ def require_scope(strategy: Any, what: str) -> None:
         )
 
 
-class entered:
+class entered:  # noqa: N801 - used like a function
     """This thread computes for a replica (or, with None, in cross-replica context) while open.
 
     Written as a class with slots: it is on the path of every ``run`` and every meeting.
@@ -493,7 +495,7 @@ class ReplicaContext:
                 "an integer tensor or None."
             )
         self._strategy = strategy
-        self._id = given
+        self._id: int | torch.Tensor | None = given
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -510,7 +512,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> int | torch.Tensor | None:
         """This replica's number: an int32 scalar tensor (the plain int 0 in the default context)."""
         if self._strategy._is_default or self._id is None or isinstance(self._id, torch.Tensor):
-            return cast("int | torch.Tensor | None", self._id)
+            return self._id
         if self._tensor is None:
             self._tensor = torch.tensor(self._id, dtype=torch.int32, device="cpu")
         return self._tensor
@@ -611,6 +613,7 @@ class ReplicaContext:
 
         return collectives.all_gather(_state.replica, value, axis)
 
+    @override
     def __repr__(self) -> str:
         return f"<ReplicaContext {self._number()} of {self.num_replicas_in_sync}>"
 
@@ -640,6 +643,7 @@ class ValueContext:
         """How many replicas there are."""
         return self._num_replicas_in_sync
 
+    @override
     def __repr__(self) -> str:
         return f"ValueContext({self._replica_id_in_sync_group}, {self._num_replicas_in_sync})"
 
@@ -694,6 +698,7 @@ class InputContext:
             )
         return global_batch_size // self._num_replicas_in_sync
 
+    @override
     def __repr__(self) -> str:
         return (
             f"InputContext(input pipeline id {self._input_pipeline_id}, "

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from typing_extensions import override
 
 from stratagem.errors import DeviceNotFound
 
@@ -62,6 +63,7 @@ class Device:
         """The short form, such as ``cpu:1``."""
         return f"{self.kind.lower()}:{self.index}"
 
+    @override
     def __str__(self) -> str:
         return self.name
 
@@ -158,7 +160,7 @@ def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
         ValueError: a bare string, an unknown name, a device that does not exist.
     """
     if isinstance(devices, str):
-        raise ValueError(
+        raise ValueError(  # noqa: TRY004 - the type tf.distribute raises
             f"{argument}={devices!r} is a single string: expected a list of device names, such as "
             f"[{devices!r}]."
         )

@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from stratagem._core.context import Replica, current_replica
 
@@ -97,10 +98,11 @@ def install() -> None:
     with _installing:
         if _installed:
             return
-        key = torch._C._parse_dispatch_key(_KEY)
-        others = torch.library.Library("_", "IMPL", _KEY)
+        key: Any = torch._C._parse_dispatch_key(_KEY)
+        library: Any = torch.library.Library
+        others = library("_", "IMPL", _KEY)
         others.fallback(torch.library.fallthrough_kernel, _KEY)
-        random = torch.library.Library("aten", "IMPL", _KEY)
+        random = library("aten", "IMPL", _KEY)
         keys = torch._C.DispatchKeySet(key)
         for schema in torch._C._jit_get_all_schemas():
             place = _generator_place(schema)
@@ -111,7 +113,7 @@ def install() -> None:
             operator = getattr(packet, schema.overload_name or "default")
             full = f"{name}.{schema.overload_name}" if schema.overload_name else name
             random.impl(full, _Kernel(operator, place, keys), _KEY)
-        torch.random.default_generator = _StandIn()  # type: ignore[assignment]
+        vars(torch.random)["default_generator"] = _StandIn()
         _installed.extend((key, others, random))
 
 
@@ -170,5 +172,6 @@ class _StandIn:
             return getattr(torch.default_generator, name)
         return getattr(stream_of(replica, torch.device("cpu")), name)
 
+    @override
     def __repr__(self) -> str:
         return f"<default generator: {self.__getattr__('__repr__')()}>"

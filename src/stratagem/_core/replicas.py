@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from stratagem import config
 from stratagem._core import context, randomness, threads, values
@@ -316,7 +317,7 @@ class ReplicaGroup:
             with context.entered(self._strategy, None):
                 results = combine([waiting.get(i) for i in range(self.size)])
             given = {i: results[i] for i in waiting}
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in every replica
             self._combine_error = error
             given = {i: _Raise(error) for i in waiting}
         self._given.update(given)
@@ -383,6 +384,7 @@ class ReplicaGroup:
             "must make the same collective calls in the same order."
         )
 
+    @override
     def __repr__(self) -> str:
         if self.size == 1:
             return "<ReplicaGroup of 1>"
@@ -417,7 +419,7 @@ class _Job:
             self._run(group, group.replicas[i])
         except _Unwound:
             pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by run()
             group._fail(i, error)
         finally:
             self._lane.busy = False

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from typing_extensions import override
 
 CLOSE_LIMIT_S = 5.0
 """How long closing waits for an idle lane's thread to end; they end in microseconds."""
@@ -46,6 +47,7 @@ class Lane:
         if not self.busy:
             self._go.release()
 
+    @override
     def __repr__(self) -> str:
         state = "abandoned" if self.abandoned else "busy" if self.busy else "idle"
         return f"<Lane {self.thread.name} [{state}]>"
@@ -127,6 +129,7 @@ class LaneSet:
         if nested is not None:
             nested.close()
 
+    @override
     def __repr__(self) -> str:
         busy = sum(lane.busy for lane in self._lanes)
         return f"<LaneSet {self._name} [{len(self._lanes)} threads, {busy} busy]>"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from stratagem._core import devices
 from stratagem._core.context import current_replica
@@ -82,6 +83,7 @@ class DistributedValues(Convertible):
                 f"{len(self._values)}: expected at least one component per replica."
             ) from None
 
+    @override
     def __repr__(self) -> str:
         lines = [f"  {i}: {value!r}" for i, value in enumerate(self._values)]
         return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
@@ -111,6 +113,7 @@ class PerReplica(DistributedValues):
         """Rows of the global batch per replica, or None if nobody said."""
         return self._rows
 
+    @override
     def _to_tensor(self) -> Any:
         replica = current_replica()
         if replica is None:
@@ -122,10 +125,41 @@ class PerReplica(DistributedValues):
         return self.component(replica.id)
 
 
-_OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul "
-    "and rand or ror xor rxor lt le gt ge eq ne neg pos abs invert getitem"
-).split()
+_OPERATORS = [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "pow",
+    "rpow",
+    "matmul",
+    "rmatmul",
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "xor",
+    "rxor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "getitem",
+]
 
 
 def delegate_operators(cls: type[Any]) -> type[Any]:
@@ -162,6 +196,7 @@ class Mirrored(DistributedValues):
     __slots__ = ()
     __hash__: ClassVar[Any] = object.__hash__
 
+    @override
     def _to_tensor(self) -> Any:
         replica = current_replica()
         if replica is not None:

@@ -26,12 +26,14 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
+from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, modules, optimizers, reduction, values
+from stratagem._core import context, modules, optimizers, places, reduction, values, variables
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet
+from stratagem.errors import ContextError
 
 GradientAggregation = Literal["mean", "sum"]
 
@@ -97,6 +99,7 @@ class Strategy(ABC):
         memo[id(self)] = twin
         return twin
 
+    @override
     def __repr__(self) -> str:
         parts = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
         return f"{type(self).__name__}({parts})"
@@ -174,7 +177,7 @@ class Strategy(ABC):
             42
         """
         if not isinstance(args, tuple | list):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004 - the type tf.distribute raises
                 f"args={args!r} is a {type(args).__name__}: expected a tuple or list of positional "
                 "arguments, such as args=(batch,)."
             )
@@ -214,7 +217,7 @@ class Strategy(ABC):
         """
         replica = context.current_replica()
         if replica is not None and replica.strategy is self:
-            raise context.ContextError(
+            raise ContextError(
                 f"gather() of {self!r} was called inside {context.describe_context()}. In a "
                 "replica use get_replica_context().all_gather(value, axis)."
             )
@@ -300,7 +303,7 @@ class Strategy(ABC):
     def _arguments(self) -> dict[str, Any]:
         """The constructor's arguments: what an independent twin is made from."""
 
-    def _close(self) -> None:
+    def _close(self) -> None:  # noqa: B027 - most strategies hold nothing more
         """Let go of what the subclass holds."""
 
     def _scope_entered(self) -> AbstractContextManager[object]:
@@ -369,12 +372,23 @@ class Strategy(ABC):
         made = [value_fn(context.ValueContext(i, size)) for i in range(size)]
         return values.wrap(made)
 
+    def _create_variable(self, request: variables.VariableRequest) -> Any:
+        """A variable in its place; the default is one copy at home."""
+        return places.central(
+            request, self._home, self, shared=self._slices and self.num_replicas_in_sync > 1
+        )
+
+    @property
+    def _home(self) -> Device:
+        """The logical device where single copies live."""
+        return self._compute_devices[0]
+
     # Called by _core.modules and _core.optimizers -----------------------
 
     @property
     def _home_device(self) -> torch.device:
         """Where central parameters and buffers live."""
-        return self._compute_devices[0].torch_device
+        return self._home.torch_device
 
     def _adopt_parameter(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-import torch
+from typing_extensions import override
 
 from stratagem._core import devices, reduction
 from stratagem._strategies.base import GradientAggregation, Strategy
@@ -65,17 +65,21 @@ class CentralStorageStrategy(Strategy):
         return name
 
     @property
+    @override
     def _compute_devices(self) -> tuple[devices.Device, ...]:
         return self._devices
 
     @property
+    @override
     def _parameter_names(self) -> tuple[str, ...]:
         return (self._parameter_name,)
 
     @property
-    def _home_device(self) -> torch.device:
-        return self._parameter_device.torch_device
+    @override
+    def _home(self) -> devices.Device:
+        return self._parameter_device
 
+    @override
     def _arguments(self) -> dict[str, Any]:
         return {
             "compute_devices": [each.name for each in self._devices],
@@ -83,8 +87,10 @@ class CentralStorageStrategy(Strategy):
             "gradient_aggregation": self._gradient_aggregation,
         }
 
+    @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
         return reduction.reduce(op, value, axis, size=len(self._devices), nests=False)
 
+    @override
     def _gather(self, value: Any, axis: int) -> Any:
         return reduction.gather(value, axis, negative=True)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, final
 
+from typing_extensions import override
+
 from stratagem._core import context, devices, reduction
 from stratagem._strategies.base import Strategy
 
@@ -36,38 +38,48 @@ class DefaultStrategy(Strategy):
         self._devices = (devices.Device(),)
         self._default_context = context.ReplicaContext(self, 0)
 
+    @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise RuntimeError("the default strategy cannot be copied: there is one per process.")
 
     @property
+    @override
     def _compute_devices(self) -> tuple[devices.Device, ...]:
         return self._devices
 
     @property
+    @override
     def _parameter_names(self) -> tuple[str, ...]:
         raise RuntimeError(
             "the default strategy places nothing, so it has no parameter or worker devices. Use "
             "one of the other strategies to choose devices."
         )
 
+    @override
     def _arguments(self) -> dict[str, Any]:
         return {}
 
+    @override
     def _replica_devices(self, replica_id: int) -> Any:
         return (self._devices[0].name,)
 
+    @override
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return fn(*args, **kwargs)
 
+    @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
         return reduction.reduce_alone(op, value, axis)
 
+    @override
     def _gather(self, value: Any, axis: int) -> Any:
         return value
 
+    @override
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         return (value,)
 
+    @override
     def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
         return value_fn(context.ValueContext())
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-from stratagem._core import devices, reduction
+from typing_extensions import override
+
+from stratagem._core import devices, places, reduction, variables
 from stratagem._strategies.base import GradientAggregation, Strategy
 
 
@@ -39,22 +41,38 @@ class MirroredStrategy(Strategy):
         super().__init__(gradient_aggregation=gradient_aggregation)
 
     @property
+    @override
     def _compute_devices(self) -> tuple[devices.Device, ...]:
         return self._devices
 
     @property
+    @override
     def _parameter_names(self) -> tuple[str, ...]:
         return tuple(each.name for each in self._devices)
 
+    @override
     def _arguments(self) -> dict[str, Any]:
         return {
             "devices": [each.name for each in self._devices],
             "gradient_aggregation": self._gradient_aggregation,
         }
 
+    @override
+    def _create_variable(self, request: variables.VariableRequest) -> Any:
+        return places.mirrored(request, self._devices, self)
+
+    @override
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        # A mirrored variable is its copies (LOC-2).
+        if isinstance(value, variables.Variable):
+            return value.values
+        return super()._local_results(value)
+
+    @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
         return reduction.reduce(op, value, axis, size=len(self._devices), nests=True)
 
+    @override
     def _gather(self, value: Any, axis: int) -> Any:
         return reduction.gather(value, axis, negative=False)
 

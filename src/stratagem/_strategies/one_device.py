@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
+from typing_extensions import override
+
 from stratagem._core import context, devices, reduction
 from stratagem._strategies.base import GradientAggregation, Strategy
 
@@ -20,71 +22,39 @@ class SingleDevice(Strategy):
         super().__init__(gradient_aggregation=gradient_aggregation)
 
     @property
+    @override
     def _compute_devices(self) -> tuple[devices.Device, ...]:
         return self._devices
 
     @property
+    @override
     def _parameter_names(self) -> tuple[str, ...]:
         return (self._device.name,)
 
+    @override
     def _arguments(self) -> dict[str, Any]:
         return {
             "device": self._device.name,
             "gradient_aggregation": self._gradient_aggregation,
         }
 
+    @override
     def _replica_devices(self, replica_id: int) -> Any:
         return (self._device.name,)
 
+    @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
         return reduction.reduce_alone(op, value, axis)
 
+    @override
     def _gather(self, value: Any, axis: int) -> Any:
         return value
 
+    @override
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         return (value,)
 
-    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
-        return value_fn(context.ValueContext())
-
-
-class SingleDevice(Strategy):
-    """What `OneDeviceStrategy` and its V1 twin in `compat` have in common: all of it."""
-
-    _slices: ClassVar[bool] = False
-
-    def __init__(self, device: Any, *, gradient_aggregation: GradientAggregation = "mean") -> None:
-        self._device = devices.resolve_device(device)
-        self._devices = (self._device,)
-        super().__init__(gradient_aggregation=gradient_aggregation)
-
-    @property
-    def _compute_devices(self) -> tuple[devices.Device, ...]:
-        return self._devices
-
-    @property
-    def _parameter_names(self) -> tuple[str, ...]:
-        return (self._device.name,)
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "device": self._device.name,
-            "gradient_aggregation": self._gradient_aggregation,
-        }
-
-    def _replica_devices(self, replica_id: int) -> Any:
-        return (self._device.name,)
-
-    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
-        return reduction.reduce_alone(op, value, axis)
-
-    def _gather(self, value: Any, axis: int) -> Any:
-        return value
-
-    def _local_results(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
-
+    @override
     def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
         return value_fn(context.ValueContext())
 

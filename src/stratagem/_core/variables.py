@@ -1,0 +1,490 @@
+"""`Variable`: a tensor with a name and a home, read and written the same way under every strategy.
+
+The variable is what people hold; its *place* (`places.py`, or a parameter server's) knows where the value
+lives and what writing means in a replica. Which place a new variable gets is the current strategy's
+decision, through its hook ``_create_variable(request)``.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from stratagem._core import context
+from stratagem._core.reduction import ReduceOp
+from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators
+from stratagem.errors import ContextError, StrategyMismatch
+
+Write = Literal["assign", "assign_add", "assign_sub"]
+Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values become one when a variable is written in a replica.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.VariableAggregation.ONLY_FIRST_REPLICA.value
+        3
+    """
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+    def as_reduce_op(self) -> ReduceOp:
+        """The reduction of the same name; only SUM and MEAN have one."""
+        if self in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            return ReduceOp[self.name]
+        raise ValueError(f"{self} is not a reduction: expected SUM or MEAN.")
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.VariableSynchronization.ON_READ.value
+        3
+    """
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariableRequest:
+    """What was asked for when a variable was made; strategies turn it into a place."""
+
+    initial_value: Any = None
+    trainable: bool | None = None
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+    name: str = "Variable"
+    aggregation: VariableAggregation = VariableAggregation.NONE
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO
+    per_worker_variable: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def initial_tensor(self) -> torch.Tensor:
+        """The initial value as a tensor of its own, of the type and shape asked for."""
+        value = self.initial_value
+        if isinstance(value, Callable):  # type: ignore[arg-type]
+            value = value()
+        if value is None:
+            raise ValueError(
+                f"variable {self.name!r} has no initial value: expected a tensor, array, number, "
+                "or a function that makes one."
+            )
+        given = convert_to_tensor(value)
+        # Variables outlive any inference_mode block they are made in.
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = given.detach().clone().to(self.dtype or given.dtype)
+        if self.shape is not None and tuple(tensor.shape) != tuple(self.shape):
+            raise ValueError(
+                f"variable {self.name!r}: the initial value has shape {tuple(tensor.shape)}, but "
+                f"shape={self.shape!r} was asked for."
+            )
+        return tensor
+
+    def tracks_gradient(self) -> bool:
+        """Whether reads take part in autograd: asked for, or inherited from the initial value."""
+        if self.trainable is not None:
+            return self.trainable
+        return isinstance(self.initial_value, torch.Tensor) and self.initial_value.requires_grad
+
+
+class Place(ABC):
+    """Where a variable's value lives, and what reading and writing it mean.
+
+    One object per variable. Single-machine places are in `places.py`.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The variable's shape."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The variable's type."""
+
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """Canonical name of the device the caller's value lives on."""
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """The value the caller sees now, in its context; the same tensor object while it can be."""
+
+    @abstractmethod
+    def write(self, variable: Variable, how: Write, value: Any) -> torch.Tensor:
+        """Assign, add or subtract in the caller's context; the value afterwards."""
+
+    @abstractmethod
+    def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
+        """Combine rows into the variable; the value afterwards."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Some rows of the value; a place far away sends only these."""
+        return self.read()[ids]
+
+    def components(self, variable: Variable) -> tuple[Variable, ...]:
+        """The variables behind this one: itself, one around the central copy, or one per replica."""
+        return (variable,)
+
+    def same_way(self, request: VariableRequest) -> Place:
+        """A place of its own for a copy of the variable (deepcopy)."""
+        raise NotImplementedError(f"a variable at {self!r} cannot be copied.")
+
+
+@final
+@delegate_operators
+class Variable(Convertible):
+    """A named value that belongs to the strategy it was made under.
+
+    Operators and torch functions act on its value. In a replica, writes are combined over the
+    replicas as ``aggregation`` says.
+
+    Args:
+        initial_value: tensor, array, number, or a function of no arguments that makes one.
+        trainable: True: reads take part in autograd; None: as the initial value does.
+        dtype: type to convert the initial value to.
+        shape: checked against the initial value, or given to a function that fills shards.
+        name: for people and checkpoints.
+        aggregation: `VariableAggregation` or its name.
+        synchronization: `VariableSynchronization` or its name.
+        per_worker_variable: under parameter servers, one independent variable per worker.
+        **options: passed to the strategy.
+
+    Raises:
+        ValueError: no initial value, an unknown aggregation or synchronization.
+        RuntimeError: strategies are mixed.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.OneDeviceStrategy("cpu:0").scope():
+        ...     counter = sg.Variable(3.0, name="counter")
+        >>> counter.assign_add(2.0)
+        tensor(5.)
+        >>> counter * 2, counter.device
+        (tensor(10.), '/job:localhost/replica:0/task:0/device:CPU:0')
+    """
+
+    __slots__ = ("__weakref__", "_place", "_request", "_strategy")
+    __hash__: ClassVar[Any] = object.__hash__
+
+    _place: Place
+    _request: VariableRequest
+    _strategy: Any
+
+    def __new__(
+        cls,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+        name: str | None = None,
+        aggregation: Any = VariableAggregation.NONE,
+        synchronization: Any = VariableSynchronization.AUTO,
+        per_worker_variable: bool = False,
+        **options: Any,
+    ) -> Any:
+        # Not __init__: under parameter servers this may be a ShardedVariable.
+        request = VariableRequest(
+            initial_value=initial_value,
+            trainable=trainable,
+            dtype=dtype,
+            shape=None if shape is None else tuple(shape),
+            name="Variable" if name is None else name,
+            aggregation=_member(VariableAggregation, aggregation, "aggregation"),
+            synchronization=_member(VariableSynchronization, synchronization, "synchronization"),
+            per_worker_variable=per_worker_variable,
+            options=options,
+        )
+        return create(request)
+
+    @classmethod
+    def at(cls, place: Place, request: VariableRequest, strategy: Any) -> Variable:
+        """A variable around a place; for strategies."""
+        self = object.__new__(cls)
+        self._place = place
+        self._request = request
+        self._strategy = strategy
+        return self
+
+    # -------------------------------------------------------------- what it is
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._request.name
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self._place.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type."""
+        return self._place.dtype
+
+    @property
+    def device(self) -> str:
+        """Where the value lives, as ``/job:localhost/replica:0/task:0/device:CPU:0``."""
+        return self._place.device
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is meant to be trained (True unless said otherwise)."""
+        return self._request.trainable is not False
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the replicas' writes become one."""
+        return self._request.aggregation
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When copies are brought together."""
+        return self._request.synchronization
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy it was made under; None outside any."""
+        return None if self._strategy._is_default else self._strategy
+
+    @property
+    def values(self) -> tuple[Variable, ...]:
+        """The variables behind this one: one per replica if mirrored, else one."""
+        return self._place.components(self)
+
+    def get(self) -> Variable:
+        """The variable behind this one, without aggregation: in a replica, the replica's own."""
+        parts = self.values
+        replica = context.current_replica()
+        if replica is None or len(parts) == 1:
+            return parts[0]
+        return parts[replica.id]
+
+    @property
+    def handle(self) -> torch.Tensor:
+        """The tensor that holds the value.
+
+        Raises:
+            ValueError: a mirrored variable outside a replica has several.
+        """
+        if len(self.values) > 1 and context.current_replica() is None:
+            raise ValueError(
+                f"variable {self.name!r} has {len(self.values)} copies, so no single tensor "
+                "outside a replica. Use .values, or .value() for the combined value."
+            )
+        return self._place.read()
+
+    # -------------------------------------------------------------- reading
+
+    @override
+    def _to_tensor(self) -> Any:
+        return self._place.read()
+
+    def value(self) -> torch.Tensor:
+        """The value now; later writes may show in it. `read_value` gives a copy."""
+        return self._place.read()
+
+    def read_value(self) -> torch.Tensor:
+        """A copy of the value now."""
+        return self._place.read().detach().clone()
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy of the value as an array."""
+        return self.read_value().cpu().numpy()
+
+    def sparse_read(self, indices: Any) -> torch.Tensor:
+        """Some rows, in the order asked."""
+        ids = torch.as_tensor(indices)
+        _check_ids(ids.reshape(-1), self)
+        return self._place.rows(ids)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Gradient of the value the caller sees, if it tracks one."""
+        return self._place.read().grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        self._place.read().grad = gradient
+
+    def __float__(self) -> float:
+        return float(self._place.read())
+
+    def __int__(self) -> int:
+        return int(self._place.read())
+
+    def __bool__(self) -> bool:
+        return bool(self._place.read())
+
+    def __len__(self) -> int:
+        return len(self._place.read())
+
+    # -------------------------------------------------------------- writing
+
+    def assign(self, value: Any, *, read_value: bool = True) -> torch.Tensor | None:
+        """Set the value; returns the value afterwards, or None with ``read_value=False``."""
+        return self._write("assign", value, read_value=read_value)
+
+    def assign_add(self, delta: Any, *, read_value: bool = True) -> torch.Tensor | None:
+        """Add to the value; returns the value afterwards."""
+        return self._write("assign_add", delta, read_value=read_value)
+
+    def assign_sub(self, delta: Any, *, read_value: bool = True) -> torch.Tensor | None:
+        """Subtract from the value; returns the value afterwards."""
+        return self._write("assign_sub", delta, read_value=read_value)
+
+    def _write(self, how: Write, value: Any, *, read_value: bool) -> torch.Tensor | None:
+        result = self._place.write(self, how, value)
+        return result if read_value else None
+
+    def scatter_add(self, sparse_delta: Any) -> torch.Tensor:
+        """Add rows: a sparse tensor as ``torch.sparse_coo_tensor([ids], rows, size)`` makes."""
+        return self._scatter("add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: Any) -> torch.Tensor:
+        """Subtract rows."""
+        return self._scatter("sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: Any) -> torch.Tensor:
+        """Multiply by rows."""
+        return self._scatter("mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: Any) -> torch.Tensor:
+        """Divide by rows."""
+        return self._scatter("div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: Any) -> torch.Tensor:
+        """Take the smaller of value and rows."""
+        return self._scatter("min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: Any) -> torch.Tensor:
+        """Take the larger of value and rows."""
+        return self._scatter("max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: Any) -> torch.Tensor:
+        """Replace rows; of a row named twice the last one stays."""
+        return self._scatter("update", sparse_delta)
+
+    def batch_scatter_update(self, sparse_delta: Any) -> torch.Tensor:
+        """As `scatter_update`."""
+        return self._scatter("update", sparse_delta)
+
+    def _scatter(self, how: Scatter, sparse: Any) -> torch.Tensor:
+        if not isinstance(sparse, torch.Tensor) or sparse.layout != torch.sparse_coo:
+            raise TypeError(
+                f"scatter_{how} got {sparse!r}, a {type(sparse).__name__}: expected row numbers "
+                "and rows, as torch.sparse_coo_tensor([ids], rows, size) makes."
+            )
+        if sparse.sparse_dim() != 1:
+            raise ValueError(
+                f"scatter_{how} got {sparse.sparse_dim()} axes of indices: expected one, row "
+                "numbers."
+            )
+        # Not coalesced: that would add up values which may have to be multiplied.
+        ids, rows = sparse._indices()[0], sparse._values()
+        _check_ids(ids, self)
+        if rows.dtype != self.dtype or rows.shape[1:] != self.shape[1:]:
+            raise ValueError(
+                f"scatter_{how} got rows of shape {tuple(rows.shape[1:])} and {rows.dtype}: "
+                f"variable {self.name!r} has rows of shape {tuple(self.shape[1:])} and "
+                f"{self.dtype}."
+            )
+        return self._place.scatter(self, how, ids, rows)
+
+    # -------------------------------------------------------------- copying and showing
+
+    def __copy__(self) -> Variable:
+        raise RuntimeError(f"variable {self.name!r} cannot be copied shallowly: use copy.deepcopy.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        frame_strategy = context.get_strategy() if context.has_strategy() else None
+        if frame_strategy is not None and frame_strategy is not self._strategy:
+            raise StrategyMismatch(
+                f"mixing different strategy objects: variable {self.name!r} of "
+                f"{self._strategy!r} cannot be deep-copied under {frame_strategy!r}."
+            )
+        request = replace(self._request, initial_value=self.read_value, shape=None, dtype=None)
+        twin = Variable.at(self._place.same_way(request), self._request, self._strategy)
+        memo[id(self)] = twin
+        return twin
+
+    @override
+    def __repr__(self) -> str:
+        try:
+            shown = repr(self._place.read().detach())
+        except ValueError as error:
+            shown = f"<{error}>"
+        return (
+            f"<Variable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype} "
+            f"device={self.device} value={shown}>"
+        )
+
+
+def _member(kind: type[enum.Enum], given: Any, argument: str) -> Any:
+    if isinstance(given, kind):
+        return given
+    if given is None:
+        return next(iter(kind))
+    if isinstance(given, str) and given.upper() in kind.__members__:
+        return kind[given.upper()]
+    raise ValueError(
+        f"{argument}={given!r} is not known: expected one of "
+        f"{', '.join(f'{kind.__name__}.{each.name}' for each in kind)}."
+    )
+
+
+def _check_ids(ids: torch.Tensor, variable: Variable) -> None:
+    if not variable.shape:
+        raise ValueError(f"variable {variable.name!r} is a scalar: it has no rows.")
+    if ids.is_floating_point() or ids.dtype is torch.bool:
+        raise TypeError(f"row numbers of {ids.dtype} were given: expected integers.")
+    rows = variable.shape[0]
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= rows):
+        raise ValueError(
+            f"row numbers {ids.tolist()} are out of range for variable {variable.name!r} with "
+            f"{rows} rows: expected 0 ≤ number < {rows}."
+        )
+
+
+# ------------------------------------------------------------------ creating
+
+
+def create(request: VariableRequest) -> Any:
+    """A variable of the current strategy; in a replica, one for all replicas (RUN-9)."""
+    strategy = context.get_strategy()
+    if context.default_scope_is_open() and not strategy._is_default:
+        raise ContextError(
+            f"mixing different strategy objects: variable {request.name!r} is being made under "
+            f"{strategy!r} inside the default strategy's scope. Leave the default scope first."
+        )
+    replica = context.current_replica()
+    if replica is None or replica.group.size == 1:
+        return strategy._create_variable(request)
+
+    def make(brought: list[Any]) -> list[Any]:
+        first = next(each for each in brought if each is not None)
+        return [strategy._create_variable(first)] * len(brought)
+
+    label = f"creation of variable {request.name!r}"
+    return replica.group.meet(replica.id, label, request, make)

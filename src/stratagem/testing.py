@@ -1,0 +1,258 @@
+"""Checks that users can run on their own models.
+
+`assert_equivalent` trains a model once plainly and once under a strategy and says where the two part, and
+why they may. It knows strategies only by their public face.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from stratagem._strategies.base import Strategy
+
+__all__ = ["Equivalence", "assert_equivalent"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Equivalence:
+    """What `assert_equivalent` found when both ways agreed.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.testing.Equivalence(steps=3, replicas=2, largest_difference=1e-8, parameter="weight")
+        Equivalence(steps=3, replicas=2, largest_difference=1e-08, parameter='weight')
+    """
+
+    steps: int
+    """How many batches were trained on."""
+
+    replicas: int
+    """Replicas of the strategy."""
+
+    largest_difference: float
+    """Largest absolute difference of any value after any step."""
+
+    parameter: str
+    """Name of the parameter (or buffer) where it was seen."""
+
+
+def assert_equivalent(
+    model_fn: Callable[[], nn.Module],
+    optimizer_fn: Callable[[nn.Module], Any],
+    step_fn: Callable[[nn.Module, Any, Any], Any],
+    batches: Iterable[Any],
+    strategy: Strategy,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    seed: int = 0,
+    compare_buffers: bool | None = None,
+) -> Equivalence:
+    """Train once plainly and once under ``strategy``, and compare the weights after every step.
+
+    Args:
+        model_fn: builds the model.
+        optimizer_fn: builds the optimizer (or a tuple of them) for a model.
+        step_fn: one training step, ``step_fn(model, optimizer, batch)``, from ``zero_grad`` to
+            ``step``. Under the strategy it runs in every replica.
+        batches: global batches: tensors, or nests of tensors whose first dimension is the rows.
+        strategy: the strategy to check.
+        rtol: relative tolerance. The default leaves room for sums taken in another order.
+        atol: absolute tolerance.
+        seed: given to ``torch.manual_seed`` before each model is built and each training starts.
+        compare_buffers: whether buffers (running statistics) count; by default only with one
+            replica, since several replicas keep statistics of their own rows.
+
+    Raises:
+        AssertionError: naming the first step, the parameter and the largest difference where the
+            two part, with advice on the likely reason.
+
+    Example:
+        >>> import torch, stratagem as sg
+        >>> def step(model, optimizer, batch):
+        ...     optimizer.zero_grad()
+        ...     model(batch).square().mean().backward()
+        ...     optimizer.step()
+        >>> with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        ...     found = sg.testing.assert_equivalent(
+        ...         lambda: torch.nn.Linear(3, 1),
+        ...         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ...         step,
+        ...         [torch.ones(5, 3), torch.ones(1, 3)],
+        ...         strategy,
+        ...     )
+        >>> found.steps, found.largest_difference < 1e-6
+        (2, True)
+    """
+    everything = list(batches)
+    size = strategy.num_replicas_in_sync
+    if compare_buffers is None:
+        compare_buffers = size == 1
+    plain = _Training(model_fn, optimizer_fn, seed)
+    with strategy.scope():
+        ours = _Training(model_fn, optimizer_fn, seed)
+    if not plain.is_lazy():
+        # The same start even if model_fn draws numbers that the seed does not govern.
+        ours.model.load_state_dict(plain.model.state_dict())
+
+    def distributed(batch: Any) -> None:
+        step_fn(ours.model, ours.optimizer, batch)
+
+    torch.manual_seed(seed)
+    with torch.random.fork_rng():
+        history = list(_train_plainly(plain, step_fn, everything))
+    torch.manual_seed(seed)
+    largest, where = 0.0, ""
+    for number, (batch, expected) in enumerate(zip(everything, history, strict=True)):
+        strategy.run(distributed, args=(_cut(batch, size),))
+        for name, wanted in expected.state.items():
+            if not compare_buffers and name in expected.buffers:
+                continue
+            got = ours.model.state_dict()[name]
+            difference = _difference(got, wanted)
+            if difference > largest or not where:
+                largest, where = difference, name
+            if not torch.allclose(
+                got.to(wanted.device), wanted, rtol=rtol, atol=atol, equal_nan=True
+            ):
+                raise AssertionError(
+                    _parted(number, name, got, wanted, strategy)
+                    + _advice(ours.model, expected, strategy)
+                )
+    return Equivalence(
+        steps=len(everything), replicas=size, largest_difference=largest, parameter=where
+    )
+
+
+class _Training:
+    """A model with its optimizer."""
+
+    def __init__(
+        self, model_fn: Callable[[], nn.Module], optimizer_fn: Callable[[nn.Module], Any], seed: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = model_fn()
+        self.optimizer = optimizer_fn(self.model)
+
+    def is_lazy(self) -> bool:
+        return any(nn.parameter.is_lazy(each) for each in self.model.parameters())
+
+
+@dataclasses.dataclass(frozen=True)
+class _After:
+    """What plain training looked like after one step."""
+
+    state: dict[str, Tensor]
+    buffers: frozenset[str]
+    gradients: dict[str, Tensor]
+
+
+def _train_plainly(
+    training: _Training, step_fn: Callable[[nn.Module, Any, Any], Any], batches: list[Any]
+) -> Iterator[_After]:
+    for batch in batches:
+        step_fn(training.model, training.optimizer, batch)
+        yield _After(
+            copy.deepcopy(training.model.state_dict()),
+            frozenset(name for name, _ in training.model.named_buffers()),
+            {
+                name: each.grad.detach().clone()
+                for name, each in training.model.named_parameters()
+                if each.grad is not None and each.grad.layout is torch.strided
+            },
+        )
+
+
+def _cut(batch: Any, size: int) -> Any:
+    """A global batch as ``size`` parts: rows in order, sizes differing by at most one."""
+    from stratagem._core.values import PerReplica
+
+    if size == 1:
+        return batch
+    return pytree.tree_map(
+        lambda leaf: PerReplica(list(torch.tensor_split(leaf, size)))
+        if isinstance(leaf, Tensor) and leaf.dim() > 0
+        else leaf,
+        batch,
+    )
+
+
+def _difference(got: Tensor, wanted: Tensor) -> float:
+    if got.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    return float((got.to(wanted.device, wide) - wanted.to(wide)).abs().nan_to_num(torch.inf).max())
+
+
+def _parted(
+    number: int, name: str, got: Tensor, wanted: Tensor, strategy: Strategy
+) -> str:
+    apart = (got.to(wanted.device).double() - wanted.double()).abs().nan_to_num(torch.inf)
+    place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
+    at = tuple(place)
+    return (
+        f"training under {strategy!r} parts from plain training at step {number} (of rows counted "
+        f"from 0): {name!r} differs by up to {_difference(got, wanted):.3g}, at {place} where it is "
+        f"{got[at].item():.6g} and plain training has {wanted[at].item():.6g}."
+    )
+
+
+def _advice(model: nn.Module, expected: _After, strategy: Strategy) -> str:
+    """Likely reasons, the most telling first."""
+    size = strategy.num_replicas_in_sync
+    hints = []
+    ratio = _gradient_ratio(model, expected)
+    if ratio is not None and size > 1 and abs(ratio * size - 1) < 0.05:
+        hints.append(
+            f"gradients are 1/{size} of plain training's: the loss looks like a sum over rows "
+            "(reduction='sum'), while replicas are averaged by rows. Use a mean loss, or "
+            'gradient_aggregation="sum".'
+        )
+    elif ratio is not None and size > 1 and abs(ratio / size - 1) < 0.05:
+        hints.append(
+            f"gradients are {size} times plain training's: gradient_aggregation="
+            f"{strategy.gradient_aggregation!r} adds up replicas. With a mean loss use "
+            '"mean", or divide the loss by the number of replicas.'
+        )
+    kinds = {type(each).__name__ for each in model.modules() if isinstance(each, _BatchNorm)}
+    if kinds and size > 1:
+        hints.append(
+            f"{', '.join(sorted(kinds))} normalises with the statistics of each replica's own rows "
+            "(see docs/same-numbers.md). GroupNorm or LayerNorm do not depend on other rows."
+        )
+    if size > 1 and any(
+        isinstance(each, _DropoutNd) and each.p > 0 and each.training for each in model.modules()
+    ):
+        hints.append("dropout draws other numbers in each replica. Compare with p=0 or eval().")
+    if not hints:
+        hints.append(
+            "does the loss couple rows of the batch (contrastive losses, batch statistics, weights "
+            "normalised over the batch), or does the step draw random numbers? Then a split batch "
+            "cannot give the same numbers. If the difference is tiny, raise rtol or atol."
+        )
+    return " Advice: " + " Also: ".join(hints)
+
+
+def _gradient_ratio(model: nn.Module, expected: _After) -> float | None:
+    """Typical size of our gradients over plain training's, if there are gradients to compare."""
+    ours = torch.tensor(0.0, dtype=torch.float64)
+    plain = torch.tensor(0.0, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        wanted = expected.gradients.get(name)
+        if parameter.grad is None or wanted is None or parameter.grad.layout is not torch.strided:
+            continue
+        ours += parameter.grad.detach().to("cpu", torch.float64).square().sum()
+        plain += wanted.to("cpu", torch.float64).square().sum()
+    if not (plain > 0 and ours > 0):
+        return None
+    return float((ours / plain).sqrt())

@@ -1,0 +1,294 @@
+"""Every module family of torch.nn trains under every strategy as in plain PyTorch (issue 2, section 3)."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stratagem as sg
+
+ROWS = 5  # uneven on two replicas and on three
+
+
+def rows(*shape, dtype=torch.float32, batches=3, high=None):
+    generator = torch.Generator().manual_seed(7)
+    sizes = (ROWS, 4, 7)[:batches]
+    if high is not None:
+        return [torch.randint(0, high, (n, *shape), generator=generator) for n in sizes]
+    return [torch.randn(n, *shape, generator=generator, dtype=dtype) for n in sizes]
+
+
+class Apply(nn.Module):
+    """Makes any module a model of one output: fn says how it is called."""
+
+    def __init__(self, inner, fn):
+        super().__init__()
+        self.inner = inner
+        self.fn = fn
+
+    def forward(self, x):
+        out = self.fn(self.inner, x)
+        return torch.view_as_real(out) if out.is_complex() else out
+
+
+def plain(module, x):
+    return module(x)
+
+
+def first(module, x):
+    return module(x)[0]
+
+
+def step(model, optimizer, x):
+    """Mean over rows of something that is not linear in the output."""
+    optimizer.zero_grad()
+    out = model(x)
+    loss = (out.flatten(1) - 0.3).square().mean(dim=1).mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Tied(nn.Module):
+    """Output weights are the embedding's, tied by assignment after creation."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(self.embed(x).mean(1))
+
+
+class Lists(nn.Module):
+    """ParameterList, ParameterDict, ModuleList, ModuleDict, a bare parameter, plain tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(torch.randn(4, 4) * 0.3) for _ in range(2)])
+        self.dict = nn.ParameterDict({"a": nn.Parameter(torch.randn(4)), "b": torch.randn(4)})
+        self.modules_ = nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])
+        self.named = nn.ModuleDict({"last": nn.Linear(4, 2)})
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = torch.tensor([0.1, 0.2, 0.3, 0.4])  # neither parameter nor buffer
+        self.nested = {"more": torch.ones(4)}
+
+    def forward(self, x):
+        for weight in self.list:
+            x = torch.tanh(x @ weight)
+        x = x * self.dict["a"] + self.dict["b"] + self.shift * self.nested["more"]
+        for each in self.modules_:
+            x = each(x)
+        return self.named["last"](x) * self.scale
+
+
+class Late(nn.Module):
+    """Registers a parameter and a buffer at the first call (RUN-9)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if "late" not in self._parameters:
+            self.late = nn.Parameter(torch.full((4,), 0.5))
+            self.register_buffer("offset", torch.full((4,), 0.25))
+        return x * self.late + self.offset
+
+
+def encoder(module, x):
+    return module(x)
+
+
+def attention(module, x):
+    return module(x, x, x)[0]
+
+
+def packed(module, x):
+    lengths = torch.arange(1, x.shape[0] + 1).clamp(max=x.shape[1]).flip(0)
+    order = torch.nn.utils.rnn.pack_padded_sequence(
+        x, lengths, batch_first=True, enforce_sorted=True
+    )
+    return torch.nn.utils.rnn.pad_packed_sequence(module(order)[0], batch_first=True)[0][:, :1]
+
+
+MODULES = {
+    "linear": (lambda: nn.Linear(4, 3), plain, rows(4)),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 3), lambda m, x: m(x, x), rows(4)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), plain, rows(4)),
+    "prelu": (lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(4)), plain, rows(4)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3), plain, rows(2, 8)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, 3, groups=1), plain, rows(2, 6, 6)),
+    "conv3d": (lambda: nn.Conv3d(1, 2, 2), plain, rows(1, 4, 4, 4)),
+    "deconv1d": (lambda: nn.ConvTranspose1d(2, 3, 3), plain, rows(2, 8)),
+    "deconv2d": (lambda: nn.ConvTranspose2d(2, 3, 3), plain, rows(2, 5, 5)),
+    "deconv3d": (lambda: nn.ConvTranspose3d(1, 2, 2), plain, rows(1, 3, 3, 3)),
+    "embedding": (lambda: nn.Embedding(9, 4, padding_idx=0), plain, rows(3, high=9)),
+    "embedding max_norm": (lambda: nn.Embedding(9, 4, max_norm=1.0), plain, rows(3, high=9)),
+    "bag sum": (lambda: nn.EmbeddingBag(9, 4, mode="sum"), plain, rows(3, high=9)),
+    "bag mean": (lambda: nn.EmbeddingBag(9, 4, mode="mean"), plain, rows(3, high=9)),
+    "bag max": (lambda: nn.EmbeddingBag(9, 4, mode="max"), plain, rows(3, high=9)),
+    "layernorm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), plain, rows(4)),
+    "rmsnorm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6)), plain, rows(4)),
+    "groupnorm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6)), plain, rows(4)),
+    "instancenorm": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.InstanceNorm1d(3, affine=True)),
+        plain,
+        rows(2, 8),
+    ),
+    "batchnorm eval": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval()),
+        plain,
+        rows(4),
+    ),
+    "rnn": (lambda: nn.RNN(4, 5, batch_first=True), first, rows(3, 4)),
+    "rnn relu": (lambda: nn.RNN(4, 5, nonlinearity="relu", batch_first=True), first, rows(3, 4)),
+    "lstm": (
+        lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True), first, rows(3, 4)
+    ),
+    "lstm proj": (lambda: nn.LSTM(4, 5, proj_size=2, batch_first=True), first, rows(3, 4)),
+    "gru": (lambda: nn.GRU(4, 5, batch_first=True), first, rows(3, 4)),
+    "rnn cell": (lambda: nn.RNNCell(4, 5), plain, rows(4)),
+    "lstm cell": (lambda: nn.LSTMCell(4, 5), first, rows(4)),
+    "gru cell": (lambda: nn.GRUCell(4, 5), plain, rows(4)),
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), attention, rows(3, 4)),
+    "attention kv": (
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True, kdim=4, vdim=4, add_bias_kv=True),
+        attention,
+        rows(3, 4),
+    ),
+    "transformer encoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 2
+        ),
+        encoder,
+        rows(3, 4),
+    ),
+    "transformer": (
+        lambda: nn.Transformer(4, 2, 1, 1, 8, dropout=0.0, batch_first=True),
+        lambda m, x: m(x, x),
+        rows(3, 4),
+    ),
+    "lazy linear": (lambda: nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2)), plain, rows(4)),
+    "lazy conv": (lambda: nn.LazyConv1d(3, 2), plain, rows(2, 6)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), plain, rows(4)),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), plain, rows(4)
+    ),
+    "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), plain, rows(4)),
+    "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), plain, rows(4)),
+    "parameter containers": (Lists, plain, rows(4)),
+    "tied": (Tied, plain, rows(3, high=11)),
+    "complex": (lambda: nn.Linear(4, 3, dtype=torch.complex64), plain, rows(4, dtype=torch.complex64)),
+    "double": (lambda: nn.Linear(4, 3, dtype=torch.float64), plain, rows(4, dtype=torch.float64)),
+    "unfold": (
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.PixelShuffle(1), nn.Flatten(), nn.Linear(32, 2)),
+        plain,
+        rows(1, 6, 6),
+    ),
+    "adaptive": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.GELU()),
+        plain,
+        rows(2, 9),
+    ),
+}  # fmt: skip
+
+
+# torch says so once, wherever an LSTM with projections runs on a CPU.
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", MODULES)
+def test_module_trains_the_same(name, strategy):
+    make, call, batches = MODULES[name]
+    sg.testing.assert_equivalent(lambda: Apply(make(), call), sgd, step, batches, strategy)
+
+
+def test_old_weight_norm_trains_the_same(strategy):
+    """Old style: a forward hook puts the computed weight on the module, each replica its own."""
+
+    def make():
+        with pytest.warns(FutureWarning):
+            return nn.utils.weight_norm(nn.Linear(4, 3))
+
+    sg.testing.assert_equivalent(lambda: Apply(make(), plain), sgd, step, rows(4), strategy)
+
+
+def test_packed_sequences_train_the_same(two):
+    sg.testing.assert_equivalent(
+        lambda: Apply(nn.LSTM(4, 5, batch_first=True), packed), sgd, step, rows(3, 4), two
+    )
+
+
+def test_adaptive_softmax_trains_the_same(strategy):
+    """Its loss is a mean over rows, its head and tails are used by some rows only."""
+
+    def loss_step(model, optimizer, batch):
+        x, y = batch
+        optimizer.zero_grad()
+        model(x, y).loss.backward()
+        optimizer.step()
+
+    batches = [
+        (torch.randn(n, 6, generator=torch.Generator().manual_seed(n)), torch.arange(n) * 3 % 20)
+        for n in (5, 1, 7)
+    ]
+    sg.testing.assert_equivalent(
+        lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 20, [4, 10], div_value=2.0), sgd, loss_step, batches, strategy
+    )
+
+
+@pytest.mark.parametrize("kind", ["embedding", "bag"])
+@pytest.mark.parametrize("optimizer", ["SGD", "SparseAdam", "Adagrad"])
+def test_sparse_gradients_train_the_same(kind, optimizer, strategy):
+    """Embeddings with sparse=True: gradients stay sparse all the way to the optimizer."""
+    layouts = []
+
+    def make():
+        if kind == "bag":
+            return Apply(nn.EmbeddingBag(9, 4, sparse=True, mode="sum"), plain)
+        return Apply(nn.Embedding(9, 4, sparse=True), plain)
+
+    def sparse_step(model, opt, x):
+        opt.zero_grad()
+        (model(x).flatten(1) - 0.3).square().mean().backward()
+        layouts.append(model.inner.weight.grad.layout)
+        opt.step()
+
+    sg.testing.assert_equivalent(
+        make,
+        lambda model: getattr(torch.optim, optimizer)(model.parameters(), lr=0.05),
+        sparse_step,
+        rows(3, high=9),
+        strategy,
+    )
+    assert set(layouts) == {torch.sparse_coo}
+
+
+def test_sync_modules_that_register_late_are_shared(several):
+    """RUN-9: a parameter made inside run is made once, and every replica trains that one."""
+    with several.scope():
+        model = Late()
+    reference = Late()
+    reference.load_state_dict(model.state_dict(), strict=False)
+    x = torch.randn(6, 4)
+
+    def train(batch):
+        model.zero_grad()
+        loss = F.mse_loss(model(batch), torch.ones_like(batch))
+        loss.backward()
+        return model.late.grad.clone(), loss.detach()
+
+    parts = sg.PerReplica(list(torch.tensor_split(x, several.num_replicas_in_sync)))
+    for _ in range(2):
+        grads, _ = several.run(train, args=(parts,))
+    F.mse_loss(reference(x), torch.ones_like(x)).backward()
+    for grad in several.local_results(grads):
+        torch.testing.assert_close(grad, reference.late.grad)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert sum(p is model.late for p in model.parameters()) == 1

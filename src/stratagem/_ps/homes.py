@@ -1,0 +1,249 @@
+"""The coordinator's side of variables on parameter servers.
+
+A module built under the scope keeps ordinary local parameters and buffers (``central``); each has a
+home here that knows its shards on the servers. Nothing is sent while models are built and initialised:
+`flush` creates what is new and writes what was changed locally (``central._version`` tells), and is
+called before anything is shipped to a worker. Looking a parameter up (``model(x)``, ``state_dict()``)
+first takes over what the servers have moved on to.
+
+What a worker sees is in `workers.py`; tokens and definitions are the strategy's business.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from stratagem._core.homes import ParameterHome, version_of
+from stratagem._core.partition import Partitioner, number_of_shards
+from stratagem._ps.client import PsClient
+from stratagem._ps.placement import Description, Placement
+from stratagem._ps.remote import RemoteVariable
+
+TABLE_ROWS = 8192
+"""A matrix with this many rows is treated as a table even in a module of the user's own: below it a
+dense gradient of 16 columns (512 KiB) costs less than looking up rows."""
+
+
+class Kept:
+    """One local tensor and the variable on the servers it stands for."""
+
+    __slots__ = ("_may_be_cut", "_name", "_pushed", "description", "owner", "remote", "tensor")
+
+    def __init__(
+        self, owner: CoordinatorVariables, tensor: Tensor, name: str, *, may_be_cut: bool = True
+    ) -> None:
+        self.owner = owner
+        self.tensor = tensor
+        self.description: Description | None = None
+        self.remote: RemoteVariable | None = None
+        self._name = name
+        self._may_be_cut = may_be_cut
+        self._pushed = -1
+        self.place()
+
+    def place(self) -> None:
+        """Decide where the variable goes; a lazy one has no shape yet and waits."""
+        if self.description is None and not is_lazy(self.tensor):
+            partitioner = self.owner.partitioner if self._may_be_cut else None
+            self.description = self.owner.place(self._name, self.tensor, partitioner)
+
+    def is_changed(self) -> bool:
+        """Whether the local tensor was written since the servers were told."""
+        return version_of(self.tensor) != self._pushed
+
+    def reach(self) -> RemoteVariable:
+        """The variable on its servers, where it must yet be created; values follow by `send`."""
+        self.place()
+        assert self.description is not None
+        self.remote = RemoteVariable(self.description, self.owner.client)
+        return self.remote
+
+    def send(self) -> None:
+        """Write the local values to the servers."""
+        assert self.remote is not None
+        pushed = version_of(self.tensor)
+        self.remote.put(self.tensor.detach())
+        self.remote.seen = self.remote.versions()
+        self._pushed = pushed
+
+    def refresh(self) -> None:
+        """Take over the servers' values if they moved on and nothing was changed here."""
+        remote = self.remote
+        if remote is None or self.is_changed() or self.owner.closed:
+            return
+        if remote.versions() != remote.seen:
+            # Through `.data`: this is no change of the user's, so no version is counted.
+            remote.read_into(self.tensor.data)
+
+
+class Use(enum.Enum):
+    """How the module a parameter was registered with uses it."""
+
+    ROWS = "rows"
+    """An embedding: rows are looked up."""
+    WHOLE = "whole"
+    """Another layer of torch.nn: needed as a whole."""
+    UNKNOWN = "unknown"
+    """A module of the user's own."""
+
+
+class CoordinatorHome(ParameterHome):
+    """Home of a parameter that lives on parameter servers, on the coordinator."""
+
+    __slots__ = ("kept", "name", "use")
+
+    def __init__(self, kept: Kept, name: str, use: Use) -> None:
+        assert isinstance(kept.tensor, nn.Parameter)
+        super().__init__(kept.tensor)
+        self.kept = kept
+        self.name = name
+        self.use = use
+
+    @property
+    def as_table(self) -> bool:
+        """Whether workers see a table of rows instead of a whole tensor."""
+        where = self.kept.description
+        if where is None or len(where.shape) < 2 or self.use is Use.WHOLE:
+            return False
+        return self.use is Use.ROWS or where.is_sharded or where.shape[0] >= TABLE_ROWS
+
+    @override
+    def resolve(self) -> Tensor:
+        self.kept.refresh()
+        return self.central
+
+    @override
+    def copy_home(self, parameter: nn.Parameter) -> ParameterHome | None:
+        return self.kept.owner.new_home(parameter, self.name, self.use)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<CoordinatorHome of {self.name!r} at {self.kept.description}>"
+
+
+class CoordinatorBuffer:
+    """Home of a buffer that lives on parameter servers, on the coordinator.
+
+    Attributes:
+        central: the buffer the coordinator works with.
+        counts: several workers' increases of it add up (a BatchNorm's count of batches).
+    """
+
+    __slots__ = ("__weakref__", "_replace", "_strategy", "central", "counts", "kept")
+
+    def __init__(self, kept: Kept, strategy: Any, *, counts: bool) -> None:
+        self.kept = kept
+        self.central = kept.tensor
+        self.counts = counts
+        self._strategy = weakref.ref(strategy)
+        self._replace: Callable[[Tensor], None] | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that looks after this buffer; None when it is gone."""
+        return self._strategy()
+
+    def resolve(self) -> Tensor:
+        """The buffer, brought up to date."""
+        self.kept.refresh()
+        return self.central
+
+    def on_replace(self, replace: Callable[[Tensor], None]) -> None:
+        """Tell how another tensor is put where central stands in the module."""
+        self._replace = replace
+
+    def put(self, replica: Any, tensor: Tensor) -> None:
+        """Code on the coordinator assigned another tensor to the buffer's name."""
+        del replica
+        with torch.no_grad():
+            self.central.copy_(tensor)
+
+
+class CoordinatorVariables:
+    """All variables of one strategy, as the coordinator knows them.
+
+    Args:
+        client: the coordinator's connections to the servers.
+        servers: how many there are.
+        partitioner: how variables are cut, or None.
+    """
+
+    def __init__(self, client: PsClient, servers: int, partitioner: Partitioner | None) -> None:
+        self.client = client
+        self.partitioner = partitioner
+        self.closed = False
+        self.beside: Description | None = None  # while colocate_vars_with is in force
+        self._placement = Placement(servers)
+        # Modules own the homes; what is forgotten there is forgotten here.
+        self._homes: weakref.WeakSet[CoordinatorHome | CoordinatorBuffer] = weakref.WeakSet()
+
+    def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
+        """Where a new variable goes."""
+        shape = tuple(tensor.shape)
+        if self.beside is not None:
+            return self._placement.place(name, shape, tensor.dtype, beside=self.beside)
+        shards = number_of_shards(partitioner, shape, tensor.dtype)
+        return self._placement.place(name, shape, tensor.dtype, shards=shards)
+
+    def place_variable(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: int
+    ) -> Description:
+        """Where a new `Variable` of known shards goes."""
+        return self._placement.place(name, shape, dtype, shards=shards, beside=self.beside)
+
+    def adopt_parameter(
+        self, module: nn.Module, name: str, parameter: nn.Parameter
+    ) -> CoordinatorHome:
+        """The home of a parameter registered under the scope."""
+        return self.new_home(parameter, name, _use_of(module, name))
+
+    def new_home(self, parameter: nn.Parameter, name: str, use: Use) -> CoordinatorHome:
+        """A home for a parameter."""
+        home = CoordinatorHome(Kept(self, parameter, name), name, use)
+        self._homes.add(home)
+        return home
+
+    def adopt_buffer(
+        self, strategy: Any, module: nn.Module, name: str, buffer: Tensor
+    ) -> CoordinatorBuffer:
+        """The home of a buffer registered under the scope; buffers are never cut."""
+        kept = Kept(self, buffer, name, may_be_cut=False)
+        norm = nn.modules.batchnorm._NormBase
+        counts = name == "num_batches_tracked" and isinstance(module, norm)
+        home = CoordinatorBuffer(kept, strategy, counts=counts)
+        self._homes.add(home)
+        return home
+
+    def flush(self) -> None:
+        """Create what is new on the servers, and write there what was changed here."""
+        every = [home.kept for home in self._homes if not is_lazy(home.kept.tensor)]
+        new = [kept for kept in every if kept.remote is None]
+        if new:
+            self.client.create_all([one for kept in new for one in kept.reach().wanted()])
+        for kept in every:
+            if kept.is_changed():
+                kept.send()
+
+    def close(self) -> None:
+        """Let go of the servers; their variables are freed, local values stay."""
+        if not self.closed:
+            self.closed = True
+            self.client.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<CoordinatorVariables {len(self._homes)} homes, {self._placement!r}>"
+
+
+def _use_of(module: nn.Module, name: str) -> Use:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return Use.ROWS if name == "weight" else Use.UNKNOWN
+    return Use.WHOLE if type(module).__module__.startswith("torch.nn.") else Use.UNKNOWN

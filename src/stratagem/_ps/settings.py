@@ -1,0 +1,88 @@
+"""An optimizer's settings as plain data: what servers are told, and what changed since.
+
+Servers never unpickle, so a setting must be a number, a text, a truth value, None or several
+numbers. Used by the coordinator (creation) and by workers (changed learning rates travel with their
+pushes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem._wire.messages import Setting
+from stratagem.errors import UnsupportedOptimizer
+
+_NOT_SETTINGS = frozenset({"params", "param_names"})
+
+
+def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
+    """Settings of every parameter group, by the group's number.
+
+    Raises:
+        UnsupportedOptimizer: a setting is no plain data.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        >>> settings_of(sgd)[0]["lr"]
+        0.5
+    """
+    return {
+        number: {
+            key: _plain(optimizer, key, value)
+            for key, value in group.items()
+            if key not in _NOT_SETTINGS
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    }
+
+
+def changed_settings(
+    optimizer: Optimizer, initial: dict[int, dict[str, Any]]
+) -> dict[int, dict[str, Setting]]:
+    """Settings that are not, or once were not, those in `initial`.
+
+    A changed setting is remembered in `initial` as changed, so that it is also sent when it takes
+    its first value again: another worker may have told the servers otherwise.
+    """
+    changed: dict[int, dict[str, Setting]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        known = initial.setdefault(number, {})
+        for key, value in group.items():
+            if key in _NOT_SETTINGS:
+                continue
+            if key in known:
+                before = known[key]
+                if before is value or (type(value) is type(before) and value == before):
+                    continue
+            plain = _plain(optimizer, key, value)
+            if key in known and plain == known[key]:
+                continue
+            known[key] = _CHANGED
+            changed.setdefault(number, {})[key] = plain
+    return changed
+
+
+class _Changed:
+    """Stands for a setting that has been changed at least once; equal to nothing."""
+
+
+_CHANGED = _Changed()
+
+
+def _plain(optimizer: Optimizer, key: str, value: Any) -> Setting:
+    if isinstance(value, Tensor):
+        return float(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and all(
+        isinstance(one, int | float | Tensor) for one in value
+    ):
+        return tuple(float(one) for one in value)
+    raise UnsupportedOptimizer(
+        f"{type(optimizer).__name__} has the setting {key}={value!r}, which cannot be told to "
+        "parameter servers: expected a number, a text, a truth value, None or a tuple of numbers."
+    )

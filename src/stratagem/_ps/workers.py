@@ -1,0 +1,316 @@
+"""A worker's side of the variables on parameter servers: what a step reads, what it sends.
+
+`WorkerVariables` gives the parameters and buffers a shipped function works with:
+
+- a dense parameter is a plain ``nn.Parameter`` leaf. On the servers' host it lies over their shared
+  memory, so reading it costs nothing and shows every update at once; elsewhere, or when the variable
+  is in several shards, it is a copy that `refresh` brings up to date;
+- an embedding's weight, and every sharded variable, is a `TableParameter`;
+- a buffer is a copy of the worker's own, since layers write buffers in place: what a step changed is
+  sent with the step.
+
+`push` sends the gradients of one optimizer step. Only servers write parameters; what a function writes
+into a leaf itself would be lost, so it is refused. One object per worker life, used by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem import metrics
+from stratagem._ps.batches import PushedGradient, WriteBatch
+from stratagem._ps.client import PsClient
+from stratagem._ps.placement import Description
+from stratagem._ps.remote import RemoteVariable
+from stratagem._ps.settings import changed_settings
+from stratagem._ps.tables import TableParameter
+from stratagem.errors import ForeignParameterError
+
+Settings = dict[int, dict[str, Any]]
+
+
+class DenseParameter:
+    """A parameter used as a whole, and the leaf that stands for it here."""
+
+    __slots__ = ("leaf", "remote", "version")
+
+    def __init__(self, remote: RemoteVariable, *, requires_grad: bool) -> None:
+        self.remote = remote
+        if self.is_live:
+            assert remote.mapped is not None
+            data = remote.mapped[0].tensor
+        else:
+            data = remote.read()
+        self.leaf = nn.Parameter(data, requires_grad=requires_grad)
+        self.version = self.leaf._version
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the leaf lies over the server's memory."""
+        return self.remote.mapped is not None and len(self.remote.places) == 1
+
+    def refresh(self) -> None:
+        """Take over the servers' values, if the leaf is a copy and they moved."""
+        if self.is_live:
+            return
+        if self.remote.versions() != self.remote.seen:
+            self.remote.read_into(self.leaf.data)
+
+    def refuse_writes(self) -> None:
+        """Raise if the function wrote into the leaf; the server's value is put back."""
+        if self.leaf._version == self.version:
+            return
+        self.version = self.leaf._version
+        if self.remote.mapped is not None and self.is_live:
+            self.remote.mapped[0].refresh()
+        else:
+            self.remote.read_into(self.leaf.data)
+        raise ForeignParameterError(
+            f"parameter {self.remote.name!r} was written in place inside a scheduled function. It "
+            "lives on parameter servers, and a worker's copy of it is not sent back. Let "
+            "optimizer.step() update it, use a sg.Variable's assign methods, or write it on the "
+            "coordinator."
+        )
+
+    def gradients(self) -> Iterator[tuple[int, PushedGradient]]:
+        """What each server gets of the leaf's gradient."""
+        grad = self.leaf.grad
+        assert grad is not None
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            yield from row_gradients(self.remote, grad.indices()[0], grad.values(), sparse=True)
+            return
+        for place, part in zip(self.remote.places, self.remote.cut(grad), strict=True):
+            yield place.server, PushedGradient(variable=place.variable, values=part)
+
+
+class WorkerBuffer:
+    """A buffer's copy on this worker."""
+
+    __slots__ = ("counts", "remote", "start", "tensor", "version")
+
+    def __init__(self, remote: RemoteVariable, *, counts: bool) -> None:
+        self.remote = remote
+        self.counts = counts
+        self.tensor = remote.read()
+        self.version = self.tensor._version
+        self.start = self.tensor.clone() if counts else None
+
+    def refresh(self) -> None:
+        """Take over the server's value, if it moved."""
+        if self.remote.versions() != self.remote.seen:
+            with torch.no_grad():
+                self.remote.read_into(self.tensor)
+            self._note()
+
+    def add_change(self, batch: WriteBatch) -> None:
+        """Send what the step changed: a counter's increase, any other buffer's new value."""
+        if self.tensor._version == self.version:
+            return
+        if self.start is not None:
+            self.remote.add_assign(batch, "add", self.tensor - self.start)
+        else:
+            self.remote.add_assign(batch, "set", self.tensor)
+        self._note()
+
+    def _note(self) -> None:
+        self.version = self.tensor._version
+        if self.start is not None:
+            self.start = self.tensor.clone()
+
+
+class WorkerVariables:
+    """Everything one worker has of a strategy's variables.
+
+    Args:
+        client: this worker's connections to the servers.
+        registry: where to count; staleness is the distribution ``ps.staleness``.
+    """
+
+    def __init__(self, client: PsClient, registry: metrics.Registry | None = None) -> None:
+        self.client = client
+        self._dense: dict[int, DenseParameter] = {}  # id(leaf)
+        self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
+        self._buffers: list[WorkerBuffer] = []
+        counting = metrics if registry is None else registry
+        self._staleness = counting.distribution("ps.staleness")
+        self._push_time = counting.timer("ps.push")
+        self._refresh_time = counting.timer("ps.refresh")
+
+    # -------------------------------------------------------------- what functions work with
+
+    def remote(self, description: Description) -> RemoteVariable:
+        """A variable, to be read and written as one likes."""
+        return RemoteVariable(description, self.client)
+
+    def parameter(
+        self, description: Description, *, requires_grad: bool, as_table: bool
+    ) -> nn.Parameter:
+        """The worker's parameter for a variable."""
+        remote = self.remote(description)
+        if as_table:
+            table = TableParameter.over(remote, requires_grad=requires_grad)
+            self._tables[id(table)] = (table, remote)
+            return table
+        dense = DenseParameter(remote, requires_grad=requires_grad)
+        self._dense[id(dense.leaf)] = dense
+        return dense.leaf
+
+    def buffer(self, description: Description, *, counts: bool) -> Tensor:
+        """The worker's copy of a buffer; `counts`: several workers' increases add up."""
+        made = WorkerBuffer(self.remote(description), counts=counts)
+        self._buffers.append(made)
+        return made.tensor
+
+    # -------------------------------------------------------------- around a closure
+
+    @contextmanager
+    def closure(self, number: int | None) -> Iterator[None]:
+        """Around one scheduled function: fresh values before, everything acknowledged after."""
+        with self.client.closure(number):
+            self.refresh()
+            for dense in self._dense.values():
+                dense.version = dense.leaf._version
+            try:
+                yield
+                self._send_buffers()
+            finally:
+                self.client.settle()
+            for dense in self._dense.values():
+                dense.refuse_writes()
+
+    def refresh(self) -> None:
+        """Bring copies up to date; what lies over shared memory is."""
+        stale = [dense for dense in self._dense.values() if not dense.is_live]
+        if not stale and not self._buffers:
+            return
+        with self._refresh_time.measure(), torch.no_grad():
+            for dense in stale:
+                dense.refresh()
+            for buffer in self._buffers:
+                buffer.refresh()
+
+    # -------------------------------------------------------------- an optimizer's step
+
+    def push(self, number: int, optimizer: Optimizer, initial: Settings) -> None:
+        """Send the gradients of one step, with the buffers it changed, and wait until it is done.
+
+        Args:
+            number: the optimizer's, on the servers.
+            optimizer: whose parameters' gradients are sent.
+            initial: settings the servers know; others are sent along.
+        """
+        with self._push_time.measure():
+            batch = self.client.batch()
+            by_server: dict[int, list[PushedGradient]] = {}
+            touched: list[RemoteVariable] = []
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    remote = self._add_gradients(parameter, by_server)
+                    if remote is not None:
+                        touched.append(remote)
+            settings = changed_settings(optimizer, initial)
+            for server, gradients in by_server.items():
+                batch.push(server, number, gradients, settings)
+            for buffer in self._buffers:
+                buffer.add_change(batch)
+            if batch.is_empty:
+                return
+            self.client.send(batch)
+            versions = self.client.settle()
+        self._note_staleness(touched, versions)
+        self.refresh()
+
+    def _add_gradients(
+        self, parameter: Any, by_server: dict[int, list[PushedGradient]]
+    ) -> RemoteVariable | None:
+        dense = self._dense.get(id(parameter))
+        if dense is not None:
+            if parameter.grad is None:
+                return None
+            pieces, remote = dense.gradients(), dense.remote
+        else:
+            known = self._tables.get(id(parameter))
+            if known is None:
+                if parameter.grad is None:
+                    return None
+                raise ForeignParameterError(
+                    f"a parameter of shape {tuple(parameter.shape)} that is on no parameter server "
+                    "got a gradient inside a scheduled function: its update would be lost with "
+                    "the function. Create the module inside `with strategy.scope():`."
+                )
+            table, remote = known
+            if table.grad is None:
+                return None
+            pieces = table_gradients(table, remote)
+        for server, gradient in pieces:
+            by_server.setdefault(server, []).append(gradient)
+        return remote
+
+    def _send_buffers(self) -> None:
+        batch = self.client.batch()
+        for buffer in self._buffers:
+            buffer.add_change(batch)
+        if not batch.is_empty:
+            self.client.send(batch)
+
+    def _note_staleness(
+        self, touched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]
+    ) -> None:
+        """How many writes of others lay between this step's reads and its write, at most."""
+        worst = -1
+        for remote in touched:
+            for index, (place, seen) in enumerate(zip(remote.places, remote.seen, strict=True)):
+                after = versions.get((place.server, place.variable))
+                if after is not None and seen:
+                    worst = max(worst, after - 1 - seen)
+                    remote.seen = (*remote.seen[:index], after, *remote.seen[index + 1 :])
+        if worst >= 0:
+            self._staleness.record(worst)
+
+    @override
+    def __repr__(self) -> str:
+        return (
+            f"<WorkerVariables {len(self._dense)} parameters, {len(self._tables)} tables, "
+            f"{len(self._buffers)} buffers>"
+        )
+
+
+def table_gradients(
+    table: TableParameter, remote: RemoteVariable
+) -> Iterator[tuple[int, PushedGradient]]:
+    """What each server gets of a table's gradient.
+
+    Shards without a row get an empty gradient: their optimizer's step count and moments move too.
+    """
+    ids, values = table.gradient.ids(), table.gradient.value()
+    assert values is not None
+    if ids is not None:
+        yield from row_gradients(remote, ids, values, sparse=table.gradient.sparse)
+        return
+    for place, part in zip(remote.places, remote.cut(values), strict=True):
+        yield place.server, PushedGradient(variable=place.variable, values=part)
+
+
+def row_gradients(
+    remote: RemoteVariable, ids: Tensor, values: Tensor, *, sparse: bool
+) -> Iterator[tuple[int, PushedGradient]]:
+    """Sorted unique rows, cut along the shards."""
+    cuts = remote.layout.cut_sorted(ids)
+    for place, offset, (begin, end) in zip(remote.places, remote.layout.offsets, cuts, strict=True):
+        yield (
+            place.server,
+            PushedGradient(
+                variable=place.variable,
+                values=values[begin:end],
+                ids=ids[begin:end] - offset,
+                sparse=sparse,
+            ),
+        )

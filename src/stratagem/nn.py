@@ -1,0 +1,15 @@
+"""Lookups in embedding tables, sharded or not: the public names.
+
+Example:
+    >>> import torch, stratagem as sg
+    >>> sg.nn.embedding_lookup(torch.eye(3), torch.tensor([1]))
+    tensor([[0., 1., 0.]])
+"""
+
+from stratagem._ps.embedding import (
+    embedding_lookup,
+    embedding_lookup_sparse,
+    safe_embedding_lookup_sparse,
+)
+
+__all__ = ["embedding_lookup", "embedding_lookup_sparse", "safe_embedding_lookup_sparse"]

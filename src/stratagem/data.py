@@ -8,6 +8,11 @@ Example:
 """
 
 from stratagem._data.dataset import Dataset, as_dataset
+from stratagem._data.distribute import (
+    DistributedDataset,
+    DistributedIterator,
+    OptionalElement,
+)
 from stratagem._data.iteration import DatasetIterator
 from stratagem._data.node import INFINITE, UNKNOWN, Skipped
 from stratagem._data.options import SHARD_HINT, AutoShardPolicy, DistributeOptions, Options
@@ -36,10 +41,13 @@ __all__ = [
     "Dataset",
     "DatasetIterator",
     "DistributeOptions",
+    "DistributedDataset",
+    "DistributedIterator",
     "ElementRng",
     "LineReader",
     "NumpyReader",
     "ObjectSpec",
+    "OptionalElement",
     "Options",
     "ParquetReader",
     "PerReplicaSpec",

@@ -92,10 +92,10 @@ class _SeekingCursor(Cursor):
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
-        self._made: Iterator[Any] | None = None
+        self._made: Any = None
         self._plain = IteratorCursor(self._begin, f"{type(source).__name__}")
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Any:
         self._made = iter(self._source)
         return self._made
 
@@ -116,7 +116,6 @@ class _SeekingCursor(Cursor):
             self._plain.restore(state)
             return
         iterator = self._begin()
-        assert isinstance(iterator, Seekable)
         iterator.set_state(state["seek"])
         self._plain.resume(iterator, state["position"])
 
@@ -156,6 +155,7 @@ class OnceNode(Node):
     def replayable(self) -> bool:
         return False
 
+    @override
     def __reduce__(self) -> Any:
         raise TypeError(
             f"a dataset over a {type(self._iterator).__name__} object cannot be sent to another "
@@ -190,7 +190,7 @@ class StatefulCursor(Cursor):
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Any = None
         self._saved: Any = None
         self._ended = False
 

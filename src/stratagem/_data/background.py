@@ -103,7 +103,7 @@ def wait_for(future: Future[Any], what: str) -> Any:
 
 @final
 class Prefetcher:
-    """Reads a cursor ahead in a thread, keeping up to `size` prepared elements.
+    """Reads a cursor ahead in a thread, keeping up to `size` prepared elements (0: no thread).
 
     The first element is read in the caller's thread: the caller would wait for it anyway, and
     sources that draw from torch's global generator when they begin (a DataLoader's sampler) do so
@@ -131,7 +131,7 @@ class Prefetcher:
     def next(self) -> Any:
         """The next prepared element, or `END`."""
         if self._thread is None and not self._ready and not self._ended:
-            return self._first()
+            return self._read_here()
         with self._change:
             if not self._has_news():
                 self._wait_for_news()
@@ -155,7 +155,7 @@ class Prefetcher:
     def _has_news(self) -> bool:
         return bool(self._ready) or self._ended or self._error is not None
 
-    def _first(self) -> Any:
+    def _read_here(self) -> Any:
         element = self._child.next()
         if element is END:
             self._ended = True
@@ -165,7 +165,7 @@ class Prefetcher:
         return prepared
 
     def _start_if_needed(self) -> None:
-        if self._thread is None and not self._ended and not self._stopped:
+        if self._size and self._thread is None and not self._ended and not self._stopped:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 

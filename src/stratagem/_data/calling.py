@@ -94,6 +94,7 @@ class UserFunction:
             error.add_note(f"in the function given to {self.verb}(), {self}, at element {number}")
             raise
 
+    @override
     def __repr__(self) -> str:
         return getattr(self.fn, "__qualname__", None) or repr(self.fn)
 

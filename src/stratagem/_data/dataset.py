@@ -11,12 +11,14 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from typing_extensions import override
+
 from stratagem._data import adapters, nests, specs
 from stratagem._data.batching import BatchNode, UnbatchNode
 from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConcatenateNode, InterleaveNode, InterleavePlan, ZipNode
 from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand
-from stratagem._data.iteration import DatasetIterator, Passes, outline
+from stratagem._data.iteration import DatasetIterator, Passes, Playback, outline
 from stratagem._data.node import INFINITE, UNKNOWN, Node
 from stratagem._data.options import SHARD_HINT, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE, FilterNode, MapNode, PrefetchNode
@@ -121,7 +123,7 @@ class Dataset:
     def from_files(
         patterns: Any, reader: Reader | str | None = None, *, on_error: OnError = "raise"
     ) -> Dataset:
-        """The records of files, in order.
+        r"""The records of files, in order.
 
         Args:
             patterns: a path or pattern, or a list of them.
@@ -133,7 +135,7 @@ class Dataset:
         Example:
             >>> import stratagem as sg, pathlib, tempfile
             >>> path = pathlib.Path(tempfile.mkdtemp(), "a.csv")
-            >>> _ = path.write_text("x\\n1\\nbad\\n3\\n")
+            >>> _ = path.write_text("x\n1\nbad\n3\n")
             >>> [int(r["x"]) for r in sg.data.Dataset.from_files(path).take(1)]
             [1]
         """
@@ -452,7 +454,7 @@ class Dataset:
 
     def _peek(self) -> Any:
         passes = Passes(base_seed=0)  # a pass of its own: looking must not count as an epoch
-        with DatasetIterator(passes.begin(self.node)) as iterator:
+        with DatasetIterator(Playback(passes.begin(self.node))) as iterator:
             for element in iterator:
                 spec = specs.spec_of(element)
                 return specs.first_dimension(spec, None) if self.node.rows_vary else spec
@@ -483,11 +485,13 @@ class Dataset:
             yield nests.map_leaves(_to_numpy, element)
 
     def __iter__(self) -> DatasetIterator:
-        return DatasetIterator(self._passes.begin(self.node))
+        return DatasetIterator(Playback(self._passes.begin(self.node)))
 
+    @override
     def __reduce__(self) -> Any:
         return (Dataset, (self.node,))  # passes, seeds and caches stay behind
 
+    @override
     def __repr__(self) -> str:
         size = self.node.cardinality()
         count = {INFINITE: "without end", UNKNOWN: "unknown length"}.get(size, f"{size} elements")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, final
 
 from typing_extensions import override
@@ -43,10 +44,10 @@ def expand(patterns: Any) -> tuple[str, ...]:
         if not glob.has_magic(text):
             paths.append(text)
             continue
-        found = sorted(glob.glob(text, recursive=True))
+        found = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 - patterns may be absolute
         if not found:
             raise MissingFile(
-                f"no file matches {text!r}. Check the pattern; relative ones start at {os.getcwd()!r}.",
+                f"no file matches {text!r}. Check the pattern; relative ones start at {str(Path.cwd())!r}.",
                 path=text,
             )
         paths.extend(found)
@@ -138,7 +139,7 @@ class FilesCursor(Cursor):
         self._skipped = skipped
         self._file = 0
         self._record = 0
-        self._stream: Iterator[Any] | None = None
+        self._stream: Any = None
 
     @override
     def next(self) -> Any:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, final
+
+from typing_extensions import override
 
 from stratagem._data.node import END, Cursor, Frame, Node, Run, Skipped
-from stratagem._data.seeds import fresh_seed
+from stratagem._data.seeds import fresh_seed, mix
 from stratagem.errors import DataError
 
 _VERSION = 1
@@ -67,8 +71,8 @@ class Pass:
             "cursor": cursor_state,
         }
 
-    def reopen(self, state: dict[str, Any]) -> Any:
-        """Open a fresh cursor in the epoch of `state`; returns the cursor's part of it."""
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a position of another pipeline."""
         here = outline(self._node)
         if state.get("version") != _VERSION or state.get("pipeline") != here:
             raise ValueError(
@@ -76,6 +80,9 @@ class Pass:
                 f"{state.get('version')!r}), but the dataset here is {here!r} (version {_VERSION}). "
                 "Build the same pipeline to resume."
             )
+
+    def reopen(self, state: dict[str, Any]) -> Any:
+        """Open a fresh cursor in the epoch of `state`; returns the cursor's part of it."""
         self.cursor.close()
         if state["seed"] != self._passes.base_seed:
             self._passes.caches = {}
@@ -87,8 +94,14 @@ class Pass:
         self.cursor = self._open()
         return state["cursor"]
 
+    @override
     def __repr__(self) -> str:
         return f"epoch {self._epoch} of {outline(self._node)}"
+
+    @property
+    def seed(self) -> int:
+        """A seed of this pass, for randomness outside the pipeline's nodes."""
+        return mix(self.run.base_seed, self._epoch)
 
     def report_skipped(self) -> None:
         """Warn, once, about records that were passed over."""
@@ -109,14 +122,163 @@ def outline(node: Node) -> str:
     return f"{name}({inside})" if inside else name
 
 
-def _close(holder: list[Cursor]) -> None:
-    """Close whatever cursor an iterator has now; refers to no iterator, so it can outlive it."""
-    for cursor in holder:
-        cursor.close()
+class Source(Protocol):
+    """What a `Playback` plays: a cursor, or what reads one ahead."""
+
+    def next(self) -> Any:
+        """The next element, or `END`."""
+
+    def state(self) -> Any:
+        """The position."""
+
+    def restore(self, state: Any) -> None:
+        """Take over a position, fresh."""
+
+    def close(self) -> None:
+        """Release everything."""
 
 
 @final
-class DatasetIterator:
+class Playback:
+    """A pass being played: knows whether it is open, has ended, failed or was closed.
+
+    It refers to no public iterator, so that an iterator nobody holds any more can close it.
+    """
+
+    def __init__(self, one_pass: Pass, wrap: Callable[[Pass], Source] | None = None) -> None:
+        self.one_pass = one_pass
+        self._wrap = wrap
+        self._source: Source = self._wrapped()
+        self._ended = False
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    def _wrapped(self) -> Source:
+        return self.one_pass.cursor if self._wrap is None else self._wrap(self.one_pass)
+
+    def next(self) -> Any:
+        """The next element, or `END`; after an error or `close()` a `DataError`."""
+        if self._ended:
+            return END
+        if self._closed:
+            raise self._closed_error()
+        try:
+            element = self._source.next()
+        except BaseException as error:
+            self._failure = error
+            self.close()
+            raise
+        if element is END:
+            self._ended = True
+            self._source.close()
+            self.one_pass.report_skipped()
+        return element
+
+    def _closed_error(self) -> DataError:
+        if self._failure is None:
+            return DataError("this iterator was closed. Call iter(dataset) for a new one.")
+        error = DataError(
+            f"this iterator ended with an error ({type(self._failure).__name__}: {self._failure}). "
+            "Call iter(dataset) for a new one."
+        )
+        error.__cause__ = self._failure
+        return error
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last element delivered."""
+        if self._closed:
+            raise self._closed_error()
+        own = None if self._ended else self._source.state()
+        return {**self.one_pass.state(own), "ended": self._ended}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        if self._closed:
+            raise self._closed_error()
+        self.one_pass.check(state)
+        self._source.close()
+        own = self.one_pass.reopen(state)
+        self._source = self._wrapped()
+        self._ended = state["ended"]
+        if not self._ended:
+            self._source.restore(own)
+
+    def close(self) -> None:
+        """End threads, close files; idempotent."""
+        self._closed = True
+        self._source.close()
+
+    @override
+    def __repr__(self) -> str:
+        if self._ended:
+            where = "ended"
+        elif self._closed:
+            where = "closed" if self._failure is None else "failed"
+        else:
+            where = "open"
+        return f"{where}, {self.one_pass!r}"
+
+
+class ElementIterator(ABC):
+    """What every iterator over elements can do; abstract, for `DatasetIterator` and its like."""
+
+    def __init__(self, playback: Playback) -> None:
+        self._playback = playback
+        self._finalizer = weakref.finalize(self, playback.close)
+
+    @final
+    def __iter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Any:
+        """The next element."""
+
+    @property
+    @final
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Records passed over so far by ``on_error="skip"``."""
+        return tuple(self._playback.one_pass.run.skipped)
+
+    @final
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last element delivered; plain values and tensors only."""
+        return self._playback.state()
+
+    @final
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position saved from an iterator of the same pipeline.
+
+        Raises:
+            ValueError: the position is one of another pipeline.
+        """
+        self._playback.load(state)
+
+    @final
+    def close(self) -> None:
+        """End threads, close files; idempotent."""
+        self._finalizer()
+
+    @final
+    def __enter__(self) -> Self:
+        return self
+
+    @final
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._playback!r}>"
+
+
+@final
+class DatasetIterator(ElementIterator):
     """The elements of a dataset, and the position among them.
 
     It ends its threads and closes its files after the last element, after an error, on `close()`,
@@ -135,88 +297,9 @@ class DatasetIterator:
         True
     """
 
-    def __init__(self, one_pass: Pass) -> None:
-        self._pass = one_pass
-        self._ended = False
-        self._failure: BaseException | None = None
-        self._open = [one_pass.cursor]
-        self._finalizer = weakref.finalize(self, _close, self._open)
-
-    def __iter__(self) -> Self:
-        return self
-
+    @override
     def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
-        if not self._finalizer.alive:
-            raise self._closed_error()
-        try:
-            element = self._pass.cursor.next()
-        except BaseException as error:
-            self._failure = error
-            self._finalizer()
-            raise
+        element = self._playback.next()
         if element is END:
-            self._ended = True
-            self._pass.cursor.close()
-            self._pass.report_skipped()
             raise StopIteration
         return element
-
-    def _closed_error(self) -> DataError:
-        if self._failure is None:
-            return DataError("this iterator was closed. Call iter(dataset) for a new one.")
-        error = DataError(
-            f"this iterator ended with an error ({type(self._failure).__name__}: {self._failure}). "
-            "Call iter(dataset) for a new one."
-        )
-        error.__cause__ = self._failure
-        return error
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        """Records passed over so far by ``on_error="skip"``."""
-        return tuple(self._pass.run.skipped)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last element delivered; plain values and tensors only."""
-        if not self._finalizer.alive:
-            raise self._closed_error()
-        state = self._pass.state(self._pass.cursor.state())
-        return {**state, "ended": self._ended}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position saved from an iterator of the same pipeline.
-
-        Raises:
-            ValueError: the position is one of another pipeline.
-        """
-        if not self._finalizer.alive:
-            raise self._closed_error()
-        own = self._pass.reopen(state)
-        self._open[:] = [self._pass.cursor]
-        self._ended = state["ended"]
-        if not self._ended:
-            self._pass.cursor.restore(own)
-
-    def close(self) -> None:
-        """End threads, close files; idempotent."""
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        if not self._finalizer.alive:
-            where = "closed" if self._failure is None else "failed"
-        else:
-            where = "ended" if self._ended else "open"
-        return f"<DatasetIterator {where}, {self._pass!r}>"

@@ -8,6 +8,7 @@ distribution of batches over replicas are built on it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -255,9 +256,26 @@ def split_sizes(rows: int, parts: int) -> list[int]:
 def cut_leaf(leaf: Any, sizes: Sequence[int]) -> list[Any]:
     """A leaf's rows cut into consecutive parts (views, no copy)."""
     if isinstance(leaf, torch.Tensor):
-        return list(leaf.split(list(sizes)))
+        return list(torch.split(leaf, list(sizes)))
     bounds = np.cumsum([0, *sizes])
-    return [leaf[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [leaf[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def cut(nest: Any, sizes: Sequence[int]) -> list[Any]:
+    """A batch cut into consecutive parts, one nest each."""
+    pieces = iter([cut_leaf(leaf, sizes) for leaf in leaves(nest)])
+    tree = map_leaves(lambda _: next(pieces), nest)
+    return [_pick(tree, nest, part) for part in range(len(sizes))]
+
+
+def _pick(tree: Any, like: Any, part: int) -> Any:
+    """From a nest with a list of parts for each leaf, the nest of one part."""
+    if not is_nest(like):
+        return tree[part]
+    if isinstance(like, dict):
+        return rebuild_dict(like, {key: _pick(tree[key], like[key], part) for key in like})
+    items = [_pick(t, each, part) for t, each in zip(tree, like, strict=True)]
+    return items if isinstance(like, list) else rebuild_tuple(like, items)
 
 
 def without_rows(nest: Any) -> Any:

@@ -36,6 +36,7 @@ class _End:
 
     __slots__ = ()
 
+    @override
     def __repr__(self) -> str:
         return "END"
 
@@ -131,7 +132,7 @@ class Cursor(ABC):
     def restore(self, state: State) -> None:
         """Take over a position. Only ever called on a cursor that has yielded nothing yet."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most cursors own nothing
         """Release threads, processes and files; idempotent."""
 
 

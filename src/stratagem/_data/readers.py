@@ -204,8 +204,7 @@ class NumpyReader(Reader):
             yield Bad(f"not a readable NumPy file: {error}")
             return
         for number in range(start, rows):
-            # A copy: the rows of a mapped file are read-only memory.
-            yield nests.map_leaves(lambda leaf, n=number: np.array(leaf[n]), columns)
+            yield nests.row(columns, number)
 
 
 def _unpack(archive: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 _MASK = (1 << 64) - 1
 
@@ -79,6 +80,7 @@ class ElementRng:
             self._python = random.Random(self.seed)
         return self._python
 
+    @override
     def __repr__(self) -> str:
         return f"ElementRng(seed={self.seed:#x})"
 

@@ -138,7 +138,7 @@ class TensorsNode(Node):
 
     @override
     def open(self, frame: Frame) -> Cursor:
-        return IteratorCursor(lambda: iter([nests.copied(self._element)]), "from_tensors")
+        return IteratorCursor(lambda: iter([self._element]), "from_tensors")
 
     @override
     def cardinality(self) -> int:
@@ -199,7 +199,7 @@ class IteratorCursor(Cursor):
     def __init__(self, begin: Callable[[], Iterator[Any]], what: str) -> None:
         self._begin = begin
         self._what = what
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Any = None
         self._position = 0
         self._ended = False
 
@@ -216,7 +216,8 @@ class IteratorCursor(Cursor):
             self.close()
             return END
         self._position += 1
-        return nests.to_element(value)
+        # Copied: user code may hand out one array again and again, and elements are read ahead.
+        return nests.copied(nests.to_element(value))
 
     @override
     def state(self) -> State:

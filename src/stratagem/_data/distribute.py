@@ -1,0 +1,453 @@
+"""Distributing datasets over replicas: the one split rule, devices, reading ahead.
+
+Strategies call `distribute_dataset` and `distribute_datasets_from_function`; a worker of a cluster says
+which of how many input pipelines it is. What comes out is iterated by the user and given to ``run``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, final
+
+import torch
+from typing_extensions import override
+
+from stratagem._core.context import InputContext, current_replica
+from stratagem._core.values import PerReplica
+from stratagem._data import autoshard, nests, specs
+from stratagem._data.background import Prefetcher
+from stratagem._data.calling import UserFunction
+from stratagem._data.dataset import Dataset, as_dataset
+from stratagem._data.iteration import (
+    ElementIterator,
+    Pass,
+    Passes,
+    Playback,
+    outline,
+)
+from stratagem._data.node import END, Node
+from stratagem._data.seeds import mix
+from stratagem._data.steps import AbreastNode, DealNode
+from stratagem._data.transfer import Movers
+from stratagem._data.transforms import EnumerateNode
+from stratagem.config import InputOptions, InputReplicationMode
+from stratagem.errors import DataError, EndOfData
+
+Kind = Literal["cut", "deal", "abreast"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How steps become distributed values.
+
+    Attributes:
+        kind: "cut" one element a step, "deal" R consecutive ones, "abreast" one per pipeline.
+        devices: one per replica.
+        options: the user's.
+        functions: what `.map` added, applied to each replica's part.
+        base_seed: of unseeded shuffles, where workers must agree; else `None`.
+    """
+
+    kind: Kind
+    devices: tuple[torch.device, ...]
+    options: InputOptions
+    functions: tuple[UserFunction, ...] = ()
+    base_seed: int | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas."""
+        return len(self.devices)
+
+
+def distribute_dataset(
+    dataset: Any,
+    devices: Sequence[torch.device],
+    options: InputOptions | None = None,
+    *,
+    num_input_pipelines: int = 1,
+    input_pipeline_id: int = 0,
+) -> DistributedDataset:
+    """A dataset of global batches, cut for the replicas on `devices`.
+
+    Args:
+        dataset: anything `as_dataset` takes.
+        devices: one per replica.
+        options: how parts reach the replicas.
+        num_input_pipelines: workers that share the dataset, by its auto-shard policy.
+        input_pipeline_id: which of them this is.
+
+    Raises:
+        NotImplementedError: PER_REPLICA, which needs a dataset function (INP-13).
+    """
+    options = _checked(options)
+    if options.replication_mode is InputReplicationMode.PER_REPLICA:
+        raise NotImplementedError(
+            "InputReplicationMode.PER_REPLICA needs a dataset for each replica. Use "
+            "strategy.distribute_datasets_from_function(dataset_fn, options)."
+        )
+    found = as_dataset(dataset)
+    share = autoshard.share(
+        found.node,
+        found.options.distribute.auto_shard_policy,
+        num_workers=num_input_pipelines,
+        index=input_pipeline_id,
+    )
+    seed = autoshard.SHARED_SEED if share.one_order and num_input_pipelines > 1 else None
+    return DistributedDataset(share.node, Plan("cut", tuple(devices), options, base_seed=seed))
+
+
+def distribute_datasets_from_function(
+    dataset_fn: Callable[[InputContext], Any],
+    devices: Sequence[torch.device],
+    options: InputOptions | None = None,
+    *,
+    num_input_pipelines: int = 1,
+    input_pipeline_id: int = 0,
+) -> DistributedDataset:
+    """Per-replica batches from a function: each step takes R consecutive ones.
+
+    The function is called at once: with the pipeline's `InputContext`, or with PER_REPLICA once
+    for each replica, as pipelines of their own.
+
+    Raises:
+        TypeError: it is no function, or returned something that is no dataset.
+        ValueError: options that contradict each other (INP-22).
+    """
+    options = _checked(options)
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"dataset_fn={dataset_fn!r:.60} is not callable: expected a function that takes an "
+            "InputContext and returns a dataset. For a dataset use distribute_dataset()."
+        )
+    per_replica = options.replication_mode is InputReplicationMode.PER_REPLICA
+    if options.place_dataset_on_device and not per_replica:
+        raise ValueError(
+            "place_dataset_on_device=True needs replication_mode=InputReplicationMode.PER_REPLICA"
+        )
+    if options.place_dataset_on_device and options.fetch_to_device:
+        raise ValueError(
+            "place_dataset_on_device=True and fetch_to_device=True contradict each other: a dataset "
+            "on the device need not be fetched there. Set fetch_to_device=False."
+        )
+    replicas = len(devices)
+    pipelines, first, each = num_input_pipelines, input_pipeline_id, 1
+    if per_replica:
+        pipelines, first, each = pipelines * replicas, first * replicas, replicas
+    in_sync = num_input_pipelines * replicas
+    made = [
+        _made_by(dataset_fn, InputContext(pipelines, first + place, in_sync))
+        for place in range(each)
+    ]
+    if per_replica:
+        return DistributedDataset(
+            AbreastNode([dataset.node for dataset in made]),
+            Plan("abreast", tuple(devices), options),
+        )
+    return DistributedDataset(
+        DealNode(made[0].node, replicas), Plan("deal", tuple(devices), options)
+    )
+
+
+def _made_by(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
+    made = dataset_fn(context)
+    try:
+        return as_dataset(made)
+    except TypeError:
+        raise TypeError(
+            f"dataset_fn returned {type(made).__name__} {made!r:.60}; expected a dataset, such as "
+            "sg.data.Dataset, or an iterable of per-replica batches"
+        ) from None
+
+
+def _checked(options: InputOptions | None) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options={options!r} is no sg.InputOptions")
+    return options
+
+
+class Cardinality(int):
+    """A number of elements that is also what calling it returns.
+
+    tf.distribute has ``cardinality`` as a property here and as a method on datasets.
+
+    Example:
+        >>> Cardinality(3) == Cardinality(3)() == 3
+        True
+    """
+
+    __slots__ = ()
+
+    def __call__(self) -> int:
+        """The number itself."""
+        return int(self)
+
+
+@final
+class DistributedDataset:
+    """Steps for the replicas of a strategy; iterate it, and hand what it yields to ``run``.
+
+    With one replica elements are those of the dataset. With several each leaf is a `PerReplica`:
+    the batch cut in order into parts whose sizes differ by at most one, larger parts first;
+    a replica without rows gets an empty part.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+        >>> batches = strategy.distribute_dataset(sg.data.Dataset.range(5).batch(3))
+        >>> [[part.tolist() for part in strategy.local_results(batch)] for batch in batches]
+        [[[0, 1], [2]], [[3], [4]]]
+        >>> strategy.close()
+    """
+
+    def __init__(self, node: Node, plan: Plan) -> None:
+        self._node = node
+        self._plan = plan
+        self._passes = Passes(base_seed=plan.base_seed)
+
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self._begin(self._passes))
+
+    def _begin(self, passes: Passes) -> Playback:
+        plan = self._plan
+        node = EnumerateNode(self._node, 0) if plan.functions else self._node
+        return Playback(passes.begin(node), lambda one_pass: _ahead(plan, one_pass))
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas it feeds."""
+        return self._plan.replicas
+
+    @property
+    def cardinality(self) -> Cardinality:
+        """Number of steps, or `INFINITE`, or `UNKNOWN`."""
+        return Cardinality(self._node.cardinality())
+
+    def __len__(self) -> int:
+        size = self._node.cardinality()
+        if size < 0:
+            raise TypeError(f"len() of {self!r}: its number of steps is not known")
+        return size
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def element_spec(self) -> Any:
+        """Shapes and dtypes: the dataset's with one replica, else `PerReplicaSpec` leaves.
+
+        Raises:
+            DataError: the dataset is empty and nothing else tells.
+        """
+        plan = self._plan
+        if plan.functions:
+            return self._peek()
+        if plan.kind == "abreast":
+            parts = [Dataset(node).element_spec for node in self._node.inputs]
+        elif plan.kind == "deal":
+            parts = [Dataset(self._node.inputs[0]).element_spec] * plan.replicas
+        else:
+            spec = Dataset(self._node).element_spec
+            parts = [_part_spec(spec, plan.replicas)] * plan.replicas
+        if plan.replicas == 1:
+            return parts[0]
+        if plan.kind != "cut":  # a last step may be padded with empty parts
+            parts = [specs.first_dimension(part, None) for part in parts]
+        return nests.zip_leaves(lambda found: specs.PerReplicaSpec(tuple(found)), parts)
+
+    def _peek(self) -> Any:
+        with DistributedIterator(self._begin(Passes(base_seed=0))) as iterator:
+            for element in iterator:
+                return nests.map_leaves(_value_spec, element)
+        raise DataError(f"{self!r} is empty, so its element_spec cannot be told")
+
+    def map(self, map_func: Callable[..., Any]) -> DistributedDataset:
+        """Apply a function to each replica's part, on its device, in the background.
+
+        Its randomness is seeded per step, replica and epoch, as in `Dataset.map`.
+
+        Example:
+            >>> import stratagem as sg
+            >>> with sg.OneDeviceStrategy("cpu:0") as strategy:
+            ...     steps = strategy.distribute_dataset(sg.data.Dataset.range(4).batch(2))
+            ...     [x.tolist() for x in steps.map(lambda part: part * 10)]
+            [[0, 10], [20, 30]]
+        """
+        functions = (*self._plan.functions, UserFunction(map_func, "map"))
+        return DistributedDataset(self._node, replace(self._plan, functions=functions))
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Fold the steps: ``state = reduce_func(state, step)``."""
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    @override
+    def __reduce__(self) -> Any:
+        return (DistributedDataset, (self._node, self._plan))
+
+    @override
+    def __repr__(self) -> str:
+        return f"<DistributedDataset {outline(self._node)} for {self._plan.replicas} replica(s)>"
+
+
+def _part_spec(spec: Any, replicas: int) -> Any:
+    """The spec of a part: its rows are known only where every part has as many (INP-6)."""
+    if replicas == 1:
+        return spec
+
+    def part(leaf: Any) -> Any:
+        rows = leaf.shape[0] if leaf.shape else None
+        known = rows is not None and rows % replicas == 0
+        return specs.first_dimension(leaf, rows // replicas if known and rows else None)
+
+    return nests.map_leaves(part, spec)
+
+
+def _value_spec(leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica):
+        return specs.PerReplicaSpec(tuple(specs.spec_of(part) for part in leaf.values))
+    return specs.spec_of(leaf)
+
+
+# --- from steps to distributed values ------------------------------------------------------------
+
+
+class _Ready(NamedTuple):
+    """A step on its way to the user: its value, and what to wait for before using it."""
+
+    value: Any
+    parts: list[Any]
+    marks: list[tuple[torch.cuda.Stream, torch.cuda.Event]]
+
+
+def _ahead(plan: Plan, one_pass: Pass) -> Prefetcher:
+    movers = Movers(
+        plan.devices if plan.options.fetch_to_device else [None] * plan.replicas,
+    )
+    seed = one_pass.seed
+    return Prefetcher(
+        one_pass.cursor,
+        plan.options.per_replica_buffer_size,
+        name="stratagem-input",
+        prepare=lambda raw: _prepare(raw, plan, movers, seed),
+    )
+
+
+def _prepare(raw: Any, plan: Plan, movers: Movers, seed: int) -> _Ready:
+    number = 0
+    if plan.functions:
+        number_tensor, raw = raw
+        number = int(number_tensor)
+    parts, rows = _parts(raw, plan)
+    if not movers.idle:
+        parts = [movers.move(part, replica) for replica, part in enumerate(parts)]
+    for place, function in enumerate(plan.functions):
+        for replica, part in enumerate(parts):
+            own = mix(seed, place, number, replica)
+            parts[replica] = nests.to_element(function.call(part, number=number, seed=own))
+        rows = [_rows(part) for part in parts]
+    if plan.replicas == 1:
+        return _Ready(parts[0], parts, movers.marks())
+    value = nests.zip_leaves(lambda found: PerReplica(found, rows=rows), parts)
+    return _Ready(value, parts, movers.marks())
+
+
+def _parts(raw: Any, plan: Plan) -> tuple[list[Any], list[int]]:
+    """One part per replica, and how many rows each has."""
+    replicas = plan.replicas
+    if plan.kind == "cut":
+        if replicas == 1:
+            return [raw], [0]
+        total = nests.count_rows(raw, what=f"a batch to be cut for {replicas} replicas")
+        sizes = nests.split_sizes(total, replicas)
+        return nests.cut(raw, sizes), sizes
+    dealt = list(raw) + [None] * (replicas - len(raw))
+    like = next(element for element in dealt if element is not None)
+    parts = [nests.without_rows(like) if element is None else element for element in dealt]
+    rows = [0 if element is None else _rows(element) for element in dealt]
+    return parts, rows
+
+
+def _rows(part: Any) -> int:
+    """Rows of one replica's part; an element without a first dimension counts as one."""
+    return next((int(leaf.shape[0]) for leaf in nests.leaves(part) if nests.has_rows(leaf)), 1)
+
+
+# --- iteration -----------------------------------------------------------------------------------
+
+
+@final
+class OptionalElement:
+    """A step, or the news that there is none; see `DistributedIterator.get_next_as_optional`."""
+
+    def __init__(self, value: Any = END) -> None:
+        self._value = value
+
+    def has_value(self) -> bool:
+        """Whether there is a step."""
+        return self._value is not END
+
+    def get_value(self) -> Any:
+        """The step.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._value is END:
+            raise ValueError("this optional has no value: the dataset has ended. Ask has_value().")
+        return self._value
+
+    @override
+    def __repr__(self) -> str:
+        return "<OptionalElement empty>" if self._value is END else "<OptionalElement with value>"
+
+
+@final
+class DistributedIterator(ElementIterator):
+    """The steps of a distributed dataset, and the position among them.
+
+    Background threads end with the last step, an error, `close()`, or when it is dropped.
+    """
+
+    def _step(self) -> Any:
+        if current_replica() is not None:
+            raise ValueError(
+                "a distributed iterator is advanced outside the replicas, once for all of them. "
+                "Call next() first and pass what it returns: strategy.run(step, args=(batch,))."
+            )
+        ready = self._playback.next()
+        if ready is END:
+            return END
+        if ready.marks:
+            Movers.arrive(ready.parts, ready.marks)
+        return ready.value
+
+    @override
+    def __next__(self) -> Any:
+        value = self._step()
+        if value is END:
+            raise StopIteration
+        return value
+
+    def get_next(self) -> Any:
+        """The next step.
+
+        Raises:
+            EndOfData: (a StopIteration) after the last one.
+        """
+        value = self._step()
+        if value is END:
+            raise EndOfData(
+                "the dataset has no more elements. Call iter() on it again for another pass, or "
+                "add repeat() to the dataset."
+            )
+        return value
+
+    def get_next_as_optional(self) -> OptionalElement:
+        """The next step in an `OptionalElement`; an empty one after the last."""
+        return OptionalElement(self._step())

@@ -1,0 +1,73 @@
+"""Bringing parts of a batch to their devices.
+
+Host memory needs nothing. To a CUDA device the part is pinned and copied on a stream of its own, so
+that the copy overlaps with the step before; whoever takes the part makes its stream wait for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from stratagem._data import nests
+
+
+@final
+class Movers:
+    """One way to a device per replica.
+
+    Args:
+        devices: the replicas' devices; `None` leaves that replica's part where it is.
+    """
+
+    def __init__(self, devices: Sequence[torch.device | None]) -> None:
+        self._devices = list(devices)
+        self._streams = {
+            device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for device in self._devices
+            if device is not None and device.type == "cuda"
+        }
+        self.idle = all(device is None or device.type == "cpu" for device in self._devices)
+
+    def move(self, part: Any, replica: int) -> Any:
+        """A part on its replica's device; the copy may still be under way."""
+        device = self._devices[replica]
+        if device is None:
+            return part
+        stream = self._streams.get(device)
+        if stream is None:
+            return nests.map_leaves(lambda leaf: _to(leaf, device), part)
+        with torch.cuda.stream(stream):
+            return nests.map_leaves(lambda leaf: _to_cuda(leaf, device), part)
+
+    def marks(self) -> list[tuple[torch.cuda.Stream, torch.cuda.Event]]:
+        """The points the copies so far end at, one per stream."""
+        return [(stream, stream.record_event()) for stream in self._streams.values()]
+
+    @staticmethod
+    def arrive(
+        parts: Sequence[Any], marks: Sequence[tuple[torch.cuda.Stream, torch.cuda.Event]]
+    ) -> None:
+        """Make the caller's streams wait for the copies, and keep their memory until then."""
+        for stream, event in marks:
+            current = torch.cuda.current_stream(stream.device)
+            current.wait_event(event)
+            for part in parts:
+                for leaf in nests.leaves(part):
+                    if isinstance(leaf, torch.Tensor) and leaf.device == stream.device:
+                        leaf.record_stream(current)
+
+
+def _to(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.device != device:
+        return leaf.to(device)
+    return leaf
+
+
+def _to_cuda(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.device == device:
+        return leaf
+    host = leaf.pin_memory() if leaf.device.type == "cpu" and not leaf.is_pinned() else leaf
+    return host.to(device, non_blocking=True)

@@ -267,9 +267,7 @@ class Strategy(ABC):
             dataset: any iterable of global batches: a `sg.data.Dataset`, a DataLoader, a list.
             options: `InputOptions`.
         """
-        from stratagem._data import distribute
-
-        return distribute.distribute_dataset(self, dataset, options)
+        return self._distribute_dataset(dataset, options)
 
     @final
     def distribute_datasets_from_function(
@@ -283,9 +281,7 @@ class Strategy(ABC):
             dataset_fn: gets an `InputContext`, returns a dataset batched per replica.
             options: `InputOptions`.
         """
-        from stratagem._data import distribute
-
-        return distribute.distribute_datasets_from_function(self, dataset_fn, options)
+        return self._distribute_from_function(dataset_fn, options)
 
     # -------------------------------------------------------------- hooks
 
@@ -382,6 +378,22 @@ class Strategy(ABC):
     def _home(self) -> Device:
         """The logical device where single copies live."""
         return self._compute_devices[0]
+
+    def _distribute_dataset(self, dataset: Any, options: config.InputOptions | None) -> Any:
+        from stratagem._data import distribute
+
+        devices = [device.torch_device for device in self._compute_devices]
+        return distribute.distribute_dataset(dataset, devices, options)
+
+    def _distribute_from_function(
+        self,
+        dataset_fn: Callable[[context.InputContext], Any],
+        options: config.InputOptions | None,
+    ) -> Any:
+        from stratagem._data import distribute
+
+        devices = [device.torch_device for device in self._compute_devices]
+        return distribute.distribute_datasets_from_function(dataset_fn, devices, options)
 
     # Called by _core.modules and _core.optimizers -----------------------
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, final
 
 from typing_extensions import override
 
+from stratagem import config
 from stratagem._core import context, devices, reduction
 from stratagem._strategies.base import Strategy
 
@@ -82,6 +83,16 @@ class DefaultStrategy(Strategy):
     @override
     def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
         return value_fn(context.ValueContext())
+
+    def _distribute_dataset(self, dataset: Any, options: config.InputOptions | None) -> Any:
+        return dataset  # INP-23
+
+    def _distribute_from_function(
+        self,
+        dataset_fn: Callable[[context.InputContext], Any],
+        options: config.InputOptions | None,
+    ) -> Any:
+        return dataset_fn(context.InputContext())
 
 
 def default_strategy() -> DefaultStrategy:

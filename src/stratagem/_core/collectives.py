@@ -54,7 +54,7 @@ def _tensors(value: Any, what: str) -> list[torch.Tensor]:
         if isinstance(leaf, values.Convertible):
             leaf = leaf._to_tensor()
         if not isinstance(leaf, torch.Tensor):
-            raise ValueError(  # noqa: TRY004 - the type tf.distribute raises
+            raise ValueError(
                 f"{what} got {leaf!r}, a {type(leaf).__name__}: expected tensors, whose device "
                 "says where the result goes. Use torch.tensor(...)."
             )

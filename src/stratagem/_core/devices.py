@@ -160,7 +160,7 @@ def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
         ValueError: a bare string, an unknown name, a device that does not exist.
     """
     if isinstance(devices, str):
-        raise ValueError(  # noqa: TRY004 - the type tf.distribute raises
+        raise ValueError(
             f"{argument}={devices!r} is a single string: expected a list of device names, such as "
             f"[{devices!r}]."
         )

@@ -6,9 +6,12 @@ that fills hooks (names with one underscore). The hooks, for whoever writes the 
     _compute_devices       where replicas compute, one entry per replica
     _parameter_names       where variables live, as told to people
     _slices                whether run() hands each replica its components (RUN-2), or the value whole
-    _run_group             how the replicas of one run are run (rarely touched)
+    _spread                whether variables have one copy per replica
+    _between_graph         a flag of tf.distribute's ``extended``, for people (EXT-9)
+    _run                   how one run is run (rarely touched)
     _reduce, _gather, …    what reductions mean here
-    _create_variable       makes a `Variable`'s inside
+    _create_variable       makes a `Variable` in its place
+    _colocated             held by colocate_vars_with (see `updates.py`)
     _adopt_parameter, _adopt_buffer, _step_optimizer    called by `_core.modules`, `_core.optimizers`
     _scope_entered         context held while the outermost scope of a thread is open
     _arguments             constructor arguments, for deepcopy and repr
@@ -51,6 +54,8 @@ class Strategy(ABC):
 
     _is_default: ClassVar[bool] = False
     _slices: ClassVar[bool] = True
+    _spread: ClassVar[bool] = False
+    _between_graph: ClassVar[bool] = False
 
     def __init__(self, *, gradient_aggregation: GradientAggregation = "mean") -> None:
         if gradient_aggregation not in ("mean", "sum"):
@@ -61,6 +66,7 @@ class Strategy(ABC):
         self._gradient_aggregation = gradient_aggregation
         modules.install()
         optimizers.install()
+        once.install()
         self._lanes = LaneSet(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._lanes.close)
 
@@ -177,7 +183,7 @@ class Strategy(ABC):
             42
         """
         if not isinstance(args, tuple | list):
-            raise ValueError(  # noqa: TRY004 - the type tf.distribute raises
+            raise ValueError(
                 f"args={args!r} is a {type(args).__name__}: expected a tuple or list of positional "
                 "arguments, such as args=(batch,)."
             )
@@ -373,6 +379,17 @@ class Strategy(ABC):
         return places.central(
             request, self._home, self, shared=self._slices and self.num_replicas_in_sync > 1
         )
+
+    def _check_updated(self, variable: Any) -> None:
+        """Refuse what ``extended.update`` cannot update."""
+        if not isinstance(variable, variables.Variable):
+            raise ValueError(
+                f"update({variable!r}, …): expected a variable, got a {type(variable).__name__}."
+            )
+
+    def _colocated(self, variable: variables.Variable) -> AbstractContextManager[object]:
+        """Held by ``colocate_vars_with``; with one place for all variables there is nothing to do."""
+        return nullcontext()
 
     @property
     def _home(self) -> Device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
@@ -33,6 +33,8 @@ class CentralStorageStrategy(Strategy):
         ...     strategy.reduce("sum", strategy.run(lambda x: x, args=(batch,)), axis=None)
         tensor([ 4,  6,  8, 10])
     """
+
+    _between_graph: ClassVar[bool] = True
 
     def __init__(
         self,

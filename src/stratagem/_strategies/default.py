@@ -69,6 +69,10 @@ class DefaultStrategy(Strategy):
         return fn(*args, **kwargs)
 
     @override
+    def _check_updated(self, variable: Any) -> None:
+        """Anything may be updated, as in tf.distribute."""
+
+    @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
         return reduction.reduce_alone(op, value, axis)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
@@ -30,6 +30,8 @@ class MirroredStrategy(Strategy):
         ...     strategy.gather(strategy.run(lambda x: x * 10, args=(batch,)), axis=0)
         tensor([10., 20., 30.])
     """
+
+    _spread: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -67,6 +69,13 @@ class MirroredStrategy(Strategy):
         if isinstance(value, variables.Variable):
             return value.values
         return super()._local_results(value)
+
+    @override
+    def _check_updated(self, variable: Any) -> None:
+        if not isinstance(variable, variables.Variable):
+            raise AssertionError(
+                f"update({variable!r}, …): expected a variable, got a {type(variable).__name__}."
+            )
 
     @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:

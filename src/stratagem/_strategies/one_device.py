@@ -43,6 +43,10 @@ class SingleDevice(Strategy):
         return (self._device.name,)
 
     @override
+    def _check_updated(self, variable: Any) -> None:
+        """Anything may be updated on one device, as in tf.distribute."""
+
+    @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
         return reduction.reduce_alone(op, value, axis)
 

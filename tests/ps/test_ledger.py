@@ -35,9 +35,9 @@ def test_exactly_once_closure_counts_once_across_workers_until_forgotten():
     assert ledger.admit(write(1, closure=5)) is A
     assert ledger.admit(write(1, closure=5, worker="worker:1")) is D
     assert ledger.admit(write(2, closure=5, nth=1, worker="worker:1")) is A
-    ledger.forget_closures(5)
+    ledger.forget_closures([4])
     assert ledger.admit(write(3, closure=5, worker="worker:1")) is D
-    ledger.forget_closures(6)
+    ledger.forget_closures([4, 5])
     assert "0 closures remembered" in repr(ledger)
 
 

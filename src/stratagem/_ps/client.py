@@ -311,9 +311,9 @@ class PsClient:
         """Every server refuses writes of this life of the task, and of earlier ones, from now on."""
         self._ask_all(self._everywhere(messages.Fence(worker=task, incarnation=incarnation)))
 
-    def forget_closures(self, below: int) -> None:
-        """Exactly-once closures with a smaller number are finished."""
-        self._ask_all(self._everywhere(messages.ForgetClosures(below=below)))
+    def forget_closures(self, closures: Sequence[int]) -> None:
+        """These exactly-once closures are finished: nobody repeats their writes."""
+        self._ask_all(self._everywhere(messages.ForgetClosures(closures=tuple(closures))))
 
     # -- optimizers ---------------------------------------------------------------------------
 

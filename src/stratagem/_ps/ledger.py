@@ -12,6 +12,7 @@ running the closure again, sends them.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -85,10 +86,10 @@ class WriteLedger:
         """From now on refuse every write of this incarnation of the worker and of earlier ones."""
         self._lowest[worker] = max(self._lowest.get(worker, 0), incarnation + 1)
 
-    def forget_closures(self, below: int) -> None:
-        """Exactly-once closures with a smaller id are finished: nobody will run them again."""
-        for closure in [known for known in self._closures if known < below]:
-            del self._closures[closure]
+    def forget_closures(self, closures: Iterable[int]) -> None:
+        """These exactly-once closures are finished: nobody will run them again."""
+        for closure in closures:
+            self._closures.pop(closure, None)
 
     @override
     def __repr__(self) -> str:

@@ -330,7 +330,7 @@ class Session:
         return messages.Ok(), ()
 
     def _forget_closures(self, message: messages.ForgetClosures) -> Reply:
-        self.store.forget_closures(message.below)
+        self.store.forget_closures(message.closures)
         return messages.Ok(), ()
 
     # -- optimizers ---------------------------------------------------------------------------

@@ -113,9 +113,9 @@ class VariableStore:
         """Refuse this incarnation of the worker, and earlier ones, from now on."""
         self._ledger.fence(worker, incarnation)
 
-    def forget_closures(self, below: int) -> None:
-        """Exactly-once closures with a smaller id are finished and need not be remembered."""
-        self._ledger.forget_closures(below)
+    def forget_closures(self, closures: Iterable[int]) -> None:
+        """These exactly-once closures are finished and need not be remembered."""
+        self._ledger.forget_closures(closures)
 
     # Variables.
 

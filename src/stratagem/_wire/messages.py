@@ -338,9 +338,9 @@ class Fence(Message, frozen=True):
 
 
 class ForgetClosures(Message, frozen=True):
-    """Exactly-once closures with a smaller number are finished: nobody repeats their writes."""
+    """These exactly-once closures are finished: nobody repeats their writes."""
 
-    below: int
+    closures: tuple[int, ...]
 
 
 # -- parameter servers: optimizers -------------------------------------------------------------

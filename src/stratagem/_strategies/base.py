@@ -32,7 +32,7 @@ import torch
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, modules, optimizers, places, reduction, values, variables
+from stratagem._core import context, modules, once, optimizers, places, reduction, values, variables
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet

@@ -165,10 +165,10 @@ def update_non_slot(
     context.require_cross_replica_or_default(strategy, "update_non_slot()")
     times = strategy.num_replicas_in_sync if strategy._spread else 1
     where = colocate_with[0] if isinstance(colocate_with, tuple | list) else colocate_with
-    results = []
     with context.entered(strategy, None), context.updating(where):
-        for i in range(times):
-            results.append(fn(*_at(args, i, strategy), **_at(kwargs or {}, i, strategy)))
+        results = [
+            fn(*_at(args, i, strategy), **_at(kwargs or {}, i, strategy)) for i in range(times)
+        ]
     return grouped(results, strategy, group=group)
 
 

@@ -1,0 +1,1 @@
+"""Our side: the same work with Stratagem, written as a user would write it."""

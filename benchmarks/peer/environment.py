@@ -1,0 +1,49 @@
+"""Makes the peer's environment, once. Called by the harness; imports nothing of the peer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+REQUIREMENT = "tensorflow-cpu==2.21.*"
+HOME = Path(__file__).parent / ".venv-tf"
+# Two hundred megabytes of packages over a slow line.
+INSTALL_TIMEOUT_S = 600.0
+
+
+class PeerMissing(Exception):
+    """The peer cannot be measured here; the text says why."""
+
+
+def interpreter(home: Path = HOME) -> Path:
+    """Where the peer's Python stands once the environment is made."""
+    return home / "bin" / "python"
+
+
+def prepare(home: Path = HOME, *, requirement: str = REQUIREMENT) -> Path:
+    """Return the peer's Python, making its environment first when it is not there.
+
+    Raises:
+        PeerMissing: the environment cannot be made (no network, no such package, no room).
+    """
+    stamp = home / "ready"
+    if stamp.exists() and stamp.read_text() == requirement:
+        return interpreter(home)
+    _run([sys.executable, "-m", "venv", str(home)])
+    _run([str(interpreter(home)), "-m", "pip", "install", "--quiet", requirement])
+    stamp.write_text(requirement)
+    return interpreter(home)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerMissing(f"{command[-1]} cannot be installed: {error}") from error
+    if done.returncode != 0:
+        words = [line for line in done.stderr.strip().splitlines() if "ERROR" in line]
+        reason = words[-1] if words else f"{' '.join(command)} ended with {done.returncode}"
+        raise PeerMissing(f"{command[-1]} cannot be installed: {reason}")

@@ -1,0 +1,40 @@
+"""The peer's process: answers the harness, or is one task of the peer's cluster.
+
+Run by the peer's own Python: ``python -m benchmarks.peer.side``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read by the library when it is loaded
+
+from benchmarks.peer import cluster, recovery, single
+from benchmarks.protocol import Work, serve
+
+WORK: dict[str, type[Any]] = {
+    "empty": cluster.Empty,
+    "mlp": cluster.Mlp,
+    "embedding": cluster.Embedding,
+    "read": cluster.Read,
+    "add": cluster.Add,
+    "startup": cluster.StartUp,
+    "recovery": recovery.Recovery,
+    "one_device": single.OneDevice,
+    "central": single.Central,
+}
+
+
+def make(row: str, size: dict[str, Any]) -> Work:
+    """The peer's work of a row."""
+    made: Work = WORK[row](size)
+    return made
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["task"]:
+        cluster.serve_task(*sys.argv[2:5])
+    else:
+        sys.exit(serve(make))

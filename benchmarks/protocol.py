@@ -1,0 +1,117 @@
+"""How the harness talks to the program of one side: one JSON line asked, one JSON line answered.
+
+Every side (ours, the peer, the limit) is a process of its own with a ``Work`` in it, kept alive over all
+repetitions so that the sides can be measured in turns. Only the standard library is used here, because the
+peer's environment holds nothing of the project. Called by ``benchmarks.*.side``; spoken to by ``sides.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+# What a row is run with: the row's name, and its sizes.
+MakeWork = Callable[[str, dict[str, Any]], "Work"]
+
+# A first guess from few steps may be far off (caches, lazy set-up), so one sample may correct it this often.
+_CALIBRATIONS = 3
+
+
+class Work(ABC):
+    """One row of the table on one side: set up once, then asked for samples.
+
+    A sample runs a number of steps that takes about ``seconds`` and waits until all of them are done.
+    """
+
+    #: what one step counts for in the row's unit: 1 for steps/s, gigabytes for GB/s
+    amount_per_step: float = 1.0
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+
+    @abstractmethod
+    def steps(self, count: int) -> None:
+        """Run ``count`` steps and wait until the last one is done."""
+
+    def check(self) -> dict[str, Any]:
+        """Facts that show what work this side does, to be compared with the other sides' facts."""
+        return {}
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        """Measure once, for about ``seconds``."""
+        if self._rate == 0.0:
+            self._calibrate(seconds)
+        count = max(1, round(self._rate * seconds))
+        begin = time.perf_counter()
+        self.steps(count)
+        taken = time.perf_counter() - begin
+        self._rate = count / taken
+        return {"value": count * self.amount_per_step / taken, "steps": count, "seconds": taken}
+
+    def _calibrate(self, seconds: float) -> None:
+        count = 2
+        for _ in range(_CALIBRATIONS):
+            begin = time.perf_counter()
+            self.steps(count)
+            self._rate = count / (time.perf_counter() - begin)
+            if count >= self._rate * seconds / 4:
+                return
+            count = max(2, round(self._rate * seconds / 4))
+
+    def processes(self) -> dict[str, int]:
+        """Names of the processes that do this side's work, and their ids."""
+        return {"main": os.getpid()}
+
+    def close(self) -> None:
+        """Let go of everything. May be called twice."""
+
+
+def serve(make_work: MakeWork) -> int:
+    """Answer the harness until it closes the line.
+
+    Standard output is taken away from everybody else (libraries print there) and kept for the answers.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    work: Work | None = None
+    try:
+        for line in sys.stdin:
+            question = json.loads(line)
+            operation = question["op"]
+            try:
+                if operation == "setup":
+                    work = make_work(question["row"], question["size"])
+                    answer: dict[str, Any] = {"processes": work.processes()}
+                elif operation == "check":
+                    answer = _made(work).check()
+                elif operation == "sample":
+                    answer = _made(work).sample(question["seconds"])
+                    answer["processes"] = _made(work).processes()
+                elif operation == "close":
+                    break
+                else:
+                    raise ValueError(f"unknown operation {operation!r}; setup, check, sample or close expected")
+            except Exception as error:
+                # The harness shows the sentence as the reason why the row is missing; the rest is in the log.
+                traceback.print_exc()
+                reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            else:
+                reply = {"ok": answer}
+            answers.write(json.dumps(reply) + "\n")
+    finally:
+        if work is not None:
+            work.close()
+    answers.write(json.dumps({"ok": {}}) + "\n")
+    return 0
+
+
+def _made(work: Work | None) -> Work:
+    if work is None:
+        raise RuntimeError("asked for work before 'setup'; the harness sends 'setup' first")
+    return work

@@ -1,0 +1,95 @@
+"""The work every side does: sizes, data and first parameters, so that all sides start from the same numbers.
+
+NumPy only: the peer's environment imports this file too. What is here is *what* is computed; how each side
+computes it is in ``ours/``, ``peer/`` and ``limits/``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
+
+MLP_LEARNING_RATE = 0.05
+EMBEDDING_LEARNING_RATE = 0.05
+EMBEDDING_EPSILON = 1e-10
+
+MLP_SIZE: dict[str, Any] = {"inputs": 784, "hidden": 256, "classes": 10, "batch": 64, "batches": 32}
+EMBEDDING_SIZE: dict[str, Any] = {
+    "rows": 1_000_000,
+    "width": 16,
+    "batch": 1024,
+    "columns": 26,
+    "batches": 16,
+    "shards": 2,
+}
+BYTES_SIZE: dict[str, Any] = {"variables": 16, "megabytes": 64}
+
+
+class Batches(NamedTuple):
+    """Batches made beforehand: inputs ``[batches, batch, ...]`` and labels ``[batches, batch, ...]``."""
+
+    inputs: NDArray[Any]
+    labels: NDArray[Any]
+
+
+def mlp_parameters(size: dict[str, Any]) -> list[Floats]:
+    """First weights and biases, in PyTorch's layout (``[out, in]``): w1, b1, w2, b2."""
+    random = np.random.default_rng(1)
+    inputs, hidden, classes = size["inputs"], size["hidden"], size["classes"]
+    return [
+        (random.standard_normal((hidden, inputs)) / np.sqrt(inputs)).astype(np.float32),
+        np.zeros(hidden, np.float32),
+        (random.standard_normal((classes, hidden)) / np.sqrt(hidden)).astype(np.float32),
+        np.zeros(classes, np.float32),
+    ]
+
+
+def mlp_batches(size: dict[str, Any]) -> Batches:
+    """Inputs with labels that a linear teacher gives, so that there is something to learn."""
+    random = np.random.default_rng(2)
+    shape = (size["batches"], size["batch"], size["inputs"])
+    inputs = random.standard_normal(shape).astype(np.float32)
+    teacher = random.standard_normal((size["inputs"], size["classes"]))
+    labels = (inputs @ teacher).argmax(axis=-1).astype(np.int64)
+    return Batches(inputs, labels)
+
+
+def embedding_head(size: dict[str, Any]) -> Floats:
+    """First weights of the layer above the table: one output, ``[1, columns * width]``."""
+    random = np.random.default_rng(3)
+    width = size["columns"] * size["width"]
+    return (random.standard_normal((1, width)) / np.sqrt(width)).astype(np.float32)
+
+
+def embedding_table(size: dict[str, Any]) -> Floats:
+    """The table's first rows."""
+    random = np.random.default_rng(4)
+    shape = (size["rows"], size["width"])
+    return random.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
+
+
+def embedding_batches(size: dict[str, Any]) -> Batches:
+    """Ids drawn evenly over the whole table (the hardest case for caches) and labels to memorise."""
+    random = np.random.default_rng(5)
+    shape = (size["batches"], size["batch"], size["columns"])
+    ids = random.integers(0, size["rows"], shape, dtype=np.int64)
+    labels = (ids[..., :1] % 2).astype(np.float32)
+    return Batches(ids, labels)
+
+
+def byte_shapes(size: dict[str, Any]) -> list[tuple[int]]:
+    """Shapes of float32 variables that make ``megabytes`` (of 2**20 bytes) together."""
+    count = size["variables"]
+    elements = int(size["megabytes"] * 2**20) // 4
+    each = elements // count
+    return [(each + (1 if index < elements % count else 0),) for index in range(count)]
+
+
+def gigabytes(size: dict[str, Any]) -> float:
+    """How much one step of the read and add rows moves, in 10**9 bytes."""
+    return sum(shape[0] for shape in byte_shapes(size)) * 4 / 1e9

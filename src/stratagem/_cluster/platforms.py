@@ -255,7 +255,7 @@ class KubernetesClusterResolver(ClusterResolver):
     ) -> None:
         super().__init__(rpc_layer=rpc_layer)
         if not isinstance(executable_location, ExecutableLocation):
-            raise ValueError(  # noqa: TRY004 - RES-5
+            raise ValueError(
                 f"executable_location={executable_location!r}: expected one of "
                 f"{[place.name for place in ExecutableLocation]}."
             )

@@ -58,9 +58,9 @@ class ClusterResolver(ABC):
 
     def num_accelerators(
         self,
-        task_type: str | None = None,  # noqa: ARG002 - kept for tf.distribute's callers
-        task_id: int | None = None,  # noqa: ARG002
-        config_proto: object = None,  # noqa: ARG002
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         """How many accelerators this machine has, by kind; {} if none."""
         import torch
@@ -346,7 +346,7 @@ def _tf_config() -> dict[str, Any]:
         return {}
     settings = json.loads(text)
     if not isinstance(settings, dict):
-        raise ValueError(f"{name}={text!r}: expected a JSON object with 'cluster' and 'task'.")  # noqa: TRY004
+        raise ValueError(f"{name}={text!r}: expected a JSON object with 'cluster' and 'task'.")
     return settings
 
 

@@ -137,7 +137,7 @@ class ClusterDeviceFilters:
         filters = tuple(device_filters)
         for entry in filters:
             if not isinstance(entry, str):
-                raise AssertionError(f"device filter {entry!r} is not a string.")  # noqa: TRY004 - CDF-1
+                raise AssertionError(f"device filter {entry!r} is not a string.")
         self._filters[job_name, task_index] = filters
 
     def device_filters(self, job_name: str, task_index: int) -> tuple[str, ...]:

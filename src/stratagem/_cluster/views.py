@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
-
-# ruff: noqa: ARG002 - the plain views have the same signatures and need no argument
+from typing import Any, Protocol, runtime_checkable
 
 
 class WorkerViews(Protocol):
@@ -70,6 +68,18 @@ class CoordinatorViews(Protocol):
 
     def close(self) -> None:
         """Ends the session on the servers."""
+
+
+@runtime_checkable
+class ClusterStrategy(Protocol):
+    """A strategy that has a cluster."""
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """Where the cluster's tasks are."""
+
+    def _cluster_views(self) -> CoordinatorViews:
+        """The strategy's side of contract 7."""
 
 
 @dataclass(frozen=True)

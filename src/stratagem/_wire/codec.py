@@ -11,6 +11,7 @@ import hashlib
 import io
 import math
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -28,10 +29,14 @@ from stratagem.errors import ProtocolError
 INLINE_BYTES: Final = 512
 """Tensors up to this size inside packed objects stay in the pickle: a buffer costs more."""
 
+# Every dtype of this torch whose elements are whole bytes with a meaning of their own: not the
+# quantised ones (they need a scale) and not the placeholders for parts of a byte.
+_NO_PLAIN_DTYPE: Final = re.compile(r"q|bits|u?int[1-7]$")
 _DTYPES: Final[dict[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype.itemsize > 0
+    if isinstance(dtype, torch.dtype)
+    and not _NO_PLAIN_DTYPE.match(str(dtype).removeprefix("torch."))
 }
 _NAMES: Final[dict[torch.dtype, str]] = {
     dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES.values()
@@ -47,7 +52,12 @@ def dtype_name(dtype: torch.dtype) -> str:
         >>> dtype_name(torch.bfloat16), dtype_from("float32")
         ('bfloat16', torch.float32)
     """
-    return _NAMES[dtype]
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise ValueError(
+            f"tensors of {dtype} cannot be sent: expected one of {', '.join(sorted(_DTYPES))}"
+        )
+    return name
 
 
 def dtype_from(name: str) -> torch.dtype:
@@ -107,7 +117,7 @@ class Outgoing:
             tensor = tensor.detach().cpu()
         shape = tuple(tensor.shape)
         self.buffers.append(bytes_of(tensor.contiguous()))
-        return TensorRef(_NAMES[tensor.dtype], shape, len(self.buffers) - 1)
+        return TensorRef(dtype_name(tensor.dtype), shape, len(self.buffers) - 1)
 
     def add_any(self, tensor: Tensor) -> AnyTensorRef:
         """Puts a dense or sparse tensor beside the message."""

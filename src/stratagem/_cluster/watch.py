@@ -1,0 +1,133 @@
+"""Two threads beside a coordinator: one watches workers, one watches servers.
+
+They only notice; what follows is decided by the coordinator. Sends that must not happen under the
+coordinator's lock (recalls) are made here.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, final
+
+from typing_extensions import override
+
+from stratagem._cluster.closures import Recall
+from stratagem._cluster.processes import dump_stacks
+from stratagem._wire import messages
+from stratagem.errors import ParameterServerLost
+
+if TYPE_CHECKING:
+    from stratagem._cluster.coordinator import ClusterCoordinator
+
+_log = logging.getLogger("stratagem.coordinator")
+
+TICK_S = 0.1
+"""How often workers are looked after: bounds how long a closure waits behind a long one."""
+
+
+@final
+class Watch:
+    """The watching threads of one coordinator."""
+
+    def __init__(self, coordinator: ClusterCoordinator) -> None:
+        self._coordinator = coordinator
+        self._recalls: deque[Recall] = deque()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(
+                target=self._watch_workers, name="stratagem-watch-workers", daemon=True
+            ),
+            threading.Thread(
+                target=self._watch_servers, name="stratagem-watch-servers", daemon=True
+            ),
+        ]
+        self._idle_since = time.monotonic()
+        self._seen = 0
+        self._alone_since: float | None = None
+
+    def start(self) -> None:
+        """Begins to watch."""
+        for thread in self._threads:
+            thread.start()
+
+    def recall(self, action: Recall) -> None:
+        """Asks a worker, soon, for what it has not started."""
+        self._recalls.append(action)
+        self._wake.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads. May be called again."""
+        self._stop.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    def _watch_workers(self) -> None:
+        beat_at = 0.0
+        while not self._stop.is_set():
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+            while self._recalls:
+                action = self._recalls.popleft()
+                link = self._coordinator._links[action.worker]
+                link.notify(messages.Recall(closures=action.closures))
+            now = time.monotonic()
+            self._guard(lambda: self._coordinator.tick(now))  # noqa: B023 - called at once
+            if now - beat_at >= self._coordinator.options.heartbeat_s:
+                beat_at = now
+                self._guard(self._coordinator.beat)
+            self._look_for_workers(now)
+            self._look_for_progress(now)
+
+    def _watch_servers(self) -> None:
+        options = self._coordinator.options
+        while not self._stop.wait(options.heartbeat_s):
+            self._guard(lambda: self._coordinator.views.check_servers(options.heartbeat_limit_s))
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except ParameterServerLost as error:
+            if not self._stop.is_set():
+                self._coordinator.server_lost(error)
+        except Exception:  # noqa: BLE001 - a watcher that ended would be missed by nobody, until it is needed
+            if not self._stop.is_set():
+                _log.exception("watching failed")
+
+    def _look_for_workers(self, now: float) -> None:
+        if not self._coordinator.waiting_without_workers():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > self._coordinator.options.worker_wait_s:
+            self._coordinator.no_workers(now - self._alone_since)
+            self._alone_since = None
+
+    def _look_for_progress(self, now: float) -> None:
+        """The watchdog (WDG-1): says what everybody does when nothing gets done."""
+        limit_s = self._coordinator.options.watchdog_s
+        finished = self._coordinator.finished
+        if limit_s <= 0 or finished != self._seen or not self._coordinator.is_busy():
+            self._seen = finished
+            self._idle_since = now
+        elif now - self._idle_since >= limit_s:
+            stacks = io.StringIO()
+            dump_stacks(stacks)
+            _log.warning(
+                "no closure finished for %g s: %s%s",
+                now - self._idle_since,
+                self._coordinator.describe_work(),
+                stacks.getvalue(),
+            )
+            self._idle_since = now
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Watch [{'closed' if self._stop.is_set() else 'watching'}]>"

@@ -1,0 +1,458 @@
+"""A worker: runs closures for one coordinator at a time.
+
+Two threads. The *caller's* thread (`serve`; the main thread of a worker process) runs closures, one
+after another. The *line* thread talks to the coordinator: takes closures in while another runs, so
+that the worker is never idle for a round trip, gives back what has not started when asked, and says
+that it lives. They meet in `_Session`.
+
+A worker unpickles what its coordinator sends, which has proved the cluster key before. What closures
+see of the strategy is not known here: `views.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, cast, final
+
+from typing_extensions import override
+
+from stratagem import metrics
+from stratagem._cluster.output import OutputForwarder
+from stratagem._cluster.views import WorkerSetup, WorkerViews
+from stratagem._core import context
+from stratagem._wire import messages
+from stratagem._wire.channel import Channel
+from stratagem._wire.codec import Outgoing, pack, unpack
+from stratagem._wire.failures import failure_from
+from stratagem._wire.frames import Buffer
+from stratagem._wire.handshake import ClusterKey
+from stratagem._wire.listener import Listener
+from stratagem._wire.messages import Frame, Message
+from stratagem.errors import (
+    ClosureInputError,
+    ConnectionLost,
+    DeadlineExceeded,
+    ParameterServerLost,
+    ProtocolError,
+    UnavailableError,
+    WireError,
+)
+
+_log = logging.getLogger("stratagem.worker")
+
+TICK_S: Final = 0.1
+"""Longest sleep of the line thread: bounds how late a held-back result or a beat can be."""
+
+BATCH: Final = 16
+"""Results sent together at most; beyond it the saving is below 1 µs a closure."""
+
+HOLD_S: Final = 0.002
+"""How long a result may be held back for company while more closures wait."""
+
+COPY_BYTES: Final = 1 << 14
+"""Results up to this size are copied and may wait; larger ones are sent at once, uncopied."""
+
+FACTS_S: Final = 1.0
+"""How often a worker's metrics ride on a beat."""
+
+Encoded = tuple[Message, Sequence[Buffer]]
+
+
+@final
+class Worker:
+    """One worker task.
+
+    Args:
+        address: where to listen, ``host:port``; port 0 takes a free one.
+        index: its number among the workers.
+        key: the cluster's key, or None on loopback.
+        forward_output: send what is printed and logged to the coordinator (only in a process of
+            its own: it takes over standard output).
+        echo: print it here as well.
+
+    Example:
+        >>> import threading
+        >>> with Worker("127.0.0.1:0", index=0) as worker:
+        ...     thread = threading.Thread(target=worker.serve)
+        ...     thread.start()
+        ...     print(worker.task)
+        /job:worker/task:0
+        >>> thread.join()
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        index: int,
+        key: ClusterKey | None = None,
+        forward_output: bool = False,
+        echo: bool = True,
+    ) -> None:
+        self.index = index
+        self.task = f"/job:worker/task:{index}"
+        self._listener = Listener(address, key=key, may_unpickle=True)
+        self.address = self._listener.address
+        self._closed = threading.Event()
+        self._sessions: queue.SimpleQueue[_Session | None] = queue.SimpleQueue()
+        self._current: _Session | None = None
+        self._output: OutputForwarder | None = None
+        if forward_output:
+            self.forward_output(echo=echo)
+        self._line = threading.Thread(
+            target=self._attend_all, name=f"stratagem-worker-{index}-line", daemon=True
+        )
+        self._line.start()
+
+    def forward_output(self, *, echo: bool) -> None:
+        """From now on what this process prints and logs goes to the coordinator, too."""
+        if self._output is None:
+            self._output = OutputForwarder(echo=echo)
+            session = self._current
+            if session is not None:
+                self._output.attach(session.channel)
+
+    def serve(self) -> None:
+        """Runs closures on this thread until `close`."""
+        with context.worker_index(self.index):
+            while (session := self._sessions.get()) is not None:
+                session.work()
+                if self._output is not None:
+                    self._output.detach()
+
+    def close(self) -> None:
+        """Stops listening and serving; a closure that runs is not interrupted. May be repeated."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        session = self._current
+        if session is not None:
+            session.channel.close()
+        self._sessions.put(None)
+        if threading.current_thread() is not self._line:
+            self._line.join(10 * TICK_S + 5.0)
+        self._listener.close()
+        if self._output is not None:
+            self._output.close()
+
+    def _attend_all(self) -> None:
+        while not self._closed.is_set():
+            channel = self._listener.accept(timeout_s=TICK_S)
+            if channel is None:
+                continue
+            with channel:
+                try:
+                    self._attend(channel)
+                except WireError as error:
+                    if not self._closed.is_set():
+                        _log.info("%s: the coordinator is gone: %s", self.task, error)
+                except Exception:  # noqa: BLE001 - the line must outlive anything a peer sends
+                    _log.exception("%s: serving a coordinator failed", self.task)
+
+    def _attend(self, channel: Channel) -> None:
+        """Serves one coordinator until it is gone."""
+        frame = channel.receive(timeout_s=5.0)
+        if frame is None:
+            return
+        if not isinstance(frame.message, messages.OpenWorker):
+            raise ProtocolError(
+                f"{self.task} expected OpenWorker, got {type(frame.message).__name__}"
+            )
+        if frame.message.worker != self.index:
+            refusal = UnavailableError(
+                f"this is {self.task}, the coordinator expects worker {frame.message.worker} at "
+                f"{self.address!r}: give every task the same cluster specification.",
+                task=self.task,
+            )
+            channel.reply(frame, failure_from(refusal, task=self.task, with_pickle=True))
+            return
+        session = _Session(self, channel, frame)
+        self._current = session
+        if self._output is not None:
+            self._output.attach(channel)
+        self._sessions.put(session)
+        try:
+            session.listen(self._turn_away)
+        finally:
+            session.end()
+            self._current = None
+
+    def _turn_away(self) -> None:
+        """Tells other coordinators that this worker is taken."""
+        for channel in self._listener.progress():
+            with channel:
+                frame = channel.receive(timeout_s=0.2)
+                if frame is not None:
+                    busy = UnavailableError(
+                        f"{self.task} serves another coordinator: close that one first.",
+                        task=self.task,
+                    )
+                    channel.reply(frame, failure_from(busy, task=self.task, with_pickle=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def shares_process(self) -> bool:
+        """Whether others live in this process, its coordinator perhaps."""
+        return self._output is None
+
+    @override
+    def __repr__(self) -> str:
+        state = (
+            "closed" if self._closed.is_set() else repr(self._current) if self._current else "idle"
+        )
+        return f"<Worker {self.task} at {self.address} [{state}]>"
+
+
+class _Session:
+    """One life of the worker for one coordinator."""
+
+    def __init__(self, worker: Worker, channel: Channel, opening: Frame) -> None:
+        assert isinstance(opening.message, messages.OpenWorker)
+        self.channel = channel
+        self._worker = worker
+        self._opening = opening
+        self._order: messages.OpenWorker = opening.message
+        self._inbox: queue.SimpleQueue[tuple[float, Frame] | None] = queue.SimpleQueue()
+        self._waiting: set[int] = set()
+        self._ended = False
+        self._results: deque[Encoded] = deque()
+        self._held_since = 0.0
+        self._flushing = threading.Lock()
+        self._functions: dict[bytes, Frame | Callable[..., object]] = {}
+        self._resources: dict[int, object] = {}
+        self._views: WorkerViews | None = None
+        self._facts_at = 0.0
+
+    # ------------------------------------------------------------------ the line thread
+
+    def listen(self, turn_away: Callable[[], None]) -> None:
+        """Takes in messages until the coordinator leaves, is gone, or is silent for too long."""
+        beat_at = looked_at = heard_at = time.monotonic()
+        silence_s = 3 * self._order.heartbeat_limit_s  # it may be swapping; its socket still lives
+        while not self._ended:
+            frame = self.channel.receive(timeout_s=TICK_S)
+            now = time.monotonic()
+            if frame is not None:
+                heard_at = now
+                self._take_in(frame)
+            elif self._results:
+                self._flush()
+            if now - beat_at >= self._order.heartbeat_s:
+                beat_at = now
+                self.channel.notify(messages.Beat(facts=self._facts(now)))
+            if now - looked_at >= 1.0:
+                looked_at = now
+                turn_away()
+            if now - heard_at > silence_s:
+                raise ConnectionLost(f"the coordinator was silent for {silence_s:g} s")
+
+    def _take_in(self, frame: Frame) -> None:
+        message = frame.message
+        if isinstance(message, messages.Run):
+            self._waiting.add(message.closure)
+            self._inbox.put((time.perf_counter(), frame))
+        elif isinstance(message, messages.Recall):
+            # remove() of a set is atomic: a closure is given back or started, never both.
+            back = [closure for closure in message.closures if _removed(self._waiting, closure)]
+            self.channel.notify(messages.Returned(closures=tuple(back)))
+        elif isinstance(message, messages.Define | messages.Update | messages.Forget):
+            self._inbox.put((0.0, frame))
+        elif isinstance(message, messages.Leave):
+            self._ended = True
+        elif not isinstance(message, messages.Beat):
+            raise ProtocolError(f"a worker does not expect {type(message).__name__}")
+
+    def _facts(self, now: float) -> dict[str, Any]:
+        if self._worker.shares_process or now - self._facts_at < FACTS_S:
+            return {}  # in-process workers record into the coordinator's own registry
+        self._facts_at = now
+        return metrics.snapshot().to_plain()
+
+    def end(self) -> None:
+        """No more messages will come."""
+        self._ended = True
+        self._inbox.put(None)
+
+    # ------------------------------------------------------------------ the working thread
+
+    def work(self) -> None:
+        """Runs what comes in, until the session ends."""
+        try:
+            if not self._open():
+                return
+            while (item := self._inbox.get()) is not None:
+                if self._ended:
+                    continue
+                arrived, frame = item
+                if isinstance(frame.message, messages.Run):
+                    self._run(frame, frame.message, arrived)
+                else:
+                    self._learn(frame)
+                if self._results and (
+                    self._inbox.empty()
+                    or len(self._results) >= BATCH
+                    or time.perf_counter() - self._held_since > HOLD_S
+                ):
+                    self._flush()
+        except WireError:
+            pass  # the coordinator is gone; the line thread says so
+        finally:
+            self._ended = True
+            self.channel.close()
+            self._resources.clear()
+            self._functions.clear()
+            if self._views is not None:
+                self._views.close()
+
+    def _open(self) -> bool:
+        try:
+            setup = cast("WorkerSetup", unpack(self._order.setup, self._opening))
+            self._views = setup.connect(
+                worker_index=self._order.worker, incarnation=self._order.incarnation
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator must hear it
+            failure = failure_from(error, task=self._worker.task, with_pickle=True)
+            self.channel.reply(self._opening, failure)
+            return False
+        self.channel.reply(
+            self._opening, messages.WorkerOpened(task=self._worker.task, pid=os.getpid())
+        )
+        return True
+
+    def _learn(self, frame: Frame) -> None:
+        message = frame.message
+        assert self._views is not None
+        if isinstance(message, messages.Define):
+            if message.token is None:
+                self._functions[message.function] = frame
+            else:
+                token = unpack(message.token, frame)
+                self._views.define(token, unpack(message.value, frame, rebuild=self._rebuild))
+        elif isinstance(message, messages.Update):
+            self._views.apply(unpack(message.updates, frame, rebuild=self._rebuild))
+        elif isinstance(message, messages.Forget):
+            for digest in message.functions:
+                self._functions.pop(digest, None)
+            for resource in message.resources:
+                self._resources.pop(resource, None)
+
+    def _run(self, frame: Frame, message: messages.Run, arrived: float) -> None:
+        if not _removed(self._waiting, message.closure):
+            return  # recalled
+        began = time.perf_counter()
+        try:
+            result = self._call(frame, message)
+            if message.resource:
+                self._resources[message.resource] = result
+                result = None
+            outgoing = Outgoing()
+            value = None if result is None else pack(result, outgoing)
+            finished = messages.Finished(
+                closure=message.closure,
+                value=value,
+                waited_s=began - arrived,
+                ran_s=time.perf_counter() - began,
+            )
+            self._hold(finished, outgoing.buffers)
+        except BaseException as error:  # a closure may raise anything, SystemExit too
+            if message.resource:
+                self._resources[message.resource] = _FailedResource(error)
+            self._hold(self._failure(message.closure, error), ())
+            if isinstance(error, KeyboardInterrupt):
+                raise
+
+    def _call(self, frame: Frame, message: messages.Run) -> object:
+        assert self._views is not None
+        function = self._functions[message.function]
+        if isinstance(function, Frame):
+            assert isinstance(function.message, messages.Define)
+            function = unpack(function.message.value, function, rebuild=self._rebuild)
+            self._functions[message.function] = cast("Callable[..., object]", function)
+        with self._views.closure(message.closure if message.exactly_once else None):
+            if message.arguments is None:
+                return cast("Callable[..., object]", function)()
+            args, kwargs = unpack(message.arguments, frame, rebuild=self._rebuild)
+            return cast("Callable[..., object]", function)(*args, **kwargs)
+
+    def _rebuild(self, token: tuple[str, Hashable]) -> object:
+        kind, value = token
+        if kind == "r":
+            found = self._resources[cast("int", value)]
+            if isinstance(found, _FailedResource):
+                raise ClosureInputError(
+                    f"an input of the closure failed to build on {self._worker.task}: "
+                    f"{found.error!r}",
+                    original_exception=found.error,
+                )
+            return found
+        assert self._views is not None
+        return self._views.rebuild(value)
+
+    def _failure(self, closure: int, error: BaseException) -> messages.Failed:
+        blame = "user"
+        if isinstance(error, ClosureInputError):
+            blame = "input"
+        elif isinstance(error, ParameterServerLost):
+            blame = "server"
+        elif isinstance(error, DeadlineExceeded):
+            blame = "deadline"
+        failure = failure_from(error, task=self._worker.task, with_pickle=True)
+        return messages.Failed(closure=closure, failure=failure, blame=blame)
+
+    def _hold(self, message: Message, buffers: Sequence[Buffer]) -> None:
+        """Puts a result in line; sends it now if its memory may not wait."""
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        if size <= COPY_BYTES:
+            buffers = [bytes(buffer) for buffer in buffers]
+        if not self._results:
+            self._held_since = time.perf_counter()
+        self._results.append((message, buffers))
+        if size > COPY_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        with self._flushing:
+            batch = []
+            while self._results:
+                batch.append(self._results.popleft())
+            if batch:
+                self.channel.notify_all(batch)
+
+    @override
+    def __repr__(self) -> str:
+        return (
+            f"life {self._order.incarnation} for {self._order.coordinator!r}, "
+            f"{len(self._waiting)} closures waiting, {len(self._resources)} resources"
+        )
+
+
+class _FailedResource:
+    """Stands where a resource would be, had it not failed to build."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _removed(waiting: set[int], closure: int) -> bool:
+    try:
+        waiting.remove(closure)
+    except KeyError:
+        return False
+    return True

@@ -7,11 +7,13 @@ to nothing that refers to the user's iterator, so that dropping an iterator ends
 from __future__ import annotations
 
 import contextlib
+import enum
 import queue
 import threading
+import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -101,112 +103,141 @@ def wait_for(future: Future[Any], what: str) -> Any:
         ) from None
 
 
+class _News(enum.Enum):
+    """What the reading thread tells the consumer."""
+
+    ELEMENT = enum.auto()
+    END = enum.auto()
+    ERROR = enum.auto()
+
+
 @final
 class Prefetcher:
     """Reads a cursor ahead in a thread, keeping up to `size` prepared elements (0: no thread).
 
     The first element is read in the caller's thread: the caller would wait for it anyway, and
     sources that draw from torch's global generator when they begin (a DataLoader's sampler) do so
-    at a moment that does not depend on thread timing.
+    at a moment that does not depend on thread timing. With `worthwhile_s` the thread starts only
+    when reading takes at least that long; handing over a cheaper element costs more than making it.
 
-    Locks: `_pull` is held while an element moves from the cursor to the buffer, so that `state`
-    sees each element either in the cursor or in the buffer; `_change` guards buffer and flags.
+    The threads talk through two queues (C code, about 1 µs a message; conditions cost 10): `_news`
+    has one item per element in `_ready` and one for the end; `_room` one per place left in it.
+    `_pull` is held while an element moves from the cursor to `_ready`, so that `state` finds each
+    element in one of the two.
     """
 
     def __init__(
-        self, child: Cursor, size: int, *, name: str, prepare: Callable[[Any], Any] | None = None
+        self,
+        child: Cursor,
+        size: int,
+        *,
+        name: str,
+        prepare: Callable[[Any], Any] | None = None,
+        worthwhile_s: float = 0.0,
     ) -> None:
         self._child = child
         self._size = size
+        self._worthwhile_s = worthwhile_s
+        self._slow_reads = 0
         self._name = name
         self._prepare = prepare
+        self._limit_s = config.input_timeout_s()
         self._ready: deque[tuple[Any, Any]] = deque()  # (element, prepared element)
+        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._pull = threading.Lock()
-        self._change = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._ended = False
+        self._ended = False  # the cursor has
         self._stopped = False
         self._error: BaseException | None = None
 
     def next(self) -> Any:
         """The next prepared element, or `END`."""
-        if self._thread is None and not self._ready and not self._ended:
-            return self._read_here()
-        with self._change:
-            if not self._has_news():
-                self._wait_for_news()
-            if self._ready:
-                _, prepared = self._ready.popleft()
-                self._change.notify_all()
-                self._start_if_needed()
-                return prepared
+        if self._thread is None:
+            return self._next_without_thread()
+        try:
+            news = self._news.get(timeout=self._limit_s)
+        except queue.Empty:
+            raise InputTimeout(
+                f"input thread {self._name!r} delivered nothing for {self._limit_s:g} s. "
+                "Set STRATAGEM_INPUT_TIMEOUT_S to wait longer."
+            ) from None
+        if news is _News.ELEMENT:
+            _, prepared = self._ready.popleft()
+            self._room.put(None)
+            return prepared
+        self._news.put(news)  # the end stays the end
         if self._error is not None:
             raise self._error
         return END
 
-    def _wait_for_news(self) -> None:
-        limit_s = config.input_timeout_s()
-        if not self._change.wait_for(self._has_news, limit_s):
-            raise InputTimeout(
-                f"input thread {self._name!r} delivered nothing for {limit_s:g} s. "
-                "Set STRATAGEM_INPUT_TIMEOUT_S to wait longer."
-            )
-
-    def _has_news(self) -> bool:
-        return bool(self._ready) or self._ended or self._error is not None
-
-    def _read_here(self) -> Any:
-        element = self._child.next()
-        if element is END:
-            self._ended = True
+    def _next_without_thread(self) -> Any:
+        if self._ready:
+            _, prepared = self._ready.popleft()
+        elif self._ended:
             return END
-        prepared = element if self._prepare is None else self._prepare(element)
-        self._start_if_needed()
+        else:
+            began = time.perf_counter()
+            element = self._child.next()
+            if element is END:
+                self._ended = True
+                return END
+            prepared = element if self._prepare is None else self._prepare(element)
+            slow = time.perf_counter() - began >= self._worthwhile_s
+            self._slow_reads = self._slow_reads + 1 if slow else 0
+        if self._size and not self._ended and not self._stopped and self._thread_pays():
+            self._start()
         return prepared
 
-    def _start_if_needed(self) -> None:
-        if self._size and self._thread is None and not self._ended and not self._stopped:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+    def _thread_pays(self) -> bool:
+        """Two slow reads in a row: one may be an epoch's new order, or the machine."""
+        return self._worthwhile_s == 0.0 or self._slow_reads >= 2
+
+    def _start(self) -> None:
+        for _ in self._ready:  # left from a restored position
+            self._news.put(_News.ELEMENT)
+        for _ in range(self._size - len(self._ready)):
+            self._room.put(None)
+        self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        self._thread.start()
 
     def _work(self) -> None:
         try:
             while self._wait_for_room() and self._move_one():
                 pass
         except BaseException as error:  # noqa: BLE001 - raised to the consumer, in its turn
-            with self._change:
-                self._error = error
-                self._change.notify_all()
+            self._error = error
+            self._news.put(_News.ERROR)
         finally:
             self._child.close()
 
     def _wait_for_room(self) -> bool:
-        with self._change:
-            while len(self._ready) >= self._size and not self._stopped:
-                self._change.wait(_IDLE_S)
+        while not self._stopped:
+            try:
+                self._room.get(timeout=_IDLE_S)
+            except queue.Empty:
+                continue
             return not self._stopped
+        return False
 
     def _move_one(self) -> bool:
         with self._pull:
             element = self._child.next()
             if element is END:
-                with self._change:
-                    self._ended = True
-                    self._change.notify_all()
+                self._ended = True
+                self._news.put(_News.END)
                 return False
             prepared = element if self._prepare is None else self._prepare(element)
-            with self._change:
-                self._ready.append((element, prepared))
-                self._change.notify_all()
+            self._ready.append((element, prepared))
+            self._news.put(_News.ELEMENT)
         return True
 
     def state(self) -> State:
         """The position after what was delivered: what is read ahead is in it as it is."""
-        limit_s = config.input_timeout_s()
-        if not self._pull.acquire(timeout=limit_s):
+        if not self._pull.acquire(timeout=self._limit_s):
             raise InputTimeout(
-                f"input thread {self._name!r} has been reading one element for {limit_s:g} s, so "
-                "its position cannot be told. Set STRATAGEM_INPUT_TIMEOUT_S to wait longer."
+                f"input thread {self._name!r} has been reading one element for {self._limit_s:g} s, "
+                "so its position cannot be told. Set STRATAGEM_INPUT_TIMEOUT_S to wait longer."
             )
         try:
             if self._error is not None:
@@ -225,21 +256,15 @@ class Prefetcher:
         """Take over a position; on a fresh prefetcher only."""
         self._child.restore(state["child"])
         self._ended = state["ended"]
-        self.put_back(state["ready"])
-
-    def put_back(self, elements: Sequence[Any]) -> None:
-        """Elements to deliver before anything the cursor yields."""
         prepare = self._prepare
-        self._ready.extend((e, e if prepare is None else prepare(e)) for e in elements)
+        self._ready.extend((e, e if prepare is None else prepare(e)) for e in state["ready"])
 
     def close(self) -> None:
         """End the thread, drop what was read ahead, close the cursor; idempotent."""
-        with self._change:
-            self._stopped = True
-            self._change.notify_all()
-        thread = self._thread
-        if thread is None:
+        self._stopped = True
+        self._room.put(None)
+        if self._thread is None:
             self._child.close()
         else:
-            _join(thread)
+            _join(self._thread)
         self._ready.clear()

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem._core.values import PerReplica
 from stratagem._data import nests
 
 
@@ -29,12 +30,13 @@ class Movers:
             for device in self._devices
             if device is not None and device.type == "cuda"
         }
+        # Logical CPU devices are all host memory, where batches are made.
         self.idle = all(device is None or device.type == "cpu" for device in self._devices)
 
     def move(self, part: Any, replica: int) -> Any:
         """A part on its replica's device; the copy may still be under way."""
         device = self._devices[replica]
-        if device is None:
+        if self.idle or device is None:
             return part
         stream = self._streams.get(device)
         if stream is None:
@@ -42,22 +44,28 @@ class Movers:
         with torch.cuda.stream(stream):
             return nests.map_leaves(lambda leaf: _to_cuda(leaf, device), part)
 
+    def move_all(self, parts: list[Any]) -> list[Any]:
+        """One part per replica, each on its device."""
+        if self.idle:
+            return parts
+        return [self.move(part, replica) for replica, part in enumerate(parts)]
+
     def marks(self) -> list[tuple[torch.cuda.Stream, torch.cuda.Event]]:
         """The points the copies so far end at, one per stream."""
         return [(stream, stream.record_event()) for stream in self._streams.values()]
 
     @staticmethod
-    def arrive(
-        parts: Sequence[Any], marks: Sequence[tuple[torch.cuda.Stream, torch.cuda.Event]]
-    ) -> None:
+    def arrive(value: Any, marks: Sequence[tuple[torch.cuda.Stream, torch.cuda.Event]]) -> None:
         """Make the caller's streams wait for the copies, and keep their memory until then."""
+        parts: list[Any] = []
+        for leaf in nests.leaves(value):
+            parts.extend(leaf.values if isinstance(leaf, PerReplica) else [leaf])
         for stream, event in marks:
             current = torch.cuda.current_stream(stream.device)
             current.wait_event(event)
             for part in parts:
-                for leaf in nests.leaves(part):
-                    if isinstance(leaf, torch.Tensor) and leaf.device == stream.device:
-                        leaf.record_stream(current)
+                if isinstance(part, torch.Tensor) and part.device == stream.device:
+                    part.record_stream(current)
 
 
 def _to(leaf: Any, device: torch.device) -> Any:

@@ -107,7 +107,8 @@ class LaneSet:
         for i in range(size):
             if i == len(self._lanes):
                 self._lanes.append(Lane(f"{self._name}-replica-{i}"))
-            elif self._lanes[i].abandoned:
+            elif self._lanes[i].abandoned or not self._lanes[i].thread.is_alive():
+                # Left behind by a failed run, or lost in a fork, which takes no threads along.
                 self._lanes[i] = Lane(f"{self._name}-replica-{i}")
         return self._lanes[:size]
 

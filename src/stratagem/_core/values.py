@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -89,6 +89,7 @@ class DistributedValues(Convertible):
         return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
 
 
+@final
 class PerReplica(DistributedValues):
     """Components that may differ from replica to replica; ``run`` hands each replica its own.
 
@@ -183,6 +184,7 @@ def delegate_operators(cls: type[Any]) -> type[Any]:
     return cls
 
 
+@final
 @delegate_operators
 class Mirrored(DistributedValues):
     """Components that are equal on all replicas; usable like its value in any context.
@@ -238,33 +240,48 @@ def convert_to_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Ten
 # ------------------------------------------------------------------ nested structures
 
 
+# What a type is in a structure never changes, and the isinstance checks that find out are slow.
+_ROLE_OF: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict", torch.Tensor: "leaf"}
+
+
+def _role(kind: type) -> str:
+    role = "leaf"
+    if not issubclass(kind, torch.Tensor | Convertible):
+        if issubclass(kind, tuple) and getattr(kind, "_fields", None) is not None:
+            role = "namedtuple"
+        elif kind in pytree.SUPPORTED_NODES:
+            role = "registered"
+        elif issubclass(kind, Mapping):
+            role = "mapping"
+    _ROLE_OF[kind] = role
+    return role
+
+
 def open_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
     """Children, rebuilding function and keys of a container; None for a leaf."""
-    kind = type(tree)
-    if kind is list:
+    kind: Any = type(tree)
+    role = _ROLE_OF.get(kind) or _role(kind)
+    if role == "leaf":
+        return None
+    if role == "list":
         return tree, list, len(tree)
-    if kind is tuple:
+    if role == "tuple":
         return list(tree), tuple, len(tree)
-    if kind is dict:
+    if role == "dict":
         keys = list(tree)
         return list(tree.values()), lambda values: dict(zip(keys, values, strict=True)), keys
-    if kind is torch.Tensor or isinstance(tree, torch.Tensor | DistributedValues):
-        return None
-    fields = getattr(kind, "_fields", None)
-    if isinstance(tree, tuple) and fields is not None:
-        return list(tree), lambda values: kind(*values), fields
-    node = pytree.SUPPORTED_NODES.get(kind)
-    if node is not None:
-        children, context = node.flatten_fn(tree)
-        return list(children), lambda values: node.unflatten_fn(values, context), len(children)
-    if isinstance(tree, Mapping):
-        keys = list(tree)
-        return (
-            [tree[key] for key in keys],
-            lambda values: cast("Any", kind)(dict(zip(keys, values, strict=True))),
-            keys,
-        )
-    return None
+    if role == "namedtuple":
+        return list(tree), lambda values: kind(*values), kind._fields
+    if role == "registered":
+        node = pytree.SUPPORTED_NODES[kind]
+        children, spec = node.flatten_fn(tree)
+        return list(children), lambda values: node.unflatten_fn(values, spec), len(children)
+    keys = list(tree)
+    return (
+        [tree[key] for key in keys],
+        lambda values: kind(dict(zip(keys, values, strict=True))),
+        keys,
+    )
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -348,11 +365,11 @@ def split(tree: Any, size: int, count: RowCount | None = None) -> list[Any] | No
         >>> split({"x": PerReplica([1, 2]), "y": 3}, 2)
         [{'x': 1, 'y': 3}, {'x': 2, 'y': 3}]
     """
-    kind = type(tree)
+    kind: Any = type(tree)
     if kind is torch.Tensor:
         return None
-    if isinstance(tree, DistributedValues):
-        if count is not None and isinstance(tree, PerReplica):
+    if kind is PerReplica or kind is Mirrored:
+        if count is not None and kind is PerReplica:
             count.look_at(tree, size)
         return [tree.component(i) for i in range(size)]
     node = open_node(tree)

@@ -115,8 +115,6 @@ def test_a_closure_with_another_optimizer_is_refused_too(two):
 
 def test_several_optimizers_and_models_train_the_same(strategy):
     """Two models, two optimizers, one of them stepped every other batch."""
-    calls = {"n": 0}
-
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
@@ -139,7 +137,6 @@ def test_several_optimizers_and_models_train_the_same(strategy):
         for opt in opts:
             opt.step()
 
-    assert calls["n"] == 0
     sg.testing.assert_equivalent(Pair, optimizers, both, BATCHES, strategy)
 
 
@@ -233,7 +230,7 @@ def test_schedulers_step_once_per_step_without_warnings(name, inside, strategy):
         warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")  # torch's own
         plain, wanted = train(warnings.catch_warnings(), lambda f, a: f(*a), lambda b: b)
         ours, rates = train(strategy.scope(), strategy.run, lambda b: parts(strategy, *b))
-    assert rates == pytest.approx(wanted)
+    torch.testing.assert_close(torch.tensor(rates), torch.tensor(wanted))
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

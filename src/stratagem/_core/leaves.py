@@ -74,12 +74,13 @@ class Leaf:
 class ReplicatedHome(ParameterHome):
     """One central parameter and one leaf per replica (central storage, mirrored)."""
 
-    __slots__ = ("_leaves", "_strategy", "may_be_written", "name")
+    __slots__ = ("_leaves", "_published", "_strategy", "may_be_written", "name")
 
     def __init__(self, central: nn.Parameter, strategy: Any, name: str = "") -> None:
         super().__init__(central)
         self._strategy = weakref.ref(strategy)
         self._leaves: dict[int, Leaf] = {}
+        self._published: weakref.ref[Tensor] | None = None  # the leaf's gradient that central shows
         self.name = name
         # True where torch.nn itself writes a parameter during forward (Embedding with max_norm).
         self.may_be_written = False
@@ -172,6 +173,19 @@ class ReplicatedHome(ParameterHome):
                 leaf.tensor.data.copy_(central.data, non_blocking=True)
                 leaf.central_version = version_of(central)
 
+    def publish(self, leaf: Leaf) -> None:
+        """Let code at home see the gradient of a leaf.
+
+        Central gets an alias with its own version counter: a write by code outside replicas is
+        told apart from the leaf's accumulating in place, which other replicas must not copy half done.
+        """
+        grad, central = leaf.tensor.grad, self.central
+        if grad is None:
+            central.grad = None
+        elif self._published is None or self._published() is not grad or central.grad is None:
+            self._published = weakref.ref(grad)
+            central.grad = grad.data if grad.device == central.device else grad.to(central.device)
+
     def settle(self, leaves: Sequence[Leaf]) -> None:
         """The run succeeded: central takes over what the replicas agree on.
 
@@ -181,11 +195,8 @@ class ReplicatedHome(ParameterHome):
         central, lead = self.central, leaves[0].tensor
         if central.requires_grad != lead.requires_grad:
             central.requires_grad_(lead.requires_grad)
-        grad = lead.grad
-        if grad is not None and grad.device != central.device:
-            grad = grad.to(central.device)
-        if central.grad is not grad:
-            central.grad = grad
+        self.publish(leaves[0])
+        grad = central.grad
         reference = None if grad is None else weakref.ref(grad)
         version = -1 if grad is None else version_of(grad)
         for leaf in leaves:
@@ -211,8 +222,6 @@ def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:
     if grad is None:
         if tensor.grad is not None:
             tensor.grad = None
-        return
-    if tensor.grad is grad:
         return
     agreed = leaf.central_grad
     if (

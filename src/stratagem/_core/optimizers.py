@@ -221,12 +221,11 @@ def _step_at_home(
         for leaf in home.leaves():
             leaf.refuse_writes()
     for home in homes:
-        leaf = home.leaf(lead)
-        grad = None if leaf is None else leaf.tensor.grad
-        central = home.central
-        if grad is not None and grad.device != central.device:
-            grad = grad.to(central.device)
-        central.grad = grad
+        spoke = home.leaf(lead)
+        if spoke is None:
+            home.central.grad = None
+        else:
+            home.publish(spoke)
     strategy = homes[0].strategy
     result = strategy._step_optimizer(optimizer, real)
     for home in homes:

@@ -360,10 +360,6 @@ class Strategy(ABC):
     def _gather(self, value: Any, axis: int) -> Any:
         """`gather`, in the right context."""
 
-    def _colocated_with(self, variable: Any) -> AbstractContextManager[object]:
-        """Held while ``extended.colocate_vars_with`` is open; where there is one place, no need."""
-        return nullcontext()
-
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, values.DistributedValues):
             return value.values

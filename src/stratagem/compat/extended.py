@@ -1,0 +1,195 @@
+"""`strategy.extended`: tf.distribute's second half of a strategy, as a thin view.
+
+TensorFlow splits each strategy into two objects; we have one, and this view gives TensorFlow's names to
+the functions of `_strategies.updates` (EXT-1 … EXT-11). It keeps no state. `Strategy.extended` makes
+one when asked; library code never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+
+from stratagem._core import context, values
+from stratagem._core.variables import Variable
+from stratagem._strategies import updates
+from stratagem._strategies.base import Strategy
+from stratagem.compat import spelling
+
+
+def extended_view(strategy: Strategy) -> StrategyExtended:
+    """The view of a strategy; called by `Strategy.extended`."""
+    return StrategyExtended(strategy)
+
+
+@final
+class StrategyExtended:
+    """The methods tf.distribute keeps under ``strategy.extended``.
+
+    Example:
+        >>> import torch, stratagem as sg
+        >>> strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+        >>> value = sg.PerReplica([torch.tensor(1.0), torch.tensor(2.0)])
+        >>> strategy.extended.reduce_to("sum", value, "cpu:0")
+        tensor(3.)
+        >>> strategy.extended.parameter_devices
+        ('/device:CPU:0',)
+        >>> strategy.close()
+    """
+
+    # EXT-9: every strategy here answers the same, but for `experimental_between_graph`.
+    should_checkpoint = True
+    should_save_summary = True
+    experimental_should_init = True
+    experimental_require_static_shapes = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __repr__(self) -> str:
+        return f"<StrategyExtended of {self._strategy!r}>"
+
+    # -------------------------------------------------------------- what it is
+
+    @property
+    def worker_devices(self) -> Sequence[str]:
+        """Names of the devices replicas compute on: a list under central storage, else a tuple.
+
+        Raises:
+            RuntimeError: the default strategy places nothing (EXT-10).
+        """
+        names: Sequence[str] = updates.worker_names(self._strategy)
+        return names
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Names of the devices variables live on.
+
+        Raises:
+            RuntimeError: the default strategy places nothing (EXT-10).
+        """
+        return self._strategy._parameter_names
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True where variables live apart from the replicas (central storage, parameter servers)."""
+        return self._strategy._between_graph
+
+    # -------------------------------------------------------------- running and reducing
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """`Strategy.run` without the check of ``args`` (RUN-11)."""
+        return self._strategy._call_for_each_replica(fn, args, kwargs)
+
+    def reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: object = None
+    ) -> Any:
+        """Sum or mean over replicas, placed at ``destinations`` (EXT-1).
+
+        Args:
+            reduce_op: `ReduceOp` or its name.
+            value: a per-replica value.
+            destinations: a device name, or a tensor, variable or distributed value to be near of.
+                Passing ``value`` itself makes it an all-reduce.
+            options: `CommunicationOptions`, accepted and ignored.
+
+        Returns:
+            A tensor for one destination device, a `Mirrored` for several; with one device or the
+            default strategy the value itself.
+        """
+        return updates.reduce_to(self._strategy, reduce_op, value, destinations)
+
+    def batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: object = None
+    ) -> list[Any]:
+        """`reduce_to` of several (value, destinations) pairs; one result each (EXT-3)."""
+        return updates.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """A value copied to ``destinations``: a tensor for one device, a `Mirrored` for several."""
+        return updates.broadcast_to(self._strategy, tensor, destinations)
+
+    # -------------------------------------------------------------- updating variables
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(variable, *args)`` where the variable lives; on every copy if it has several.
+
+        In a replica all replicas meet first, and their arguments are merged (EXT-4).
+
+        Args:
+            var: a variable of this strategy.
+            fn: gets the bare variable; assignments inside act on it alone.
+            args: positional arguments; of distributed ones the copy's component, or the first.
+            kwargs: keyword arguments, likewise.
+            group: False gives the results in a tuple, one entry per copy.
+
+        Example:
+            >>> import torch, stratagem as sg
+            >>> strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     v = sg.Variable(1.0)
+            >>> strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,))
+            tensor(3.)
+            >>> strategy.close()
+        """
+        replica = context.current_replica()
+        if replica is not None and replica.strategy is self._strategy:
+            return updates.update(self._strategy, var, fn, args, kwargs, group=group)
+        context.require_cross_replica_or_default(self._strategy, "extended.update()")
+        with context.entered(self._strategy, None):
+            return updates.update(self._strategy, var, fn, args, kwargs, group=group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(*args)`` on the devices `non_slot_devices` gave (EXT-5)."""
+        return updates.update_non_slot(self._strategy, colocate_with, fn, args, kwargs, group=group)
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+        """Where an optimizer's own values go: the device, all devices, or beside a variable."""
+        return updates.non_slot_devices(self._strategy, var_list)
+
+    # -------------------------------------------------------------- variables
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[object]:
+        """While open, new variables go where the given one lives (EXT-6).
+
+        Raises:
+            ValueError: not a variable made in this strategy's scope.
+            RuntimeError: not inside the scope (CTX-12).
+        """
+        return updates.colocate_vars_with(self._strategy, colocate_with_variable)
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether a variable was made under this strategy (EXT-8)."""
+        return updates.created_in_scope(self._strategy, v)
+
+    def read_var(self, v: Any) -> torch.Tensor:
+        """A copy of the variable's value (EXT-8)."""
+        if isinstance(v, Variable):
+            return updates.read_var(v)
+        return values.convert_to_tensor(v).detach().clone()
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: object = None) -> Any:
+        """As the strategy's own method of this name."""
+        return spelling.make_numpy_dataset(self._strategy, numpy_input, session)

@@ -431,6 +431,13 @@ class Variable(Convertible):
 
     @override
     def __repr__(self) -> str:
+        copies = self.values
+        if len(copies) > 1:
+            # As tf.distribute prints it: one line for each replica's copy.
+            on_read = self.synchronization is VariableSynchronization.ON_READ
+            kind = "SyncOnReadVariable" if on_read else "MirroredVariable"
+            lines = ",\n".join(f"  {i}: {copy!r}" for i, copy in enumerate(copies))
+            return f"{kind}:{{\n{lines}\n}}"
         try:
             shown = repr(self._place.read().detach())
         except ValueError as error:

@@ -82,7 +82,8 @@ class _Mapping:
 
     def __init__(self, number: int, memory: mmap.mmap) -> None:
         self.number = number
-        self._memory = memory
+        self._memory: mmap.mmap | None = memory
+        self._bytes = len(memory)
         self._view = memoryview(memory)
         self._counters = self._view.cast("Q")
         self._closed = False
@@ -94,10 +95,12 @@ class _Mapping:
             ValueError: it would not lie within the segment.
         """
         size = bytes_for(shape, dtype)
-        if offset % ALIGNMENT or offset < HEADER_BYTES or offset + size > len(self._memory):
+        if self._memory is None:
+            raise ValueError(f"segment {self.number} is closed: no tensor can be made over it")
+        if offset % ALIGNMENT or offset < HEADER_BYTES or offset + size > self._bytes:
             raise ValueError(
                 f"a tensor of {size} bytes at offset {offset!r} does not lie within segment "
-                f"{self.number}, which has {len(self._memory)} bytes, on a multiple of {ALIGNMENT}"
+                f"{self.number}, which has {self._bytes} bytes, on a multiple of {ALIGNMENT}"
             )
         if size == 0:
             return torch.empty(shape, dtype=dtype)
@@ -118,11 +121,10 @@ class _Mapping:
             return
         self._closed = True
         self._counters.release()
-        try:
-            self._view.release()
-            self._memory.close()
-        except BufferError:
-            pass  # tensors still use it: unmapped with the last of them
+        self._view.release()
+        # Never mmap.close(): torch.frombuffer keeps the object, but not its buffer locked, and
+        # would go on reading unmapped memory. Python unmaps when the last reference is gone.
+        self._memory = None
 
     def __enter__(self) -> Self:
         return self
@@ -235,7 +237,7 @@ class MappedSegment(_Mapping):
 
     def refresh(self, offset: int, size: int) -> None:
         """Drops what this process wrote over the pages of an entry: the owner's data shows again."""
-        if self._private:
+        if self._private and self._memory is not None:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._memory.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
 

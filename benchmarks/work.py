@@ -93,3 +93,9 @@ def byte_shapes(size: dict[str, Any]) -> list[tuple[int]]:
 def gigabytes(size: dict[str, Any]) -> float:
     """How much one step of the read and add rows moves, in 10**9 bytes."""
     return sum(shape[0] for shape in byte_shapes(size)) * 4 / 1e9
+
+
+def fingerprint(value: NDArray[Any]) -> list[float]:
+    """Two numbers that tell parameters apart: their size, and a sum in which the order counts."""
+    flat = np.asarray(value, np.float64).ravel()
+    return [float(np.abs(flat).sum()), float(flat @ np.cos(np.arange(flat.size)))]

@@ -68,8 +68,10 @@ class SingleWork(Work):
         before = models.mlp_mean_loss(self.variables, batches)
         self.steps(self.size["check_steps"])
         after = models.mlp_mean_loss(self.variables, batches)
-        sums = [float(tf.reduce_sum(tf.abs(variable))) for variable in self.variables]
-        return {"loss_before": before, "loss_after": after, "sums": sums}
+        now = [variable.numpy() for variable in self.variables]
+        # PyTorch's layout again, so that the order of the numbers is every side's.
+        prints = [work.fingerprint(value.T if value.ndim == 2 else value) for value in now]
+        return {"loss_before": before, "loss_after": after, "parameters": prints}
 
 
 class OneDevice(SingleWork):

@@ -1,0 +1,129 @@
+"""The limit's process: bare PyTorch on one thread, and plain memory traffic.
+
+Run by the harness: ``python -m benchmarks.limits.side``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import models, work
+from benchmarks.protocol import Work, serve
+
+
+class Training(Work):
+    """A model, its optimizer and batches in turn."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        super().__init__()
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.batches: list[tuple[Tensor, Tensor]] = []
+        self.done = 0
+
+    def steps(self, count: int) -> None:
+        model, optimizer, loss, batches = self.model, self.optimizer, self.loss, self.batches
+        for _ in range(count):
+            inputs, labels = batches[self.done % len(batches)]
+            optimizer.zero_grad()
+            loss(model(inputs), labels).backward()
+            optimizer.step()
+            self.done += 1
+
+
+class Mlp(Training):
+    """The MLP step."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        model = models.Mlp(size)
+        models.set_mlp(model, size)
+        optimizer = torch.optim.SGD(model.parameters(), work.MLP_LEARNING_RATE)
+        super().__init__(model, optimizer, F.cross_entropy)
+        self.size = size
+        self.batches = models.tensors(work.mlp_batches(size))
+
+    def check(self) -> dict[str, Any]:
+        batches = work.mlp_batches(self.size)
+        before = models.mean_loss(self.model, self.loss, batches)
+        self.steps(self.size["check_steps"])
+        after = models.mean_loss(self.model, self.loss, batches)
+        prints = models.fingerprints(self.model)
+        return {"loss_before": before, "loss_after": after, "parameters": prints}
+
+
+class Embedding(Training):
+    """The table step with row gradients, as PyTorch offers it."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        model = models.Table(size)
+        models.set_table(model, size)
+        optimizer = torch.optim.Adagrad(
+            model.parameters(), work.EMBEDDING_LEARNING_RATE, eps=work.EMBEDDING_EPSILON
+        )
+        super().__init__(model, optimizer, F.binary_cross_entropy_with_logits)
+        self.size = size
+        self.batches = models.tensors(work.embedding_batches(size))
+
+    def check(self) -> dict[str, Any]:
+        batches = work.embedding_batches(self.size)
+        before = models.mean_loss(self.model, self.loss, batches)
+        self.steps(self.size["check_steps"])
+        after = models.mean_loss(self.model, self.loss, batches)
+        prints = models.fingerprints(self.model)
+        return {"loss_before": before, "loss_after": after, "parameters": prints}
+
+
+class Variables(Work):
+    """A step over many parameters."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = models.Many(size)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-6)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model().backward()
+            self.optimizer.step()
+
+
+class Traffic(Work):
+    """64 MB copied or added, on one thread."""
+
+    def __init__(self, size: dict[str, Any], operation: Any) -> None:
+        super().__init__()
+        self.amount_per_step = work.gigabytes(size)
+        shapes = work.byte_shapes(size)
+        self.here = [torch.zeros(shape) for shape in shapes]
+        self.there = [torch.ones(shape) for shape in shapes]
+        self.operation = operation
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            for here, there in zip(self.here, self.there, strict=True):
+                self.operation(here, there)
+
+
+def make(row: str, size: dict[str, Any]) -> Work:
+    """The limit of a row."""
+    torch.set_num_threads(1)
+    if row in {"mlp", "one_device", "workers", "servers"}:
+        return Mlp(size)
+    if row in {"embedding", "table"}:
+        return Embedding(size)
+    if row == "variables":
+        return Variables(size)
+    if row == "read":
+        return Traffic(size, Tensor.copy_)
+    if row in {"add", "message"}:
+        return Traffic(size, Tensor.add_)
+    raise ValueError(f"row {row!r} has no limit; do not list 'limit' among its sides")
+
+
+if __name__ == "__main__":
+    sys.exit(serve(make))

@@ -1,0 +1,260 @@
+"""The parameter-server rows on our side, on real processes.
+
+Functions that are scheduled are local ones, so that they travel by value: a worker process need not be
+able to import this package.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import stratagem as sg
+from benchmarks import models, work
+from benchmarks.protocol import Work
+
+JOIN_TIMEOUT_S = 300.0
+
+
+class ClusterWork(Work):
+    """What the cluster rows share: one cluster, steps scheduled and joined."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__()
+        self.size = size
+        self.scheduled = 0
+        self.cluster = sg.LocalCluster(workers=size["workers"], ps=size["servers"])
+        try:
+            self.strategy = sg.ParameterServerStrategy(
+                self.cluster.resolver, variable_partitioner=self.partitioner()
+            )
+            self.coordinator = sg.ClusterCoordinator(self.strategy)
+            self.step, self.arguments = self.build()
+        except BaseException:
+            self.cluster.close()
+            raise
+
+    def partitioner(self) -> Any:
+        """How the row's variables are cut; uncut unless the row says otherwise."""
+        return None
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Make the variables; return the step and its arguments."""
+        raise NotImplementedError
+
+    def steps(self, count: int) -> None:
+        schedule, step, arguments = self.coordinator.schedule, self.step, self.arguments
+        for _ in range(count):
+            schedule(step, args=arguments)
+        self.coordinator.join(timeout_s=JOIN_TIMEOUT_S)
+        self.scheduled += count
+
+    def processes(self) -> dict[str, int]:
+        tasks = [("worker", i) for i in range(self.size["workers"])]
+        tasks += [("ps", i) for i in range(self.size["servers"])]
+        pids = {f"{job} {index}": self.cluster.pid(job, index) for job, index in tasks}
+        return {**super().processes(), **pids}
+
+    def close(self) -> None:
+        self.coordinator.close()
+        self.strategy.close()
+        self.cluster.close()
+
+
+class Empty(ClusterWork):
+    """Add 1 to a variable."""
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        with self.strategy.scope():
+            self.counter = sg.Variable(0.0)
+        counter = self.counter
+
+        def step() -> None:
+            counter.assign_add(1.0)
+
+        return step, ()
+
+    def check(self) -> dict[str, Any]:
+        self.steps(20)
+        return {"counted": float(self.counter.numpy()), "scheduled": float(self.scheduled)}
+
+
+class Training(ClusterWork):
+    """An ordinary training step on data of a per-worker dataset."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: work.Batches
+    loss: Callable[..., Any]
+
+    def make_step(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The step and its iterators, once model and optimizer exist."""
+        model, optimizer, loss_of = self.model, self.optimizer, self.loss
+        inputs, labels = (torch.from_numpy(part) for part in self.batches)
+
+        def dataset() -> Any:
+            return sg.data.Dataset.from_tensor_slices((inputs, labels)).repeat()
+
+        def step(iterator: Any) -> None:
+            batch, truth = next(iterator)
+            optimizer.zero_grad()
+            loss_of(model(batch), truth).backward()
+            optimizer.step()
+
+        return step, (iter(self.coordinator.create_per_worker_dataset(dataset)),)
+
+    def check(self) -> dict[str, Any]:
+        before = models.mean_loss(self.model, self.loss, self.batches)
+        self.steps(self.size["check_steps"])
+        after = models.mean_loss(self.model, self.loss, self.batches)
+        prints = models.fingerprints(self.model)
+        return {"loss_before": before, "loss_after": after, "parameters": prints}
+
+
+class Mlp(Training):
+    """The MLP step."""
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        self.loss = F.cross_entropy
+        self.batches = work.mlp_batches(self.size)
+        with self.strategy.scope():
+            self.model = model = models.Mlp(self.size)
+            models.set_mlp(model, self.size)
+            self.optimizer = torch.optim.SGD(model.parameters(), work.MLP_LEARNING_RATE)
+        return self.make_step()
+
+
+class Embedding(Training):
+    """A table over the servers, a linear layer above it, Adagrad on the touched rows."""
+
+    def partitioner(self) -> Any:
+        return sg.partitioners.MinSizePartitioner(
+            min_shard_bytes=2**18, max_shards=self.size["shards"]
+        )
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        self.loss = F.binary_cross_entropy_with_logits
+        self.batches = work.embedding_batches(self.size)
+        with self.strategy.scope():
+            self.model = model = models.Table(self.size)
+            if self.size.get("same_start", True):
+                models.set_table(model, self.size)
+            self.optimizer = torch.optim.Adagrad(
+                model.parameters(), work.EMBEDDING_LEARNING_RATE, eps=work.EMBEDDING_EPSILON
+            )
+        return self.make_step()
+
+
+class Read(ClusterWork):
+    """Read every variable in a step; the worker sums it, so that every byte has been looked at."""
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        self.amount_per_step = work.gigabytes(self.size)
+        with self.strategy.scope():
+            variables = [sg.Variable(torch.ones(shape)) for shape in work.byte_shapes(self.size)]
+
+        def step() -> float:
+            return sum(float(sg.convert_to_tensor(variable).sum()) for variable in variables)
+
+        return step, ()
+
+    def check(self) -> dict[str, Any]:
+        value = self.coordinator.schedule(self.step, args=()).fetch()
+        return {"sum": float(value), "expected": self.amount_per_step * 1e9 / 4}
+
+
+class Add(ClusterWork):
+    """Add as many bytes as there are to the variables; what is added lies ready in the worker."""
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        self.amount_per_step = work.gigabytes(self.size)
+        shapes = work.byte_shapes(self.size)
+        with self.strategy.scope():
+            self.variables = [sg.Variable(torch.zeros(shape)) for shape in shapes]
+        variables = self.variables
+
+        def dataset() -> Any:
+            deltas = tuple(torch.ones(shape) for shape in shapes)
+            return sg.data.Dataset.from_tensors(deltas).repeat()
+
+        def step(iterator: Any) -> None:
+            for variable, delta in zip(variables, next(iterator), strict=True):
+                variable.assign_add(delta)
+
+        return step, (iter(self.coordinator.create_per_worker_dataset(dataset)),)
+
+    def check(self) -> dict[str, Any]:
+        self.steps(4)
+        mean = float(sg.convert_to_tensor(self.variables[-1]).mean())
+        return {"counted": mean, "scheduled": float(self.scheduled)}
+
+
+class Variables(ClusterWork):
+    """A training step over many parameters."""
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        with self.strategy.scope():
+            model = models.Many(self.size)
+            optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+
+        return step, ()
+
+
+class StartUp(Work):
+    """From nothing to the first step done, then everything ended again."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__()
+        self.size = size
+
+    def steps(self, count: int) -> None:
+        raise NotImplementedError("start-up is measured by sample()")
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        begin = time.perf_counter()
+        work_on_cluster = Empty(self.size)
+        try:
+            work_on_cluster.steps(1)
+            taken = time.perf_counter() - begin
+        finally:
+            work_on_cluster.close()
+        return {"value": taken, "seconds": taken}
+
+
+class Recovery(ClusterWork):
+    """Kill worker 0 and wait until the one started in its place has done a step."""
+
+    limit_s = 90.0
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        with self.strategy.scope():
+            counter = sg.Variable(0.0)
+
+        def step() -> int:
+            counter.assign_add(1.0)
+            return int(sg.get_current_worker_index())
+
+        return step, ()
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        self.steps(20)
+        self.cluster.kill_worker(0)
+        begin = time.perf_counter()
+        old = self.cluster.pid("worker", 0)
+        while time.perf_counter() - begin < self.limit_s:
+            done = [self.coordinator.schedule(self.step, args=()) for _ in range(20)]
+            self.coordinator.join(timeout_s=self.limit_s)
+            replaced = self.cluster.pid("worker", 0) != old
+            if replaced and any(int(index.fetch()) == 0 for index in done):
+                taken = time.perf_counter() - begin
+                return {"value": taken, "seconds": taken}
+        raise TimeoutError(f"worker 0 did no step within {self.limit_s} s after it was killed")

@@ -1,0 +1,41 @@
+"""Our side's process. Run by the harness: ``python -m benchmarks.ours.side``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from benchmarks.protocol import Work, serve
+
+# Row -> module and class; loaded when asked for, so that a row never waits for another row's parts.
+WORK = {
+    "one_device": "single:OneDevice",
+    "central": "single:Central",
+    "empty": "cluster:Empty",
+    "mlp": "cluster:Mlp",
+    "workers": "cluster:Mlp",
+    "servers": "cluster:Mlp",
+    "embedding": "cluster:Embedding",
+    "table": "cluster:Embedding",
+    "read": "cluster:Read",
+    "add": "cluster:Add",
+    "message": "cluster:Add",
+    "variables": "cluster:Variables",
+    "startup": "cluster:StartUp",
+    "recovery": "cluster:Recovery",
+    "input": "pipelines:Input",
+    "wire": "pipelines:Wire",
+    "quality": "quality:Quality",
+}
+
+
+def make(row: str, size: dict[str, Any]) -> Work:
+    """Our work of a row."""
+    module, name = WORK[row].split(":")
+    made: Work = getattr(importlib.import_module(f"benchmarks.ours.{module}"), name)(size)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(serve(make))

@@ -1,0 +1,76 @@
+"""The one-machine rows on our side: one device, and central storage with two CPU replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import stratagem as sg
+from benchmarks import models, work
+from benchmarks.protocol import Work
+
+
+class SingleWork(Work):
+    """The ordinary MLP step, run under a strategy."""
+
+    def __init__(self, strategy: sg.Strategy, size: dict[str, Any]) -> None:
+        super().__init__()
+        torch.set_num_threads(1)
+        self.strategy, self.size, self.done = strategy, size, 0
+        with strategy.scope():
+            self.model = models.Mlp(size)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), work.MLP_LEARNING_RATE)
+        models.set_mlp(self.model, size)
+        pairs = models.tensors(work.mlp_batches(size))
+        self.batches = [(self.place(inputs), self.place(labels)) for inputs, labels in pairs]
+
+    def place(self, whole: Tensor) -> Any:
+        """One batch as ``run`` takes it."""
+        return whole
+
+    def steps(self, count: int) -> None:
+        model, optimizer, strategy, batches = self.model, self.optimizer, self.strategy, self.batches
+
+        def step(inputs: Tensor, labels: Tensor) -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+        for _ in range(count):
+            strategy.run(step, args=batches[self.done % len(batches)])
+            self.done += 1
+
+    def check(self) -> dict[str, Any]:
+        batches = work.mlp_batches(self.size)
+        before = models.mean_loss(self.model, F.cross_entropy, batches)
+        self.steps(self.size["check_steps"])
+        after = models.mean_loss(self.model, F.cross_entropy, batches)
+        prints = models.fingerprints(self.model)
+        return {"loss_before": before, "loss_after": after, "parameters": prints}
+
+    def close(self) -> None:
+        self.strategy.close()
+
+
+class OneDevice(SingleWork):
+    """The MLP step under OneDeviceStrategy."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__(sg.OneDeviceStrategy("cpu:0"), size)
+
+
+class Central(SingleWork):
+    """The MLP step over the replicas of CentralStorageStrategy."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        devices = [f"cpu:{index}" for index in range(size["replicas"])]
+        super().__init__(sg.CentralStorageStrategy(devices, "cpu:0"), size)
+
+    def place(self, whole: Tensor) -> Any:
+        parts = whole.chunk(self.size["replicas"])
+        return self.strategy.distribute_values_from_function(
+            lambda context: parts[context.replica_id_in_sync_group]
+        )

@@ -180,7 +180,8 @@ def delegate_operators(cls: type[Any]) -> type[Any]:
         return method
 
     for each in _OPERATORS:
-        setattr(cls, f"__{each}__", operator_method(f"__{each}__"))
+        if f"__{each}__" not in vars(cls):  # a class may index in its own way
+            setattr(cls, f"__{each}__", operator_method(f"__{each}__"))
     return cls
 
 

@@ -45,6 +45,9 @@ from them. Build the exception where the fact is known; nobody looks inside a me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
 
 
 class StratagemError(Exception):
@@ -55,6 +58,21 @@ class StratagemError(Exception):
         >>> issubclass(sg.errors.ReplicaMismatch, sg.StratagemError)
         True
     """
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Facts are keyword arguments of the constructors; pickle would call them without.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(
+    kind: type[StratagemError], args: tuple[Any, ...], facts: dict[str, Any]
+) -> StratagemError:
+    """The exception again, on the other side of a process border."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
 
 
 class ContextError(StratagemError, RuntimeError):
@@ -244,7 +262,7 @@ class ClosureInputError(ClosureError):
         super().__init__(message)
         while isinstance(original_exception, ClosureInputError):
             original_exception = original_exception.original_exception
-        self.original_exception = original_exception
+        self.original_exception: BaseException = original_exception
 
 
 class ClosurePoisonous(ClosureError):

@@ -228,6 +228,7 @@ class ClosureQueue:
             del worker.in_flight[closure]
             self._in_flight -= 1
             worker.solo = False
+            worker.window = max(worker.window, 2)
             if self._lost_with:
                 self._lost_with.pop(closure, None)
             return True
@@ -263,6 +264,8 @@ class ClosureQueue:
             del worker.in_flight[closure]
         if back:
             worker.solo = False
+        if worker.in_flight:
+            worker.window = 1  # it is busy with something long: nothing is sent ahead until it is done
         self._in_flight -= len(back)
         if self._error is not None:
             return [self._settle(closure, Fate.CANCELLED) for closure in back]

@@ -595,6 +595,8 @@ class ClusterCoordinator:
             if isinstance(frame.message, messages.LogLine):
                 output.log_line(link.task, frame.message)
         with self._changed:
+            if self._closed:
+                return  # its closures have been cancelled
             for frame in frames:
                 message = frame.message
                 if isinstance(message, messages.Finished):

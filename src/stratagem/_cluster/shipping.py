@@ -131,6 +131,7 @@ class Shipper:
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
         tokens = tuple(dict.fromkeys(self._tokens))
         shipment = Shipment(packed, buffers, tokens, tuple(self._holds))
+        self._holds = []  # nothing is kept alive beyond its closure
         for token in tokens:
             self._define(token)
         return shipment

@@ -130,12 +130,14 @@ class ParametersByReplica(_ByContext):
             if home is None:
                 self._swapped[replica.id, name] = value
                 return
+        if home is None and name in self.homes and isinstance(value, nn.Parameter):
+            # Another parameter in its place (module.to(), load_state_dict(assign=True), ...).
+            home = self.homes[name].copy_home(value)
         if home is None:
             self.homes.pop(name, None)
+            dict.__setitem__(self, name, value)
         else:
-            self.homes[name] = home
-            value = home.central
-        dict.__setitem__(self, name, value)
+            self.settle_in(name, home)
 
     def settle_in(self, name: str, home: ParameterHome) -> None:
         """Let ``home`` answer for ``name``."""
@@ -150,20 +152,21 @@ class ParametersByReplica(_ByContext):
         self.homes.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        replica = current_replica()
+        if current_replica() is not None:
+            # Each replica copies for itself: an ordinary dict, which no strategy trains.
+            plain: dict[str, Any] = {}
+            memo[id(self)] = plain
+            plain.update((name, copy.deepcopy(value, memo)) for name, value in self.items())
+            return plain
         twin = ParametersByReplica({})
         memo[id(self)] = twin
         for name, value in dict.items(self):
             own = copy.deepcopy(value, memo)
-            home = self.homes.get(name)
-            if home is not None and own is not None:
-                if replica is not None and replica.group.size > 1:
-                    own = _shared(replica, f"copying parameter {name!r}", own, home.copy_home)
-                new = home_of(own) or home.copy_home(own)
-                if new is not None:
-                    twin.settle_in(name, new)
-                    continue
             dict.__setitem__(twin, name, own)
+            if name in self.homes and own is not None:
+                home = home_of(own) or self.homes[name].copy_home(own)  # tied weights: made before
+                if home is not None:
+                    twin.settle_in(name, home)
         return twin
 
 
@@ -265,18 +268,14 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
             return None
         strategy = context.get_strategy()
         replica = current_replica()
-        if replica is not None and replica.group.size > 1:
-            parameter = _shared(
-                replica,
-                f"creating parameter {name!r}",
-                parameter,
-                lambda made: strategy._adopt_parameter(module, name, made),
-            )
-        home = home_of(parameter)
-        if home is None:
+        if replica is None or replica.group.size == 1:
             home = strategy._adopt_parameter(module, name, parameter)
+        else:
+            label = f"creating parameter {name!r}"
+            adopt = functools.partial(strategy._adopt_parameter, module, name)
+            home = _created_together(replica, label, module, parameter, adopt)
         if home is None:
-            return parameter
+            return None
     special_modules.prepare(module, home, name)
     held = module._parameters
     if not isinstance(held, ParametersByReplica):
@@ -288,44 +287,42 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 def _on_buffer(module: nn.Module, name: str, buffer: Tensor) -> Tensor | None:
     """The same for a buffer."""
     held: Any = module._buffers
-    if isinstance(held, BuffersByReplica) and name in held.homes:
-        return None  # another tensor for a name that has a home: __setitem__ knows what to do
     if buffer is None or not context.has_strategy():
         return None
+    if isinstance(held, BuffersByReplica) and name in held.homes:
+        return None  # another tensor for a name that has a home: __setitem__ knows what to do
     strategy = context.get_strategy()
     replica = current_replica()
-    if replica is not None and replica.group.size > 1:
-        buffer = _shared(replica, f"creating buffer {name!r}", buffer, None)
-        held = module._buffers
-        if isinstance(held, BuffersByReplica) and name in held.homes:
-            return buffer  # another replica was here first
-    home = strategy._adopt_buffer(module, name, buffer)
+    if replica is None or replica.group.size == 1:
+        home = strategy._adopt_buffer(module, name, buffer)
+    else:
+        adopt = functools.partial(strategy._adopt_buffer, module, name)
+        home = _created_together(replica, f"creating buffer {name!r}", module, buffer, adopt)
     if home is None:
-        return buffer
+        return None
+    held = module._buffers
     if not isinstance(held, BuffersByReplica):
-        held = BuffersByReplica(held)
-        module._buffers = held
+        module._buffers = held = BuffersByReplica(held)
     held.settle_in(name, home)
-    return None
+    return home.central  # type: ignore[no-any-return]
 
 
-def _shared(
-    replica: Replica, label: str, value: Any, adopt: Callable[[Any], ParameterHome | None] | None
+def _created_together(
+    replica: Replica, label: str, module: nn.Module, value: Any, adopt: Callable[[Any], Any]
 ) -> Any:
-    """RUN-9: what replicas create inside a run is created once; all get the first one's.
+    """RUN-9: what replicas register on a module they share is created once; all get the first one's.
 
-    ``adopt`` makes its home, in the meeting, so that there is one.
+    A module that each replica builds for itself inside the run stays each replica's own, without a
+    home: its parameters serve in forward, and training them is refused (`optimizers`).
     """
 
     def first(brought: list[Any]) -> list[Any]:
-        made = next(each for each in brought if each is not None)
-        home = None if adopt is None else home_of(made) or adopt(made)
-        return [(made, home)] * len(brought)
+        present = [each for each in brought if each is not None]
+        if any(each[0] is not present[0][0] for each in present):
+            return [None] * len(brought)
+        return [adopt(present[0][1])] * len(brought)
 
-    made, home = replica.group.meet(replica.id, label, value, first)
-    if home is not None:
-        replica.group.notes[label, id(made)] = home  # alive until a module holds it
-    return made
+    return replica.group.meet(replica.id, label, (module, value), first)
 
 
 _INSTALLED: list[Any] = []

@@ -95,8 +95,8 @@ def _shadow(scaler: GradScaler, replica: Replica) -> _Shadow:
     notes = replica.group.notes
     shadow = notes.get(key)
     if shadow is None:
-        shadow = copy.copy(scaler)
-        shadow.__class__ = _Shadow
+        shadow = object.__new__(_Shadow)  # not copy.copy: a scaler's copy forgets its scale
+        shadow.__dict__.update(scaler.__dict__)
         shadow._per_optimizer_states = defaultdict(
             _refresh_per_optimizer_state, copy.deepcopy(dict(scaler._per_optimizer_states))
         )

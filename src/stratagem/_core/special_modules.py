@@ -71,7 +71,8 @@ class _Special(nn.Module):
     _plain_class: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg.__newobj__, (self._plain_class,), self.__getstate__()  # type: ignore[attr-defined]
+        # Pickle insists that copyreg.__newobj__ makes the object's own class; this one does not.
+        return copyreg._reconstructor, (self._plain_class, object, None), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = type(self).__new__(type(self))

@@ -184,6 +184,9 @@ class CoordinatorVariables:
         self._placement = Placement(servers)
         # Modules own the homes; what is forgotten there is forgotten here.
         self._homes: weakref.WeakSet[CoordinatorHome | CoordinatorBuffer] = weakref.WeakSet()
+        self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
+            weakref.WeakValueDictionary()
+        )
 
     def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
         """Where a new variable goes."""
@@ -220,6 +223,7 @@ class CoordinatorVariables:
         counts = name == "num_batches_tracked" and isinstance(module, norm)
         home = CoordinatorBuffer(kept, strategy, counts=counts)
         self._homes.add(home)
+        self._buffers[id(buffer)] = home
         return home
 
     def flush(self) -> None:
@@ -231,6 +235,16 @@ class CoordinatorVariables:
         for kept in every:
             if kept.is_changed():
                 kept.send()
+
+    def buffer_home(self, tensor: Tensor) -> CoordinatorBuffer | None:
+        """The home of a buffer, by identity."""
+        home = self._buffers.get(id(tensor))
+        return home if home is not None and home.central is tensor else None
+
+    def bring_home(self) -> None:
+        """Take over the servers' last values everywhere."""
+        for home in list(self._homes):
+            home.kept.refresh()
 
     def close(self) -> None:
         """Let go of the servers; their variables are freed, local values stay."""

@@ -99,7 +99,7 @@ class Placement:
         """
         rows = shape[0] if len(shape) else 1
         if beside is not None:
-            pieces = (Shard(self._number(), beside.shards[0].server, rows),)
+            pieces: tuple[Shard, ...] = (Shard(self._number(), beside.shards[0].server, rows),)
         else:
             pieces = tuple(
                 Shard(self._number(), self._deal(), size)

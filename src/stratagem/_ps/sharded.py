@@ -47,7 +47,8 @@ class ShardedVariable(Convertible):
     __hash__: ClassVar[Any] = object.__hash__
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
-        if not isinstance(variables, Sequence) or not variables:
+        given: Any = variables
+        if not isinstance(given, Sequence) or not given:
             raise TypeError(
                 f"variables={variables!r}: expected a list of at least one sg.Variable, the shards."
             )
@@ -133,7 +134,8 @@ class ShardedVariable(Convertible):
                 f"{method} got a value of shape {tuple(tensor.shape)!r}: expected "
                 f"{tuple(self.shape)!r}, the shape of {self._name!r}."
             )
-        for shard, part in zip(self._variables, tensor.split(self._layout.sizes), strict=True):
+        parts = torch.split_with_sizes(tensor, self._layout.sizes)
+        for shard, part in zip(self._variables, parts, strict=True):
             getattr(shard, method)(part)
         return self
 
@@ -209,23 +211,13 @@ class ShardedVariable(Convertible):
         self._need_div_rule("sparse_read")
         ids = torch.as_tensor(indices)
         self._layout.check(ids)
-        unique, places = unique_ids(ids)
-        pieces = [
-            rows_of(shard, unique[begin:end] - offset)
-            for shard, offset, (begin, end) in zip(
-                self._variables, self._layout.offsets, self._layout.cut_sorted(unique), strict=True
-            )
-            if end > begin
-        ]
-        if not pieces:
-            return torch.zeros(*ids.shape, *self.shape[1:], dtype=self.dtype)
-        return torch.cat(pieces)[places]
+        return self._rows(ids)
 
     def __getitem__(self, key: Any) -> Tensor:
         first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
         for part in (first, *rest):
             _check_index(part)
-        if isinstance(first, np.ndarray) or isinstance(first, Tensor):
+        if isinstance(first, np.ndarray | Tensor):
             return self._to_tensor()[torch.as_tensor(key)]  # type: ignore[no-any-return]
         if isinstance(first, bool) or first is None or first is Ellipsis or key == ():
             return self._to_tensor()[key]  # type: ignore[no-any-return]
@@ -234,23 +226,23 @@ class ShardedVariable(Convertible):
             if not 0 <= row < self._layout.rows:
                 raise IndexError(f"row {first!r} is out of range: there are {self._layout.rows}.")
             shard, local = self._layout.locate(row)
-            return rows_of(self._variables[shard], torch.tensor([local]))[0][tuple(rest) or ...]
+            return self._variables[shard].sparse_read(torch.tensor([local]))[0][tuple(rest) or ...]
         # torch knows no negative steps: rows are counted by Python and gathered in that order.
-        rows = self._gather_slice(torch.tensor(range(self._layout.rows)[first], dtype=torch.int64))
+        rows = self._rows(torch.tensor(range(self._layout.rows)[first], dtype=torch.int64))
         return rows[(slice(None), *rest)] if rest else rows
 
-    def _gather_slice(self, ids: Tensor) -> Tensor:
+    def _rows(self, ids: Tensor) -> Tensor:
         unique, places = unique_ids(ids)
-        cuts = ShardLayout(self._layout.sizes).cut_sorted(unique)
+        cuts = self._layout.cut_sorted(unique)
         pieces = [
-            rows_of(shard, unique[begin:end] - offset)
+            shard.sparse_read(unique[begin:end] - offset)
             for shard, offset, (begin, end) in zip(
                 self._variables, self._layout.offsets, cuts, strict=True
             )
             if end > begin
         ]
         if not pieces:
-            return torch.zeros(0, *self.shape[1:], dtype=self.dtype)
+            return torch.zeros(*ids.shape, *self.shape[1:], dtype=self.dtype)
         return torch.cat(pieces)[places]
 
     def _need_div_rule(self, what: str) -> None:
@@ -259,11 +251,6 @@ class ShardedVariable(Convertible):
                 f"{what} needs shards of equal size, larger ones first (the div rule); these have "
                 f"{', '.join(map(str, self._layout.sizes))} rows."
             )
-
-
-def rows_of(variable: Variable, ids: Tensor) -> Tensor:
-    """These rows of one variable; a variable elsewhere sends only them."""
-    return variable.sparse_read(ids)
 
 
 def _check_index(part: Any) -> None:

@@ -1,0 +1,271 @@
+"""The coordinator's half of contract 7: which objects are handles, and what workers must know of them.
+
+`describe` gives a token to everything that belongs to the strategy: the strategy, its variables, modules
+with parameters on its servers (and all their submodules), their parameters and buffers, and optimizers
+over them. Everything else travels by value. `snapshot` notices what later closures must see: learning
+rates, train/eval, frozen parameters, new parameter groups, and local writes, which go to the servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem._core.homes import home_of
+from stratagem._core.variables import Variable
+from stratagem._ps import definitions
+from stratagem._ps.definitions import Token, Update
+from stratagem._ps.homes import CoordinatorHome
+from stratagem._ps.optimizers import OptimizersOnServers
+from stratagem._ps.settings import settings_of
+from stratagem._ps.variables import PerWorkerVariable, RemotePlace
+from stratagem.errors import ParameterServerLost
+
+_log = logging.getLogger("stratagem.ps")
+
+LOG_LIMIT = 1 << 18
+"""Updates kept one by one: as many as the coordinator's queue holds closures. Of older ones only the
+last of each kind is kept."""
+
+
+class CoordinatorViews:
+    """What `ClusterCoordinator` asks of a parameter-server strategy.
+
+    Args:
+        strategy: whose views these are.
+        setup: makes what a worker needs to connect.
+    """
+
+    def __init__(self, strategy: Any, setup: Callable[[], object]) -> None:
+        self._strategy = weakref.ref(strategy)
+        self._variables = strategy._variables
+        self._setup = setup
+        self._optimizers = OptimizersOnServers(self._variables)
+        self._numbers = 0
+        # By identity: a Variable's == compares values. An entry goes with its object.
+        self._tokens: dict[int, Token] = {}
+        self._objects: weakref.WeakValueDictionary[Token, Any] = weakref.WeakValueDictionary()
+        # What workers were told last.
+        self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._frozen: dict[Token, bool] = {}
+        self._settings: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._log: deque[tuple[int, Update]] = deque()
+        self._oldest: dict[Hashable, Update] = {}  # the last of each kind that left the log
+        self._version = 0
+
+    # -------------------------------------------------------------- handles
+
+    def describe(self, obj: object) -> Token | None:
+        """A token if `obj` belongs to the strategy, else None."""
+        if isinstance(obj, Tensor):
+            return self._describe_tensor(obj)
+        if isinstance(obj, nn.Module | Optimizer | Variable | PerWorkerVariable):
+            known = self._known(obj)
+            return known if known is not None else self._describe_new(obj)
+        return ("strategy", 0) if obj is self._strategy() else None
+
+    def definition(self, token: Token) -> object:
+        """What a worker needs to rebuild `token`."""
+        self._variables.flush()
+        kind, _ = token
+        if kind == "strategy":
+            return definitions.StrategyDefinition()
+        if kind in ("parameter", "buffer"):
+            return self._define_tensor(token)
+        obj = self._objects[token]
+        if isinstance(obj, nn.Module):
+            self._training[obj] = obj.training
+            reduced = obj.__reduce_ex__(4)
+            assert isinstance(reduced, tuple)
+            return definitions.ModuleDefinition(reduced[:3])
+        if isinstance(obj, Optimizer):
+            return self._define_optimizer(token, obj)
+        if isinstance(obj, PerWorkerVariable):
+            return definitions.VariableDefinition(obj.descriptions, obj.request, per_worker=True)
+        place = obj._place
+        assert isinstance(place, RemotePlace)
+        request = replace(obj._request, initial_value=None)
+        return definitions.VariableDefinition((place.remote.description,), request)
+
+    def _describe_tensor(self, tensor: Tensor) -> Token | None:
+        home = home_of(tensor)
+        if isinstance(home, CoordinatorHome) and home.kept.owner is self._variables:
+            return self._token_of(home, "parameter")
+        buffer = self._variables.buffer_home(tensor)
+        return None if buffer is None else self._token_of(buffer, "buffer")
+
+    def _describe_new(self, obj: Any) -> Token | None:
+        if isinstance(obj, nn.Module):
+            if not self._owns(obj):
+                return None
+            for module in obj.modules():
+                self._token_of(module, "module")
+            return self._known(obj)
+        if isinstance(obj, Optimizer):
+            ours = (self._describe_tensor(p) for group in obj.param_groups for p in group["params"])
+            return self._token_of(obj, "optimizer") if any(ours) else None
+        if isinstance(obj, PerWorkerVariable):
+            return self._token_of(obj, "variable")
+        ours_too = obj._strategy is self._strategy() and isinstance(obj._place, RemotePlace)
+        return self._token_of(obj, "variable") if ours_too else None
+
+    def _owns(self, module: nn.Module) -> bool:
+        for part in module.modules():
+            # As the dicts hold them: looking values up would ask the servers for each.
+            held = (*dict.values(part._parameters), *dict.values(part._buffers))
+            if any(one is not None and self._describe_tensor(one) is not None for one in held):
+                return True
+        return False
+
+    def _known(self, obj: object) -> Token | None:
+        token = self._tokens.get(id(obj))
+        return token if token is not None and self._objects.get(token) is obj else None
+
+    def _token_of(self, obj: Any, kind: str) -> Token:
+        token = self._known(obj)
+        if token is None:
+            self._numbers += 1
+            token = (kind, self._numbers)
+            self._tokens[id(obj)] = token
+            self._objects[token] = obj
+        return token
+
+    def _define_tensor(self, token: Token) -> object:
+        home = self._objects[token]
+        description = home.kept.description
+        if description is None:
+            raise ValueError(
+                "a lazy module was captured by a scheduled function before it has a shape: call it "
+                "once on the coordinator, on an example batch, first."
+            )
+        if isinstance(home, CoordinatorHome):
+            self._frozen[token] = home.central.requires_grad
+            return definitions.ParameterDefinition(
+                description, home.central.requires_grad, home.as_table
+            )
+        return definitions.BufferDefinition(description, home.counts)
+
+    def _define_optimizer(self, token: Token, optimizer: Optimizer) -> object:
+        number = self._optimizers.create(optimizer)
+        settings = settings_of(optimizer)
+        self._settings[optimizer] = settings
+        return definitions.OptimizerDefinition(
+            number=number,
+            kind=type(optimizer),
+            defaults=dict(optimizer.defaults),
+            groups=[dict(group) for group in optimizer.param_groups],
+            settings={index: dict(values) for index, values in settings.items()},
+        )
+
+    # -------------------------------------------------------------- what moved
+
+    def snapshot(self) -> int:
+        """A number that moves whenever later closures must see something new."""
+        self._variables.flush()
+        for module, before in list(self._training.items()):
+            if module.training != before:
+                self._training[module] = module.training
+                self._note(
+                    definitions.SetTraining(self._token_of(module, "module"), module.training)
+                )
+        for token, before in list(self._frozen.items()):
+            home = self._objects.get(token)
+            if home is None:
+                del self._frozen[token]
+            elif home.central.requires_grad != before:
+                self._frozen[token] = home.central.requires_grad
+                self._note(definitions.SetRequiresGrad(token, home.central.requires_grad))
+        for optimizer, told in list(self._settings.items()):
+            self._look_at_settings(optimizer, told)
+        return self._version
+
+    def _look_at_settings(self, optimizer: Optimizer, told: dict[int, dict[str, Any]]) -> None:
+        token = self._token_of(optimizer, "optimizer")
+        now = settings_of(optimizer)
+        if now == told:
+            return
+        if len(now) > len(told):
+            self._optimizers.create(optimizer)
+        for index, values in now.items():
+            if index not in told:
+                group = dict(optimizer.param_groups[index])
+                self._note(definitions.AddGroup(token, group, dict(values)))
+            elif values != told[index]:
+                changed = {
+                    key: value
+                    for key, value in values.items()
+                    if key not in told[index] or told[index][key] != value
+                }
+                self._note(definitions.SetHyperparameters(token, index, changed))
+        self._settings[optimizer] = now
+
+    def _note(self, update: Update) -> None:
+        self._version += 1
+        self._log.append((self._version, update))
+        if len(self._log) > LOG_LIMIT:
+            _, old = self._log.popleft()
+            self._oldest[_subject(old)] = old
+
+    def updates(self, after: int, upto: int) -> Sequence[Update]:
+        """What moved between two snapshots; of each thing only the last word."""
+        latest: dict[Hashable, Update] = {}
+        first = self._log[0][0] if self._log else self._version + 1
+        if after + 1 < first:
+            latest.update(self._oldest)
+        for position in range(max(0, after + 1 - first), len(self._log)):
+            version, update = self._log[position]
+            if version > upto:
+                break
+            latest.pop(_subject(update), None)
+            latest[_subject(update)] = update
+        return list(latest.values())
+
+    # -------------------------------------------------------------- workers and servers
+
+    def worker_setup(self) -> object:
+        """What a worker needs to build its views."""
+        return self._setup()
+
+    def fence(self, worker_index: int, incarnation: int) -> None:
+        """Makes every server refuse writes of this incarnation and older ones."""
+        self._variables.client.fence(f"/job:worker/task:{worker_index}", incarnation)
+
+    def check_servers(self, timeout_s: float) -> None:
+        """Raises ParameterServerLost if a server does not answer in time."""
+        for server in range(len(self._variables.client.tasks)):
+            self._variables.client.ping(server, timeout_s=timeout_s)
+
+    def forget_closures(self, closures: Sequence[int]) -> None:
+        """These exactly-once closures are finished: nobody will repeat their writes."""
+        self._variables.client.forget_closures(closures)
+
+    def close(self) -> None:
+        """Ends the session on the servers; models keep their last values."""
+        try:
+            self._variables.bring_home()
+        except ParameterServerLost as error:
+            _log.warning("the last values of the model were not brought home: %s", error)
+        self._variables.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<CoordinatorViews {len(self._tokens)} handles, version {self._version}>"
+
+
+def _subject(update: Update) -> Hashable:
+    """What an update is about: a later one about the same thing makes it void."""
+    if isinstance(update, definitions.SetHyperparameters):
+        return ("settings", update.token, update.group, tuple(sorted(update.settings)))
+    if isinstance(update, definitions.AddGroup):
+        return ("group", update.token, id(update))
+    return (type(update).__name__, update.token)

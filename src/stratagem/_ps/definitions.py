@@ -1,0 +1,106 @@
+"""What crosses from the coordinator to workers about a strategy's objects: plain data, no behaviour.
+
+A *definition* is what a worker needs to rebuild one object; it may contain other objects of the
+strategy, which travel as their own tokens. An *update* is something that moved on the coordinator after
+the definition was made. Made by `coordinator_views.py`, used by the strategy's worker view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from stratagem._core.variables import VariableRequest
+from stratagem._ps.placement import Description
+
+Token = tuple[str, int]
+"""Kind and number of an object: ("strategy", 0), ("parameter", 7), ("module", 3), …"""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyDefinition:
+    """The strategy itself; the rest came with the worker's setup."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDefinition:
+    """A module's parameter."""
+
+    description: Description
+    requires_grad: bool
+    as_table: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BufferDefinition:
+    """A module's buffer."""
+
+    description: Description
+    counts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VariableDefinition:
+    """A `Variable`; a per-worker one has as many descriptions as there are workers."""
+
+    descriptions: tuple[Description, ...]
+    request: VariableRequest
+    per_worker: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDefinition:
+    """A module, as its ``__reduce_ex__`` describes it; parameters and submodules inside are tokens."""
+
+    reduced: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerDefinition:
+    """An optimizer: its class, its groups (their parameters are tokens), its settings there."""
+
+    number: int
+    kind: type[Optimizer]
+    defaults: dict[str, Any]
+    groups: list[dict[str, Any]]
+    settings: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SetTraining:
+    """``module.train()`` or ``eval()`` was called on the coordinator."""
+
+    token: Hashable
+    training: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetRequiresGrad:
+    """A parameter was frozen, or thawed."""
+
+    token: Hashable
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetHyperparameters:
+    """Settings of one parameter group changed (a learning rate, mostly)."""
+
+    token: Hashable
+    group: int
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AddGroup:
+    """``optimizer.add_param_group`` was called on the coordinator."""
+
+    token: Hashable
+    group: dict[str, Any]
+    settings: dict[str, Any]
+
+
+Update = SetTraining | SetRequiresGrad | SetHyperparameters | AddGroup

@@ -1,0 +1,161 @@
+"""Optimizers on the servers, seen from the coordinator: created there, their state read and written.
+
+A ``torch.optim`` optimizer made on the coordinator is an ordinary one over the local parameters; when
+it is first shipped to a worker, its class is set up on every server that holds one of its variables.
+From then on the servers' state is the true one: ``optimizer.state_dict()`` first fetches it, and
+``load_state_dict`` sends it, through torch's own hooks for these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem._core.homes import home_of
+from stratagem._ps.homes import CoordinatorHome, CoordinatorVariables
+from stratagem._ps.settings import settings_of
+from stratagem._ps.stepping import WHOLE_TENSOR_OPTIMIZERS, GroupSpec
+from stratagem._ps.store import StateEntry
+from stratagem.errors import UnsupportedOptimizer
+
+
+class OptimizersOnServers:
+    """The optimizers of one strategy.
+
+    Args:
+        variables: the strategy's variables.
+    """
+
+    def __init__(self, variables: CoordinatorVariables) -> None:
+        self._variables = variables
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def create(self, optimizer: Optimizer) -> int:
+        """Set the optimizer up on every server, or bring its groups there up to date; its number."""
+        refuse_whole_tensor_optimizers(optimizer)
+        number = self._numbers.get(optimizer)
+        is_new = number is None
+        if number is None:
+            number = self._numbers[optimizer] = len(self._numbers) + 1
+        self._variables.flush()
+        settings = settings_of(optimizer)
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        servers = range(len(self._variables.client.tasks))
+        for server in servers:
+            groups = []
+            for index, homes in enumerate(_homes(optimizer)):
+                here = tuple(
+                    shard.number
+                    for home in homes
+                    if home is not None and home.kept.description is not None
+                    for shard in home.kept.description.shards
+                    if shard.server == server
+                )
+                groups.append(GroupSpec(variables=here, hyperparameters=settings[index]))
+            if any(group.variables for group in groups):
+                self._variables.client.create_optimizer(server, number, name, groups)
+        if is_new:
+            if any(_has_stepped(state) for state in optimizer.state.values()):
+                self._send_state(optimizer)  # a checkpoint was loaded before training began
+            self._watch(optimizer)
+        return number
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        reference = weakref.ref(self)
+
+        def fetch(optimizer: Optimizer) -> None:
+            me = reference()
+            if me is not None and not me._variables.closed:
+                me._fetch_state(optimizer)
+
+        def send(optimizer: Optimizer) -> None:
+            me = reference()
+            if me is not None and not me._variables.closed:
+                me._send_state(optimizer)
+
+        optimizer.register_state_dict_pre_hook(fetch)
+        optimizer.register_load_state_dict_post_hook(send)
+
+    def _fetch_state(self, optimizer: Optimizer) -> None:
+        """Take over the servers' state, shards put together."""
+        client, number = self._variables.client, self._numbers[optimizer]
+        for home in _all_homes(optimizer):
+            description = home.kept.description
+            assert description is not None
+            pieces: dict[str, list[Any]] = {}
+            for shard in description.shards:
+                for entry in client.read_state(shard.server, number, (shard.number,)):
+                    pieces.setdefault(entry.key, []).append(entry.value)
+            state = {key: _joined(values) for key, values in pieces.items()}
+            if state:
+                optimizer.state[home.central] = state
+
+    def _send_state(self, optimizer: Optimizer) -> None:
+        """Write the local state to the servers, cut along the shards."""
+        client, number = self._variables.client, self._numbers[optimizer]
+        for home in _all_homes(optimizer):
+            state = optimizer.state.get(home.central)
+            remote = home.kept.remote
+            if not state or remote is None:
+                continue
+            for index, place in enumerate(remote.places):
+                entries = []
+                for key, value in state.items():
+                    part = value
+                    if isinstance(value, Tensor) and value.shape == home.central.shape:
+                        part = remote.cut(value)[index]
+                    entries.append(StateEntry(variable=place.variable, key=key, value=part))
+                client.write_state(place.server, number, entries)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<OptimizersOnServers {len(self._numbers)} optimizers>"
+
+
+def refuse_whole_tensor_optimizers(optimizer: Optimizer) -> None:
+    """Raise if the optimizer's mathematics needs what a shard does not have."""
+    name = type(optimizer).__name__
+    if name == "LBFGS":
+        raise UnsupportedOptimizer(
+            "LBFGS evaluates the loss several times within one step and needs all parameters at "
+            "once; it cannot run on parameter servers. Use SGD, Adagrad or Adam, or OneDeviceStrategy."
+        )
+    if name not in WHOLE_TENSOR_OPTIMIZERS:
+        return
+    for home in _all_homes(optimizer):
+        description = home.kept.description
+        if description is not None and description.is_sharded:
+            raise UnsupportedOptimizer(
+                f"{name} looks at a whole tensor at once, but {home.name!r} of shape "
+                f"{description.shape} is in {len(description.shards)} shards: on parts of it {name} "
+                "would compute something else. Use an elementwise optimizer (SGD, Adagrad, Adam …), "
+                "or a partitioner that leaves this variable in one piece."
+            )
+
+
+def _homes(optimizer: Optimizer) -> list[list[CoordinatorHome | None]]:
+    found: list[list[CoordinatorHome | None]] = []
+    for group in optimizer.param_groups:
+        homes = [home_of(parameter) for parameter in group["params"]]
+        found.append([home if isinstance(home, CoordinatorHome) else None for home in homes])
+    return found
+
+
+def _all_homes(optimizer: Optimizer) -> list[CoordinatorHome]:
+    return [home for group in _homes(optimizer) for home in group if home is not None]
+
+
+def _has_stepped(state: dict[str, Any]) -> bool:
+    return "step" in state and float(state["step"]) > 0
+
+
+def _joined(values: list[Any]) -> Any:
+    first = values[0]
+    if len(values) > 1 and isinstance(first, Tensor) and first.dim() > 0:
+        return torch.cat(values)
+    return first

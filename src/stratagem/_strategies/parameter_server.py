@@ -1,0 +1,319 @@
+"""`ParameterServerStrategy`: variables on parameter servers, computation on workers that come and go.
+
+This is the coordinator's strategy. It checks the cluster, opens a session on the servers, decides where
+variables go and hands out homes for parameters. What functions see on a worker is `worker_view.py`;
+scheduling them is the `ClusterCoordinator`'s business, which finds the strategy's side of it through
+`_cluster_views` (contract 7).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from stratagem import config
+from stratagem._core import context, devices, reduction
+from stratagem._core.partition import Partitioner
+from stratagem._core.variables import Variable, VariableRequest
+from stratagem._ps import variables as ps_variables
+from stratagem._ps.client import PsClient
+from stratagem._ps.coordinator_views import CoordinatorViews
+from stratagem._ps.homes import CoordinatorVariables
+from stratagem._ps.link import Membership
+from stratagem._ps.placement import device_name
+from stratagem._ps.variables import ReadCache, RemotePlace
+from stratagem._strategies.base import GradientAggregation, Strategy
+from stratagem._strategies.worker_view import WorkerSetup, caching, cluster_key, reduce_nest
+
+_log = logging.getLogger("stratagem.ps")
+
+_JOBS = ("chief", "worker", "evaluator", "ps")
+
+CONNECT_TIMEOUT_S = 60.0
+"""For each server at construction: a fleet that is just being started needs a while."""
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Variables live on parameter servers, functions run on workers, asynchronously.
+
+    Models, optimizers and variables created under `scope` are placed on the servers in turn, cut into
+    shards as `variable_partitioner` says. Functions are scheduled with a `ClusterCoordinator`; in them
+    the step is ordinary PyTorch.
+
+    Args:
+        cluster_resolver: tells the cluster: at least one ``ps`` and one ``worker``.
+        variable_partitioner: a `partitioners.Partitioner`; None leaves variables in one piece.
+        gradient_aggregation: how replicas within one worker combine gradients: ``"mean"`` over the
+            rows of the batch, or ``"sum"``.
+        worker_devices: devices each worker computes on, one replica each; None: the accelerators the
+            resolver reports, else the CPU.
+
+    Raises:
+        ValueError: the cluster cannot serve (PSS-1).
+        ParameterServerLost: a server cannot be reached.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
+        ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+        ...     with strategy, strategy.scope():
+        ...         a, b = sg.Variable(1.0), sg.Variable(2.0)
+        ...         print(a.device, b.device)
+        /job:ps/replica:0/task:0/device:CPU:0 /job:ps/replica:0/task:1/device:CPU:0
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        gradient_aggregation: GradientAggregation = "mean",
+        worker_devices: Sequence[str] | None = None,
+    ) -> None:
+        spec = check_cluster(cluster_resolver)
+        self._resolver = cluster_resolver
+        self._partitioner = variable_partitioner
+        self._worker_devices = worker_devices
+        self._workers = len(spec.task_indices("worker"))
+        self._servers = tuple(
+            (f"/job:ps/task:{index}", spec.task_address("ps", index))
+            for index in spec.task_indices("ps")
+        )
+        self._device_names = _worker_device_names(cluster_resolver, worker_devices)
+        self._session = secrets.token_hex(8)
+        self._cache = ReadCache()
+        self._views: CoordinatorViews | None = None
+        super().__init__(gradient_aggregation=gradient_aggregation)
+        membership = Membership(
+            session=self._session, task="/job:chief/task:0", is_owner=True, key=cluster_key()
+        )
+        client = PsClient(self._servers, membership, connect_timeout_s=CONNECT_TIMEOUT_S)
+        self._variables = CoordinatorVariables(client, len(self._servers), variable_partitioner)
+        # A strategy that is simply forgotten ends its session when it is collected.
+        self._session_end = weakref.finalize(self, self._variables.close)
+
+    # -------------------------------------------------------------- what it is
+
+    @property
+    @override
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver given at construction."""
+        return self._resolver
+
+    @property
+    def variable_partitioner(self) -> Partitioner | None:
+        """How variables are cut; None leaves them in one piece."""
+        return self._partitioner
+
+    @contextmanager
+    def cache_variable_reads(self) -> Iterator[None]:
+        """Within it the first read of a variable is kept, and later reads return it (PSS-14)."""
+        with caching(self._cache):
+            yield
+
+    @property
+    @override
+    def _compute_devices(self) -> tuple[devices.Device, ...]:
+        return tuple(devices.parse_device(name) for name in self._device_names)
+
+    @property
+    @override
+    def _parameter_names(self) -> tuple[str, ...]:
+        return tuple(device_name(server) for server in range(len(self._servers)))
+
+    @override
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "cluster_resolver": self._resolver,
+            "variable_partitioner": self._partitioner,
+            "gradient_aggregation": self._gradient_aggregation,
+            "worker_devices": self._worker_devices,
+        }
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterServerStrategy:
+        if self._views is not None:
+            raise TypeError(
+                "a ParameterServerStrategy with a coordinator cannot be copied: its threads and "
+                "connections belong to one strategy. Make a new one from the resolver."
+            )
+        return super().__deepcopy__(memo)
+
+    # -------------------------------------------------------------- the coordinator's side
+
+    def _cluster_views(self) -> CoordinatorViews:
+        """What the `ClusterCoordinator` works with (contract 7)."""
+        if self._views is None:
+            setup = WorkerSetup(
+                servers=self._servers,
+                session=self._session,
+                compute_devices=self._device_names,
+                gradient_aggregation=self._gradient_aggregation,
+            )
+            self._views = CoordinatorViews(self, lambda: setup)
+        return self._views
+
+    @override
+    def _close(self) -> None:
+        self._session_end()
+
+    # -------------------------------------------------------------- variables
+
+    @override
+    def _create_variable(self, request: VariableRequest) -> Any:
+        if request.per_worker_variable:
+            return ps_variables.create_per_worker(self._variables, request, self._workers)
+        return ps_variables.create(self._variables, request, strategy=self, cache=self._cache)
+
+    @override
+    def _adopt_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        return self._variables.adopt_parameter(module, name, parameter)
+
+    @override
+    def _adopt_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Any:
+        return self._variables.adopt_buffer(self, module, name, buffer)
+
+    @override
+    def _colocated(self, variable: Variable) -> AbstractContextManager[object]:
+        return self._beside(variable)
+
+    @contextmanager
+    def _beside(self, variable: Any) -> Iterator[None]:
+        """New variables go to this one's server, in one piece (PSS-12)."""
+        place = variable._place
+        assert isinstance(place, RemotePlace)
+        before, self._variables.beside = self._variables.beside, place.remote.description
+        try:
+            yield
+        finally:
+            self._variables.beside = before
+
+    # -------------------------------------------------------------- outside a scheduled function
+
+    @override
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        _log.warning(
+            "run() of %s was called outside a scheduled function: it runs here, on the coordinator, "
+            "not on the workers. Use ClusterCoordinator.schedule.",
+            type(self).__name__,
+        )
+        return super()._run(fn, args, kwargs)
+
+    @override
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduce_nest(self, op, value, axis)
+
+    @override
+    def _gather(self, value: Any, axis: int) -> Any:
+        return reduction.gather(value, axis, negative=True)
+
+    @override
+    def _distribute_dataset(
+        self, dataset: Any, options: config.InputOptions | None
+    ) -> UnbuiltDataset:
+        return UnbuiltDataset("distribute_dataset", dataset, options)
+
+    @override
+    def _distribute_from_function(
+        self,
+        dataset_fn: Callable[[context.InputContext], Any],
+        options: config.InputOptions | None,
+    ) -> UnbuiltDataset:
+        return UnbuiltDataset("distribute_datasets_from_function", dataset_fn, options)
+
+
+class UnbuiltDataset:
+    """A distributed dataset that only workers can build (PSS-31).
+
+    Hand it to ``coordinator.create_per_worker_dataset``; on a worker, calling it builds it.
+    """
+
+    def __init__(self, method: str, source: Any, options: config.InputOptions | None) -> None:
+        self._method = method
+        self._source = source
+        self._options = options
+
+    def __call__(self) -> Any:
+        """Build it under the worker's strategy."""
+        return getattr(context.get_strategy(), self._method)(self._source, self._options)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError(f"{self._what()} cannot be iterated here. {_HAND_IT_ON}")
+
+    @property
+    def cardinality(self) -> int:
+        """Unknown until a worker has built it."""
+        raise ValueError(f"{self._what()} has no known size here. {_HAND_IT_ON}")
+
+    def _what(self) -> str:
+        return f"a dataset made by strategy.{self._method}() under parameter servers"
+
+    @override
+    def __repr__(self) -> str:
+        return f"<UnbuiltDataset of {self._source!r}>"
+
+
+_HAND_IT_ON = "Give it to coordinator.create_per_worker_dataset(), which builds it on every worker."
+
+
+def check_cluster(resolver: Any) -> Any:
+    """The resolver's cluster, if a parameter-server strategy can work with it (PSS-1).
+
+    Raises:
+        ValueError: it cannot; the message says which rule is broken.
+        TypeError: a task type without a task id.
+    """
+    spec = resolver.cluster_spec()
+    if not spec:
+        raise ValueError(
+            "the cluster spec is empty: expected jobs 'worker' and 'ps' with an address per task. "
+            "Set TF_CONFIG, or use sg.LocalCluster."
+        )
+    unknown = [job for job in spec.jobs if job not in _JOBS]
+    if unknown:
+        raise ValueError(f"unknown job {unknown[0]!r} in the cluster: expected {', '.join(_JOBS)}.")
+    task_type, task_id = resolver.task_type, resolver.task_id
+    if task_type is not None and task_type not in _JOBS:
+        raise ValueError(f"task_type={task_type!r} is not known: expected {', '.join(_JOBS)}.")
+    if task_type is not None and task_type != "evaluator" and task_type not in spec.jobs:
+        raise ValueError(f"task_type={task_type!r} is no job of the cluster: {spec.jobs!r}.")
+    for job in ("chief", "evaluator"):
+        if job in spec.jobs and spec.num_tasks(job) > 1:
+            raise ValueError(
+                f"the cluster has {spec.num_tasks(job)} tasks of {job!r}: expected one."
+            )
+    if task_type is not None:
+        if task_id is None:
+            raise TypeError(f"task_type={task_type!r} without a task_id: expected its number.")
+        if task_type in spec.jobs and task_id >= spec.num_tasks(task_type):
+            raise ValueError(
+                f"task_id={task_id!r} of {task_type!r} is not in the cluster, which has "
+                f"{spec.num_tasks(task_type)} of them."
+            )
+    for job, what in (("ps", "parameter server"), ("worker", "worker")):
+        if job not in spec.jobs or spec.num_tasks(job) == 0:
+            raise ValueError(f"the cluster has no {what}: expected at least one task of {job!r}.")
+    return spec
+
+
+def _worker_device_names(resolver: Any, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the devices each worker computes on, relative to the worker (PSS-4)."""
+    if given is not None:
+        if isinstance(given, str) or not given:
+            raise ValueError(
+                f"worker_devices={given!r}: expected a list of at least one device, such as "
+                '["cpu:0", "cpu:1"].'
+            )
+        return tuple(given)
+    found = resolver.num_accelerators() if resolver.task_type == "worker" else {}
+    gpus = int(found.get("GPU", 0))
+    return tuple(f"gpu:{index}" for index in range(gpus)) or ("cpu:0",)

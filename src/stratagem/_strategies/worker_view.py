@@ -1,0 +1,315 @@
+"""A worker's view of a parameter-server strategy: the other half of contract 7.
+
+`WorkerSetup` travels to a worker and connects it; `WorkerViews` rebuilds, from the coordinator's
+definitions, the objects a shipped function works with: real modules over the worker's parameters, a real
+optimizer object whose step sends gradients to the servers, variables, and `WorkerStrategy`, which runs
+replicas on the worker's devices. One `WorkerViews` per worker life; nothing here is process-global, since
+an in-process cluster runs several workers side by side.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem import config
+from stratagem._core import context, devices, modules, reduction, special_modules, values
+from stratagem._core.buffers import BufferHome
+from stratagem._core.leaves import ReplicatedHome
+from stratagem._core.variables import Variable, VariableRequest
+from stratagem._ps import definitions
+from stratagem._ps.client import PsClient
+from stratagem._ps.link import Membership
+from stratagem._ps.variables import ReadCache, RemotePlace
+from stratagem._ps.workers import WorkerVariables
+from stratagem._strategies.base import GradientAggregation, Strategy
+from stratagem._wire.handshake import ClusterKey
+from stratagem.errors import ContextError
+
+
+def cluster_key() -> ClusterKey | None:
+    """The cluster's key as this process knows it."""
+    text = config.cluster_key_text()
+    return None if text is None else ClusterKey.from_text(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetup:
+    """What a worker needs to join a strategy's session."""
+
+    servers: tuple[tuple[str, str], ...]
+    session: str
+    compute_devices: tuple[str, ...]
+    gradient_aggregation: GradientAggregation
+
+    def connect(self, *, worker_index: int, incarnation: int) -> WorkerViews:
+        """Builds the views on the worker."""
+        membership = Membership(
+            session=self.session, task=f"/job:worker/task:{worker_index}", key=cluster_key()
+        )
+        client = PsClient(self.servers, membership, incarnation=incarnation)
+        try:
+            return WorkerViews(self, client, worker_index)
+        except BaseException:
+            client.close()
+            raise
+
+
+class WorkerViews:
+    """The worker's own objects for the coordinator's tokens."""
+
+    def __init__(self, setup: WorkerSetup, client: PsClient, worker_index: int) -> None:
+        self._client = client
+        self._worker_index = worker_index
+        self._variables = WorkerVariables(client)
+        self._cache = ReadCache()
+        self._strategy = WorkerStrategy(setup, self._variables, self._cache)
+        self._objects: dict[Hashable, Any] = {("strategy", 0): self._strategy}
+        self._steppers: dict[Hashable, _Stepper] = {}
+        # Homes of parameters seen from several replicas; modules hold them only by name.
+        self._homes: list[ReplicatedHome] = []
+
+    # -------------------------------------------------------------- contract 7
+
+    def define(self, token: Hashable, definition: object) -> None:
+        """Rebuild the object behind a token."""
+        if token in self._objects:
+            return
+        if isinstance(definition, definitions.ParameterDefinition):
+            self._objects[token] = self._parameter(definition)
+        elif isinstance(definition, definitions.BufferDefinition):
+            self._objects[token] = self._variables.buffer(
+                definition.description, counts=definition.counts
+            )
+        elif isinstance(definition, definitions.ModuleDefinition):
+            self._objects[token] = self._module(definition)
+        elif isinstance(definition, definitions.OptimizerDefinition):
+            self._objects[token] = self._optimizer(token, definition)
+        elif isinstance(definition, definitions.VariableDefinition):
+            self._objects[token] = self._variable(definition)
+
+    def rebuild(self, token: Hashable) -> object:
+        """The worker's view of `token`: the same object at every call."""
+        return self._objects[token]
+
+    def apply(self, updates: Sequence[object]) -> None:
+        """Takes over what moved on the coordinator since the last closure."""
+        for update in updates:
+            if isinstance(update, definitions.SetTraining):
+                if update.token in self._objects:
+                    self._objects[update.token].training = update.training
+            elif isinstance(update, definitions.SetRequiresGrad):
+                if update.token in self._objects:
+                    self._objects[update.token].requires_grad_(update.requires_grad)
+            elif isinstance(update, definitions.SetHyperparameters):
+                if update.token in self._objects:
+                    group = self._objects[update.token].param_groups[update.group]
+                    group.update(update.settings)
+            elif isinstance(update, definitions.AddGroup) and update.token in self._objects:
+                self._add_group(update)
+
+    @contextmanager
+    def closure(self, closure_id: int | None) -> Iterator[None]:
+        """Surrounds one closure: fresh values, the strategy's scope; waits for all writes."""
+        with (
+            context.worker_index(self._worker_index),
+            self._strategy.scope(),
+            self._variables.closure(closure_id),
+        ):
+            yield
+
+    def close(self) -> None:
+        """Lets go of the servers."""
+        self._strategy.close()
+        self._objects.clear()
+        self._client.close()
+
+    # -------------------------------------------------------------- rebuilding
+
+    def _parameter(self, definition: definitions.ParameterDefinition) -> nn.Parameter:
+        parameter = self._variables.parameter(
+            definition.description,
+            requires_grad=definition.requires_grad,
+            as_table=definition.as_table and self._strategy.num_replicas_in_sync == 1,
+        )
+        if self._strategy.num_replicas_in_sync > 1:
+            name = definition.description.name
+            self._homes.append(ReplicatedHome(parameter, strategy=self._strategy, name=name))
+        return parameter
+
+    def _module(self, definition: definitions.ModuleDefinition) -> nn.Module:
+        make, arguments, state = definition.reduced
+        module: nn.Module = make(*arguments)
+        set_state = getattr(module, "__setstate__", None)
+        if set_state is not None:
+            set_state(state)
+        else:
+            module.__dict__.update(state)
+        if self._strategy.num_replicas_in_sync > 1:
+            self._answer_by_replica(module)
+        return module
+
+    def _answer_by_replica(self, module: nn.Module) -> None:
+        """Several replicas in this worker: each sees leaves and buffer copies of its own."""
+        held = modules.ParametersByReplica(dict(module._parameters))
+        for name, home in held.homes.items():
+            special_modules.prepare(module, home, name)
+        module._parameters = held
+        buffers = modules.BuffersByReplica(dict(module._buffers))
+        for name, value in dict.items(buffers):
+            if value is not None:
+                buffers.settle_in(name, BufferHome(value, strategy=self._strategy))
+        module._buffers = buffers
+
+    def _optimizer(self, token: Hashable, definition: definitions.OptimizerDefinition) -> Optimizer:
+        # Not the class's own __init__: it may allocate state, which lives on the servers.
+        made: Any = definition.kind.__new__(definition.kind)
+        groups = [dict(group) for group in definition.groups]
+        Optimizer.__init__(made, groups, dict(definition.defaults))
+        stepper = _Stepper(self._variables, definition.number, definition.settings)
+        self._steppers[token] = stepper
+        self._strategy.steppers[id(made)] = stepper
+        if self._strategy.num_replicas_in_sync == 1:
+            made.__dict__["step"] = types.MethodType(stepper.step, made)
+        return made  # type: ignore[no-any-return]
+
+    def _add_group(self, update: definitions.AddGroup) -> None:
+        optimizer = self._objects[update.token]
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(parameter) in known for parameter in update.group["params"]):
+            return
+        self._steppers[update.token].settings[len(optimizer.param_groups)] = dict(update.settings)
+        optimizer.add_param_group(dict(update.group))
+
+    def _variable(self, definition: definitions.VariableDefinition) -> Variable:
+        index = self._worker_index if definition.per_worker else 0
+        remote = self._variables.remote(definition.descriptions[index])
+        if definition.per_worker:
+            remote.put(definition.request.initial_tensor())  # a new life starts anew (PSS-13)
+        place = RemotePlace(
+            remote,
+            tracks=definition.request.tracks_gradient() and not definition.per_worker,
+            strategy=self._strategy,
+            cache=self._cache,
+        )
+        return Variable.at(place, definition.request, self._strategy)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<WorkerViews of worker {self._worker_index}, {len(self._objects)} objects>"
+
+
+class _Stepper:
+    """What ``optimizer.step()`` does on a worker."""
+
+    def __init__(
+        self, variables: WorkerVariables, number: int, settings: dict[int, dict[str, Any]]
+    ) -> None:
+        self._variables = variables
+        self._number = number
+        self.settings = {group: dict(values) for group, values in settings.items()}
+
+    def push(self, optimizer: Optimizer) -> None:
+        """Send the gradients."""
+        self._variables.push(self._number, optimizer, self.settings)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """One step at the variables' home; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.push(optimizer)
+        return loss
+
+
+@final
+class WorkerStrategy(Strategy):
+    """The strategy as functions on a worker see it: replicas on the worker's own devices."""
+
+    def __init__(self, setup: WorkerSetup, variables: WorkerVariables, cache: ReadCache) -> None:
+        self._setup = setup
+        self._variables = variables
+        self._cache = cache
+        self._devices = devices.resolve_devices(setup.compute_devices, argument="worker_devices")
+        self.steppers: dict[int, _Stepper] = {}
+        super().__init__(gradient_aggregation=setup.gradient_aggregation)
+
+    @property
+    @override
+    def _compute_devices(self) -> tuple[devices.Device, ...]:
+        return self._devices
+
+    @property
+    @override
+    def _parameter_names(self) -> tuple[str, ...]:
+        return tuple(f"{task}/device:CPU:0" for task, _ in self._setup.servers)
+
+    @override
+    def _arguments(self) -> dict[str, Any]:
+        return {"worker_devices": list(self._setup.compute_devices)}
+
+    @contextmanager
+    def cache_variable_reads(self) -> Iterator[None]:
+        """Within it the first read of a variable is kept, and later reads return it (PSS-14)."""
+        with caching(self._cache):
+            yield
+
+    @override
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduce_nest(self, op, value, axis)
+
+    @override
+    def _gather(self, value: Any, axis: int) -> Any:
+        return reduction.gather(value, axis, negative=True)
+
+    @override
+    def _create_variable(self, request: VariableRequest) -> Any:
+        raise ContextError(
+            f"variable {request.name!r} is being made inside a scheduled function: it would belong "
+            "to one worker's run of it. Make it on the coordinator, inside `with strategy.scope():`."
+        )
+
+    @override
+    def _adopt_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        return None  # a module made inside a function is that function's own
+
+    @override
+    def _adopt_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Any:
+        return None
+
+    @override
+    def _step_optimizer(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        stepper = self.steppers.get(id(optimizer))
+        return step() if stepper is None else stepper.push(optimizer)
+
+
+def reduce_nest(strategy: Strategy, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+    """Reductions under parameter servers: nests are mapped over, plain leaves stay (PSS-32)."""
+
+    def one(leaf: Any) -> Any:
+        if axis is None and not isinstance(leaf, values.DistributedValues):
+            return leaf
+        return reduction.reduce(op, leaf, axis, size=strategy.num_replicas_in_sync, nests=False)
+
+    return values.map_leaves(one, value)
+
+
+@contextmanager
+def caching(cache: ReadCache) -> Iterator[None]:
+    """Keep reads until the end of the block; blocks do not nest (PSS-14)."""
+    if cache.values is not None:
+        raise ValueError("cache_variable_reads() is open already: blocks of it do not nest.")
+    cache.values = {}
+    try:
+        yield
+    finally:
+        cache.values = None

@@ -348,9 +348,9 @@ class Strategy(ABC):
             return group.run_alone(fn, args, kwargs)
         if parts is None:
             call = functools.partial(fn, *args, **kwargs)
-            return values.merge(group.run([call] * size, self._lanes))
+            return _merge(group, group.run([call] * size, self._lanes))
         calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
-        return values.merge(group.run(calls, self._lanes))
+        return _merge(group, group.run(calls, self._lanes))
 
     @abstractmethod
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
@@ -432,6 +432,19 @@ class Strategy(ABC):
     def _step_optimizer(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
         """Run the real step once, where the parameters live."""
         return step()
+
+
+def _merge(group: ReplicaGroup, results: list[Any]) -> Any:
+    """Merge results; a replica without rows may return None where others return a structure."""
+    weights = group.row_weights
+    if 0.0 in weights and any(r is None and w == 0 for r, w in zip(results, weights, strict=True)):
+        present = next((r for r, w in zip(results, weights, strict=True) if w > 0), None)
+        nothing = values.map_leaves(lambda _: None, present)
+        results = [
+            nothing if result is None and weight == 0 else result
+            for result, weight in zip(results, weights, strict=True)
+        ]
+    return values.merge(results)
 
 
 def _compat(room: str) -> Any:

@@ -1,0 +1,608 @@
+"""Replicas side by side: meeting, failing, waiting, and what is left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem._core import context
+from stratagem._core.devices import Device
+from stratagem._core.replicas import ReplicaGroup
+from stratagem._core.threads import LaneSet
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(params=[2, 3])
+def strategy(request):
+    with sg.MirroredStrategy([f"cpu:{i}" for i in range(request.param)]) as made:
+        yield made
+
+
+@pytest.fixture
+def two():
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
+        yield made
+
+
+def me() -> int:
+    return context.current_replica().id
+
+
+def meet(value, combine, label="here", **options):
+    replica = context.current_replica()
+    return replica.group.meet(replica.id, label, value, combine, **options)
+
+
+def replica_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if "-replica-" in t.name]
+
+
+# ------------------------------------------------------------------ side by side
+
+
+def test_replicas_run_at_the_same_time(strategy):
+    """Issue 2.4: side by side, each on its own named thread."""
+    barrier = threading.Barrier(strategy.num_replicas_in_sync)
+
+    def step():
+        barrier.wait(LIMIT_S)
+        return threading.current_thread().name
+
+    names = strategy.run(step).values
+    assert len(set(names)) == strategy.num_replicas_in_sync
+    assert all(name.startswith("MirroredStrategy-replica-") for name in names)
+
+
+def test_threads_are_kept_between_runs(strategy):
+    """Persistent lanes: the same threads serve run after run."""
+    first = strategy.run(threading.get_ident).values
+    assert strategy.run(threading.get_ident).values == first
+
+
+def test_fn_is_called_once_per_replica(strategy):
+    """RUN-5."""
+    calls = []
+    strategy.run(lambda: calls.append(me()))
+    assert sorted(calls) == list(range(strategy.num_replicas_in_sync))
+
+
+# ------------------------------------------------------------------ meeting
+
+
+def test_merge_call_merges_and_hands_back(strategy):
+    """CTX-30."""
+    size = strategy.num_replicas_in_sync
+    caller = threading.get_ident()
+    seen = []
+
+    def together(current, number, shared, *, named):
+        seen.append((current, threading.get_ident(), sg.in_cross_replica_context(), shared, named))
+        total = sum(current.local_results(number))
+        return {"total": total, "own": sg.PerReplica([10 * v for v in number.values])}
+
+    def step():
+        return sg.get_replica_context().merge_call(
+            together, args=(me() + 1, "x"), kwargs={"named": 7}
+        )
+
+    result = strategy.run(step)
+    assert seen == [(strategy, caller, True, "x", 7)], "once, on the caller's thread"
+    assert result["total"] == size * (size + 1) // 2
+    assert result["own"].values == tuple(10 * (i + 1) for i in range(size))
+
+
+def test_merge_call_leaves_variables_whole(two):
+    """CTX-30: variables are not cut into components."""
+    with two.scope():
+        variable = sg.Variable(1.0)
+    got = two.run(lambda: sg.get_replica_context().merge_call(lambda _, v: v, args=(variable,)))
+    assert got is variable
+
+
+def test_replica_zeros_function_is_used(two):
+    """CTX-30."""
+    functions = [lambda _: "zero", lambda _: "one"]
+    assert two.run(lambda: sg.get_replica_context().merge_call(functions[me()])) == "zero"
+
+
+def test_many_meetings_in_a_row(strategy):
+    """Meetings do not mix up, whoever is faster."""
+    size = strategy.num_replicas_in_sync
+
+    def step():
+        total = 0
+        for turn in range(200):
+            total += meet(turn * me(), lambda brought: [sum(brought)] * size)
+        return total
+
+    assert strategy.run(step) == sum(t * sum(range(size)) for t in range(200))
+
+
+def test_unequal_numbers_of_meetings(strategy):
+    """CTX-31."""
+
+    def step():
+        for _ in range(1 + (me() == 0)):
+            sg.get_replica_context().merge_call(lambda _: None)
+
+    with pytest.raises(RuntimeError, match="different number of merge_call"):
+        strategy.run(step)
+    assert strategy.run(me).values == tuple(range(strategy.num_replicas_in_sync))
+
+
+def test_meeting_in_different_places(two):
+    """AR-5, CTX-31: different collectives are detected, not waited for."""
+
+    def step():
+        if me() == 0:
+            return sg.get_replica_context().all_reduce("sum", torch.ones(1))
+        return sg.get_replica_context().all_gather(torch.ones(1), axis=0)
+
+    with pytest.raises(sg.errors.ReplicaMismatch, match="met in different places"):
+        two.run(step)
+
+
+def test_an_error_in_merge_fn_comes_out_unchanged(two):
+    """CTX-32."""
+    error = LookupError("mine")
+
+    def merge(_):
+        raise error
+
+    with pytest.raises(LookupError) as caught:
+        two.run(lambda: sg.get_replica_context().merge_call(merge))
+    assert caught.value is error
+    assert not getattr(error, "__notes__", None)
+
+
+def test_an_error_in_a_meeting_can_be_caught_by_every_replica(strategy):
+    """What combine raises is raised in all replicas alike, and the run may go on."""
+
+    def combine(brought):
+        raise ZeroDivisionError
+
+    def step():
+        try:
+            meet(1, combine)
+        except ZeroDivisionError:
+            return meet(me(), lambda brought: [sum(brought)] * len(brought))
+        return None
+
+    size = strategy.num_replicas_in_sync
+    assert strategy.run(step) == sum(range(size))
+
+
+def test_run_inside_a_meeting(two):
+    """A merge function may use run: spare threads serve it."""
+
+    def merge(current):
+        return current.reduce("sum", current.run(lambda: torch.tensor(float(me() + 1))), axis=None)
+
+    assert two.run(lambda: sg.get_replica_context().merge_call(merge)) == 3.0
+
+
+def test_meet_in_a_group_of_one():
+    """One replica meets nobody, in cross-replica context all the same."""
+    strategy = sg.OneDeviceStrategy("cpu")
+
+    def step():
+        return meet(4, lambda brought: [(brought, sg.in_cross_replica_context())])
+
+    assert strategy.run(step) == ([4], True)
+
+
+# ------------------------------------------------------------------ replicas without rows
+
+
+def test_a_replica_without_rows_may_leave(strategy):
+    """Contract 2: the others meet without it, and see None in its place."""
+    size = strategy.num_replicas_in_sync
+    batch = sg.PerReplica([torch.ones(2)] * (size - 1) + [torch.ones(0)])
+
+    def step(x):
+        if len(x) == 0:
+            return None
+        return meet(me(), lambda brought: [str(brought)] * size)
+
+    result = strategy.run(step, args=(batch,)).values
+    assert result == (str([*range(size - 1), None]),) * (size - 1) + (None,)
+
+
+def test_a_replica_without_rows_may_return_nothing(two):
+    """Where the others return a structure, it has None in every place; reductions leave it out."""
+    batch = sg.PerReplica([torch.ones(2), torch.ones(0)])
+
+    def step(x):
+        return {"loss": x.sum(), "parts": (x, "same")} if len(x) else None
+
+    result = two.run(step, args=(batch,))
+    assert two.reduce("mean", result["loss"], axis=None) == 2.0
+    assert result["parts"][1].values == ("same", None)
+    with pytest.raises(AssertionError, match="different structures"):
+        two.run(lambda: {"loss": 1} if me() == 0 else None)
+
+
+def test_merge_call_without_a_replica_that_left(two):
+    """Its component is None, and reductions leave it out."""
+    batch = sg.PerReplica([torch.ones(2), torch.ones(0)])
+
+    def step(x):
+        if len(x) == 0:
+            return None
+        return sg.get_replica_context().merge_call(
+            lambda current, value: current.reduce("sum", value, axis=None), args=(x.sum(),)
+        )
+
+    assert two.run(step, args=(batch,)).values == (torch.tensor(2.0), None)
+
+
+def test_row_weights(two):
+    """Weights follow the rows: 5 rows on 2 replicas count 3/5 and 2/5; 1 row counts 1 and 0."""
+
+    def weights():
+        return context.current_replica().group.row_weights
+
+    def of(*batch):
+        return two.run(lambda *_: weights(), args=batch)
+
+    rows = lambda *sizes: sg.PerReplica([torch.zeros(n, 3) for n in sizes])  # noqa: E731
+    assert two.run(weights) == (0.5, 0.5)
+    assert of(rows(3, 2)) == (0.6, 0.4)
+    assert of(rows(1, 0)) == (1.0, 0.0)
+    assert of(rows(0, 0)) == (0.5, 0.5)
+    assert of(torch.zeros(7), sg.PerReplica([1, 2]), {"x": rows(3, 1)}) == (0.75, 0.25)
+    assert of(sg.PerReplica([torch.tensor(1.0), torch.tensor(2.0)])) == (0.5, 0.5)
+    told = sg.PerReplica([torch.zeros(4), torch.zeros(4)], rows=(1, 3))
+    assert of(rows(5, 5), told) == (0.25, 0.75), "what a dataset says wins"
+    nested = sg.PerReplica([(torch.zeros(3), 1), (torch.zeros(1), 2)])
+    assert of(nested) == (0.75, 0.25)
+
+
+# ------------------------------------------------------------------ failing
+
+
+def test_an_exception_keeps_type_traceback_and_tells_the_replica(strategy):
+    """RUN-8; issue 2.3."""
+    last = strategy.num_replicas_in_sync - 1
+
+    class MineError(Exception):
+        pass
+
+    def deep():
+        raise MineError("so it goes")
+
+    def step():
+        if me() == last:
+            deep()
+        return meet(0, lambda brought: brought)
+
+    with pytest.raises(MineError, match="so it goes") as caught:
+        strategy.run(step)
+    assert any("in deep" in line for line in traceback.format_tb(caught.value.__traceback__))
+    assert any(f"Replica {last} of" in note for note in caught.value.__notes__)
+    assert strategy.run(lambda: 1) == 1, "usable afterwards"
+
+
+def test_waiting_replicas_unwind(two):
+    """RUN-8: finally blocks of the others run; their own code cannot go on."""
+    trail = []
+
+    def step():
+        if me() == 1:
+            raise KeyError("one")
+        try:
+            meet(0, lambda brought: brought)
+            trail.append("went on")
+        finally:
+            trail.append("unwound")
+
+    with pytest.raises(KeyError):
+        two.run(step)
+    assert trail == ["unwound"]
+
+
+def test_unwinding_passes_through_backward(two):
+    """A replica waiting inside autograd's engine unwinds too."""
+
+    def step():
+        x = torch.ones(2, requires_grad=True)
+        y = sg.get_replica_context().all_reduce("sum", x * 2)
+        if me() == 1:
+            raise KeyError("one")
+        y.sum().backward()
+
+    with pytest.raises(KeyError):
+        two.run(step)
+    assert two.run(lambda: 1) == 1
+
+
+def test_the_lowest_replicas_error_is_raised_and_the_others_are_named(strategy):
+    """No error is lost, and the choice does not depend on timing."""
+    barrier = threading.Barrier(strategy.num_replicas_in_sync)
+
+    def step():
+        barrier.wait(LIMIT_S)
+        raise ValueError(f"number {me()}")
+
+    with pytest.raises(ValueError, match="number 0") as caught:
+        strategy.run(step)
+    notes = "\n".join(caught.value.__notes__)
+    assert "replica 1 also failed: ValueError: number 1" in notes
+
+
+def test_a_base_exception_reaches_the_caller(two):
+    """SystemExit in a replica is not swallowed by its thread."""
+
+    def step():
+        sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        two.run(step)
+
+
+def test_a_replica_that_never_arrives(monkeypatch):
+    """Issue 2.4: an error after a configurable limit, naming who waits for whom; then all is well."""
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "0.2")
+    release = threading.Event()
+    with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+
+        def step():
+            if me() == 1:
+                release.wait(LIMIT_S)
+            return meet(0, lambda brought: brought)
+
+        with pytest.raises(
+            sg.errors.ReplicaTimeout, match=r"Replica 1 of 3.*did not arrive"
+        ) as caught:
+            strategy.run(step)
+        assert caught.value.missing == (1,)
+        assert set(caught.value.waiting) == {0, 2}
+        assert caught.value.limit_s == 0.2
+        assert isinstance(caught.value, TimeoutError)
+        assert any("left behind" in note for note in caught.value.__notes__)
+        assert strategy.run(me).values == (0, 1, 2), "a fresh thread took the stuck one's place"
+        release.set()
+
+
+def test_replica_zero_may_be_the_one_that_is_stuck(monkeypatch):
+    """The caller's thread is nobody's replica, so it always gets the error."""
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "0.2")
+    release = threading.Event()
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+
+        def step():
+            if me() == 0:
+                release.wait(LIMIT_S)
+            return meet(0, lambda brought: brought)
+
+        with pytest.raises(sg.errors.ReplicaTimeout) as caught:
+            strategy.run(step)
+        assert caught.value.missing == (0,)
+        release.set()
+
+
+def test_slow_combining_is_not_a_timeout(monkeypatch):
+    """The limit is for arriving, not for what is done together."""
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "0.05")
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+
+        def merge(_):
+            deadline = time.monotonic() + 0.4
+            while time.monotonic() < deadline:
+                torch.ones(10).sum()
+            return 5
+
+        assert strategy.run(lambda: sg.get_replica_context().merge_call(merge)) == 5
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon"])
+def test_the_limit_must_be_a_duration(monkeypatch, two, text):
+    """Bad settings are refused with their name and value."""
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match=f"STRATAGEM_REPLICA_TIMEOUT_S='{text}'"):
+        two.run(lambda: None)
+
+
+# ------------------------------------------------------------------ settings taken over
+
+
+def test_grad_and_inference_mode_are_taken_over(two):
+    """The replica threads compute as the caller would."""
+
+    def modes():
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    assert two.run(modes) == (True, False)
+    with torch.no_grad():
+        assert two.run(modes) == (False, False)
+    with torch.inference_mode():
+        assert two.run(modes) == (False, True)
+    assert two.run(modes) == (True, False)
+    two.run(lambda: torch._C._set_grad_enabled(False))
+    assert two.run(modes) == (True, False), "what a step forgot to restore does not stay"
+
+
+def test_autocast_is_taken_over(two):
+    """Autocast with its dtype, and nothing of it afterwards."""
+
+    def product():
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert two.run(product) is torch.bfloat16
+    assert two.run(product) is torch.float32
+
+
+def test_default_dtype_is_taken_over(two):
+    """Process-wide settings need no help, but must hold."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert two.run(lambda: torch.ones(1).dtype) is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_device_scopes(two):
+    """RUN-10: an outer device scope does not reach replicas, an inner one does."""
+    for strategy in (two, sg.OneDeviceStrategy("cpu")):
+        with torch.device("meta"):
+            assert strategy.run(lambda: torch.ones(1).device.type) == "cpu"
+
+        def inner():
+            with torch.device("meta"):
+                return torch.ones(1).device.type
+
+        assert strategy.run(inner) == "meta"
+
+
+def test_replicas_share_the_cores(two):
+    """R replicas get an R-th of torch's own threads each; the caller's number stays."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert two.run(torch.get_num_threads) == 2
+        torch.set_num_threads(2)
+        assert two.run(torch.get_num_threads) == 1
+        assert torch.get_num_threads() == 2
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert seen == [2], "threads started later begin with the caller's number"
+    finally:
+        torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------ threads come and go
+
+
+def test_close_ends_the_threads_and_a_closed_strategy_can_run_again():
+    """Whoever creates, closes; closing twice is fine."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    before = len(replica_threads())
+    strategy.run(lambda: None)
+    assert len(replica_threads()) == before + 2
+    strategy.close()
+    strategy.close()
+    assert len(replica_threads()) == before
+    assert strategy.run(lambda: 3) == 3
+    strategy.close()
+
+
+def test_a_forgotten_strategy_takes_its_threads_along():
+    """No cycle keeps it: the threads end when the last reference goes."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = set(replica_threads())
+        strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy.run(lambda: sg.get_replica_context().all_reduce("sum", torch.ones(1)))
+        gone = weakref.ref(strategy)
+        assert len(set(replica_threads()) - before) == 2
+        del strategy
+        assert gone() is None
+        assert set(replica_threads()) == before
+    finally:
+        gc.enable()
+
+
+def test_runs_leave_no_garbage():
+    """A run frees what it made by counting references; the collector has nothing to do."""
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as two, sg.OneDeviceStrategy("cpu") as one:
+        for strategy in (one, two):
+            strategy.run(lambda: sg.get_replica_context())
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(20):
+                    strategy.run(lambda: sg.get_replica_context())
+                assert gc.collect() < 20
+            finally:
+                gc.enable()
+
+
+def test_the_last_reference_may_go_on_a_replica_thread():
+    """The finalizer then runs on a lane's own thread, and must not wait for it."""
+    holder = [sg.MirroredStrategy(["cpu:0", "cpu:1"])]
+    gone = weakref.ref(holder[0])
+    run = holder[0].run
+
+    def step():
+        holder.clear()
+
+    run(step)
+    del run
+    assert gone() is None
+
+
+def test_runs_of_several_threads_take_turns(two):
+    """One strategy used by two threads: no deadlock, nothing mixed up."""
+    results = {}
+
+    def work(name):
+        results[name] = [
+            two.run(lambda i=i: meet((name, i), lambda brought: [set(brought)] * 2))
+            for i in range(30)
+        ]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    for name in "ab":
+        assert [r.values[0] if isinstance(r, sg.PerReplica) else r for r in results[name]] == [
+            {(name, i)} for i in range(30)
+        ]
+
+
+def test_interpreter_exit_is_not_held_up():
+    """Idle lanes end with the program, quietly."""
+    code = (
+        "import stratagem as sg\n"
+        "strategy = sg.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "print(strategy.run(lambda: 7))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "7", "")
+
+
+def test_a_forked_child_gets_threads_of_its_own(two):
+    """Threads do not survive a fork: the child's first run makes new ones."""
+    two.run(lambda: None)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if two.run(me).values == (0, 1) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_representations():
+    """Groups and lanes show their state."""
+    lanes = LaneSet("x")
+    assert repr(lanes) == "<LaneSet x [0 threads, 0 busy]>"
+    assert repr(ReplicaGroup(None, [Device()])) == "<ReplicaGroup of 1>"
+    two = ReplicaGroup(None, [Device(), Device()])
+    assert repr(two) == "<ReplicaGroup of 2 [0 waiting at None, 0 ended, 0 failed]>"

@@ -68,7 +68,7 @@ class Work(ABC):
         """Names of the processes that do this side's work, and their ids."""
         return {"main": os.getpid()}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most rows hold nothing
         """Let go of everything. May be called twice."""
 
 
@@ -96,8 +96,10 @@ def serve(make_work: MakeWork) -> int:
                 elif operation == "close":
                     break
                 else:
-                    raise ValueError(f"unknown operation {operation!r}; setup, check, sample or close expected")
-            except Exception as error:
+                    raise ValueError(
+                        f"unknown operation {operation!r}; setup, check, sample or close expected"
+                    )
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 # The harness shows the sentence as the reason why the row is missing; the rest is in the log.
                 traceback.print_exc()
                 reply = {"error": f"{type(error).__name__}: {error}"[:2000]}

@@ -112,7 +112,7 @@ class Traffic(Work):
 def make(row: str, size: dict[str, Any]) -> Work:
     """The limit of a row."""
     torch.set_num_threads(1)
-    if row in {"mlp", "one_device", "workers", "servers"}:
+    if row in {"mlp", "one_device", "central", "workers", "servers"}:
         return Mlp(size)
     if row in {"embedding", "table"}:
         return Embedding(size)

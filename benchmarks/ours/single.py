@@ -32,7 +32,12 @@ class SingleWork(Work):
         return whole
 
     def steps(self, count: int) -> None:
-        model, optimizer, strategy, batches = self.model, self.optimizer, self.strategy, self.batches
+        model, optimizer, strategy, batches = (
+            self.model,
+            self.optimizer,
+            self.strategy,
+            self.batches,
+        )
 
         def step(inputs: Tensor, labels: Tensor) -> None:
             optimizer.zero_grad()

@@ -95,5 +95,7 @@ class Table:
         """Mean loss over all batches with the parameters as they are now."""
         table = tf.concat([tf.convert_to_tensor(shard) for shard in self.shards], axis=0)
         head, bias = tf.convert_to_tensor(self.head), tf.convert_to_tensor(self.bias)
-        losses = [float(self.loss(table, head, bias, batch)) for batch in zip(*batches, strict=True)]
+        losses = [
+            float(self.loss(table, head, bias, batch)) for batch in zip(*batches, strict=True)
+        ]
         return sum(losses) / len(losses)

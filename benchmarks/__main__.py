@@ -1,0 +1,88 @@
+"""``python -m benchmarks``: measure, print, write. ``make bench [ONLY=row,row]`` calls this."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import report, rows
+from benchmarks.peer import environment
+from benchmarks.runner import Plan, run
+
+ROOT = Path(__file__).resolve().parent.parent
+ALL = (*rows.TABLE, *rows.CURVES)
+
+
+def choose(only: str | None) -> tuple[rows.Row, ...]:
+    """The rows named in ``only`` (all of them without it).
+
+    Raises:
+        ValueError: a name that no row has.
+    """
+    if only is None:
+        return ALL
+    known = {row.name: row for row in ALL}
+    named = [name.strip() for name in only.split(",") if name.strip()]
+    for name in named:
+        if name not in known:
+            raise ValueError(f"no row is called {name!r}; the rows are {', '.join(known)}")
+    return tuple(known[name] for name in named)
+
+
+def find_peer(console: Console, *, wanted: bool) -> Path | str:
+    """The peer's Python, or the reason why its rows will be missing."""
+    if not wanted:
+        return "left out by --no-peer"
+    try:
+        with console.status("making the peer's environment (once)"):
+            return environment.prepare()
+    except environment.PeerMissing as error:
+        return str(error)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 unless the sides did not do the same work or our side gave no number."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", help="rows to run, separated by commas")
+    parser.add_argument("--no-peer", action="store_true", help="leave TensorFlow out")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes: tries the machinery only")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--list", action="store_true", help="name the rows and stop")
+    given = parser.parse_args(arguments)
+    console = Console()
+    if given.list:
+        for row in ALL:
+            console.print(f"{row.name:<12} {row.title}", markup=False)
+        return 0
+    try:
+        chosen = choose(given.only)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.tiny:
+        chosen = tuple(rows.tiny(row) for row in chosen)
+    plan = Plan(rows=chosen, peer=find_peer(console, wanted=not given.no_peer))
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=plan.ticks)
+        plan.progress = lambda words: progress.update(task, advance=1, description=words)
+        results = run(plan)
+    report.show(console, chosen, results)
+    path = report.save(given.results, results)
+    table = report.markdown(chosen, results)
+    path.with_suffix(".md").write_text(table + "\n")
+    console.print(f"written: {path} and .md; took {results.seconds:.0f} s", markup=False)
+    if given.only is None and not given.tiny and not given.no_peer:
+        for page in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+            if report.include(page, report.markdown(rows.TABLE, results)):
+                console.print(f"table put into {page.name}", markup=False)
+    ours_missing = any(m.kind == "ours" and m.missing for m in results.measurements)
+    return 1 if ours_missing or not all(check.passed for check in results.checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

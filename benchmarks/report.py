@@ -1,0 +1,131 @@
+"""Shows results: a table on the terminal, a JSON file, and the Markdown table that README includes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.results import Line, Measurement, Results, lines
+from benchmarks.rows import Row
+
+BEGIN = "<!-- benchmark table: begin (written by `make bench`) -->"
+END = "<!-- benchmark table: end -->"
+_HEAD = ("work", "TF 2.21", "limit", "Stratagem", "× TF", "of limit", "target")
+_VERDICTS = {"reached": "✓", "missed": "missed", "missing": "not measured", "none": ""}
+
+
+def number(value: float) -> str:
+    """Three significant figures, thousands separated."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def cell(measurement: Measurement | None) -> str:
+    """Median and spread of one side; *missing* when it was asked for and gave nothing."""
+    if measurement is None:
+        return "–"
+    middle, spread = measurement.median, measurement.spread
+    if middle is None:
+        return "missing"
+    return number(middle) if spread is None else f"{number(middle)} ±{spread:.0%}"
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """One line of the table as texts."""
+    title = f"{line.row.title} {line.point}".strip() + f" ({line.row.unit})"
+    peers = [
+        cell(peer) + (f" {peer.label.removeprefix('TF, ')}" if len(line.peers) > 1 else "")
+        for peer in line.peers
+    ]
+    target = ""
+    if line.row.target is not None:
+        target = f"{line.row.target} {_VERDICTS[line.verdict]}".strip()
+    return (
+        title,
+        ", ".join(peers) or "–",
+        cell(line.limit),
+        cell(line.ours),
+        "–" if line.ratio is None else f"{line.ratio:.1f}",
+        "–" if line.fraction is None else f"{line.fraction:.2f}",
+        target,
+    )
+
+
+def show(console: Console, rows: tuple[Row, ...], results: Results) -> None:
+    """Print the table, why something is missing, what was compared, and processor time."""
+    table = Table(
+        title="Stratagem, TensorFlow and the limit, measured in turns: median ± half range"
+    )
+    for index, name in enumerate(_HEAD):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    for line in lines(rows, results):
+        table.add_row(*cells(line))
+    console.print(table)
+    for measurement in results.measurements:
+        if measurement.missing is not None:
+            where = f"{measurement.row} {measurement.point}".strip()
+            console.print(
+                f"missing: {where}, {measurement.label}: {measurement.missing}", markup=False
+            )
+    for check in results.checks:
+        mark = "same work" if check.passed else "NOT THE SAME WORK"
+        console.print(f"{mark}: {check.row}: {check.text}", markup=False)
+    _show_processor(console, results)
+
+
+def _show_processor(console: Console, results: Results) -> None:
+    table = Table(title="Processor seconds per 1,000 steps")
+    for name in ("row", "side", "processes"):
+        table.add_column(name)
+    for measurement in results.measurements:
+        used = measurement.processor_per_1000()
+        if len(used) > 1:
+            words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in used.items())
+            where = f"{measurement.row} {measurement.point}".strip()
+            table.add_row(where, measurement.label, words)
+    if table.row_count:
+        console.print(table)
+
+
+def markdown(rows: tuple[Row, ...], results: Results) -> str:
+    """The table for README and docs."""
+    text = ["| " + " | ".join(_HEAD) + " |", "|---" + "|--:" * (len(_HEAD) - 1) + "|"]
+    text += ["| " + " | ".join(cells(line)) + " |" for line in lines(rows, results)]
+    machine = results.machine
+    text.append("")
+    text.append(
+        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}), all sides in "
+        "turns in one run of `make bench`; median ± half the range. *Limit*: bare PyTorch on one "
+        "thread, memcpy and `add_`. *Missing* was not measured and counts for nobody."
+    )
+    return "\n".join(text)
+
+
+def include(page: Path, table: str) -> bool:
+    """Put the table between the markers of a page; False if the page has none."""
+    if not page.exists():
+        return False
+    text = page.read_text()
+    if BEGIN not in text or END not in text:
+        return False
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    page.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+    return True
+
+
+def save(folder: Path, results: Results) -> Path:
+    """Write the results as ``<date>-<machine>.json``; a later run of the same day replaces it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{results.began[:10]}-{results.machine['name']}.json"
+    path.write_text(json.dumps(results.to_json(), indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def load(path: Path) -> Results:
+    """Read what `save` wrote."""
+    return Results.from_json(json.loads(path.read_text()))

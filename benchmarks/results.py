@@ -1,0 +1,166 @@
+"""What a run found out: samples, summaries, checks. Pure data and arithmetic; JSON in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.rows import Row, Target
+
+Kind = Literal["ours", "peer", "limit"]
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """All samples of one side at one point of a row; without samples, ``missing`` says why."""
+
+    row: str
+    point: str
+    kind: Kind
+    label: str
+    samples: list[float] = field(default_factory=list)
+    missing: str | None = None
+    #: processor seconds per 1,000 steps, by process, one entry for each sample
+    processor: list[dict[str, float]] = field(default_factory=list)
+    #: further facts of the samples (staleness, AUC curves, …)
+    extra: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def median(self) -> float | None:
+        """Middle of the samples; None when there are none."""
+        return statistics.median(self.samples) if self.samples else None
+
+    @property
+    def spread(self) -> float | None:
+        """Half the distance between the lowest and the highest sample, as a part of the median."""
+        middle = self.median
+        if middle is None or middle == 0:
+            return None
+        return (max(self.samples) - min(self.samples)) / 2 / middle
+
+    def processor_per_1000(self) -> dict[str, float]:
+        """Median processor seconds per 1,000 steps of every process."""
+        names = {name for sample in self.processor for name in sample}
+        return {
+            name: statistics.median([s[name] for s in self.processor if name in s])
+            for name in sorted(names)
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One comparison of what the sides did."""
+
+    row: str
+    text: str
+    passed: bool
+
+
+@dataclass(kw_only=True)
+class Results:
+    """Everything one run found out."""
+
+    machine: dict[str, Any]
+    began: str
+    seconds: float = 0.0
+    measurements: list[Measurement] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def of(self, row: str, point: str | None = None) -> list[Measurement]:
+        """Measurements of a row (at one of its points)."""
+        return [m for m in self.measurements if m.row == row and point in (None, m.point)]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, medians and spreads included for whoever reads the file."""
+        data = dataclasses.asdict(self)
+        for plain, measurement in zip(data["measurements"], self.measurements, strict=True):
+            plain["median"] = measurement.median
+            plain["spread"] = measurement.spread
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Results:
+        """Back from `to_json`."""
+        names = {each.name for each in dataclasses.fields(Measurement)}
+        measurements = [
+            Measurement(**{key: value for key, value in plain.items() if key in names})
+            for plain in data["measurements"]
+        ]
+        checks = [Check(**plain) for plain in data["checks"]]
+        return cls(
+            machine=data["machine"],
+            began=data["began"],
+            seconds=data["seconds"],
+            measurements=measurements,
+            checks=checks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of the printed table: our median beside the others', and the verdict."""
+
+    row: Row
+    point: str
+    ours: Measurement | None
+    peers: list[Measurement]
+    limit: Measurement | None
+
+    @property
+    def best_peer(self) -> Measurement | None:
+        """The peer's faster form; None if no peer gave a number."""
+        measured = [peer for peer in self.peers if peer.median is not None]
+        if not measured:
+            return None
+        pick = max if self.row.better == "more" else min
+        return pick(measured, key=lambda peer: peer.median or 0.0)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times better than the best peer; None unless both were measured."""
+        return self._advantage(self.best_peer)
+
+    @property
+    def fraction(self) -> float | None:
+        """Part of the limit that is reached; None unless both were measured."""
+        return self._advantage(self.limit)
+
+    @property
+    def verdict(self) -> Literal["reached", "missed", "missing", "none"]:
+        """Whether the target holds; a side that was not measured makes it *missing*, never a win."""
+        target: Target | None = self.row.target
+        if target is None:
+            return "none"
+        value = self.ratio if target.against == "peer" else self.fraction
+        if value is None:
+            return "missing"
+        return "reached" if value >= target.factor else "missed"
+
+    def _advantage(self, other: Measurement | None) -> float | None:
+        ours = self.ours.median if self.ours is not None else None
+        theirs = other.median if other is not None else None
+        if not ours or not theirs:
+            return None
+        return ours / theirs if self.row.better == "more" else theirs / ours
+
+
+def lines(rows: tuple[Row, ...], results: Results) -> list[Line]:
+    """The table's lines, in the rows' order; rows of which nothing was asked are left out."""
+    found = []
+    for row in rows:
+        for point in row.points:
+            group = results.of(row.name, point.label)
+            if not group:
+                continue
+            found.append(
+                Line(
+                    row=row,
+                    point=point.label,
+                    ours=next((m for m in group if m.kind == "ours"), None),
+                    peers=[m for m in group if m.kind == "peer"],
+                    limit=next((m for m in group if m.kind == "limit"), None),
+                )
+            )
+    return found

@@ -1,0 +1,261 @@
+"""The rows: what is measured, on which sides, at which sizes, and what we want to reach.
+
+Only descriptions live here. ``full`` rows are the ones of ``make bench``; ``tiny`` makes the same rows small enough
+for the test suite, where the numbers mean nothing and only the machinery is tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from benchmarks import work
+
+Better = Literal["more", "less"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One column of a row: who does the work, and in which form."""
+
+    kind: Literal["ours", "peer", "limit"]
+    label: str
+    size: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What the row has to reach: a multiple of the fastest peer, or a fraction of the limit."""
+
+    against: Literal["peer", "limit"]
+    factor: float
+
+    def __str__(self) -> str:
+        return f"≥ {self.factor:g} × {'TF' if self.against == 'peer' else 'limit'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One size of a row."""
+
+    label: str
+    size: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table, or one curve of a plot if it has several points."""
+
+    name: str
+    title: str
+    unit: str
+    sides: tuple[Side, ...]
+    points: tuple[Point, ...]
+    better: Better = "more"
+    target: Target | None = None
+    checked: bool = True
+    #: our side's size for a run that must end with exactly the limit's parameters
+    parity: dict[str, Any] | None = None
+    repetitions: int = 5
+    seconds: float = 1.5
+    #: axis of the plot
+    axis: str = ""
+
+
+OURS = Side(kind="ours", label="Stratagem")
+PEER = Side(kind="peer", label="TensorFlow")
+LIMIT = Side(kind="limit", label="limit")
+TRACED = Side(kind="peer", label="TF, tf.function", size={"form": "tf.function"})
+EAGER = Side(kind="peer", label="TF, eager", size={"form": "eager"})
+
+_CLUSTER = {"workers": 2, "servers": 2}
+_ONE_WORKER = {"workers": 1}
+_MLP = {**work.MLP_SIZE, "check_steps": 200}
+_EMBEDDING = {**work.EMBEDDING_SIZE, "check_steps": 60}
+_BYTES = work.BYTES_SIZE
+
+
+def _point(*sizes: dict[str, Any], label: str = "", **more: Any) -> Point:
+    merged: dict[str, Any] = {}
+    for size in sizes:
+        merged.update(size)
+    return Point(label=label, size={**merged, **more})
+
+
+TABLE = (
+    Row(
+        name="empty",
+        title="empty step: add 1 to a variable",
+        unit="steps/s",
+        sides=(OURS, PEER),
+        points=(_point(_CLUSTER),),
+        target=Target(against="peer", factor=10),
+    ),
+    Row(
+        name="mlp",
+        title="MLP 784-256-10, batch 64, SGD",
+        unit="steps/s",
+        sides=(OURS, PEER, LIMIT),
+        points=(_point(_CLUSTER, _MLP),),
+        target=Target(against="peer", factor=10),
+        parity=_ONE_WORKER,
+    ),
+    Row(
+        name="embedding",
+        title="embedding 1 M × 16, batch 1024 × 26, Adagrad",
+        unit="steps/s",
+        sides=(OURS, PEER, LIMIT),
+        points=(_point(_CLUSTER, _EMBEDDING),),
+        target=Target(against="peer", factor=3),
+        parity=_ONE_WORKER,
+    ),
+    Row(
+        name="read",
+        title="read 64 MB of parameters in a step",
+        unit="GB/s",
+        sides=(OURS, PEER, LIMIT),
+        points=(_point(_CLUSTER, _BYTES),),
+        target=Target(against="peer", factor=10),
+    ),
+    Row(
+        name="add",
+        title="add 64 MB to parameters in a step",
+        unit="GB/s",
+        sides=(OURS, PEER, LIMIT),
+        points=(_point(_CLUSTER, _BYTES),),
+        target=Target(against="peer", factor=5),
+    ),
+    Row(
+        name="one_device",
+        title="one device, the MLP step",
+        unit="steps/s",
+        sides=(OURS, TRACED, EAGER, LIMIT),
+        points=(_point(_MLP),),
+        target=Target(against="limit", factor=0.97),
+        parity={},
+        # Three per cent are to be seen: many short turns, so that the machine's moods even out.
+        repetitions=15,
+        seconds=0.5,
+    ),
+    Row(
+        name="central",
+        title="central storage, 2 CPU replicas, the MLP step",
+        unit="steps/s",
+        sides=(OURS, TRACED, EAGER, LIMIT),
+        points=(_point(_MLP, replicas=2),),
+        target=Target(against="peer", factor=3),
+        parity={},
+    ),
+    Row(
+        name="startup",
+        title="start a cluster (2 + 2) and do the first step",
+        unit="s",
+        better="less",
+        sides=(OURS, PEER),
+        points=(_point(_CLUSTER),),
+        checked=False,
+        repetitions=2,
+    ),
+    Row(
+        name="recovery",
+        title="from a killed worker to its successor's first step",
+        unit="s",
+        better="less",
+        sides=(OURS, PEER),
+        points=(_point(_CLUSTER),),
+        checked=False,
+        repetitions=3,
+    ),
+)
+
+_COUNTS = (1, 2, 4)
+
+CURVES = (
+    Row(
+        name="workers",
+        title="MLP step, more workers",
+        unit="steps/s",
+        sides=(OURS,),
+        points=tuple(_point(_CLUSTER, _MLP, label=str(n), workers=n) for n in _COUNTS),
+        checked=False,
+        repetitions=3,
+        axis="workers",
+    ),
+    Row(
+        name="servers",
+        title="MLP step, more parameter servers",
+        unit="steps/s",
+        sides=(OURS,),
+        points=tuple(_point(_CLUSTER, _MLP, label=str(n), servers=n) for n in _COUNTS),
+        checked=False,
+        repetitions=3,
+        axis="parameter servers",
+    ),
+    Row(
+        name="table",
+        title="embedding step, larger tables",
+        unit="steps/s",
+        sides=(OURS, LIMIT),
+        points=tuple(
+            _point(_CLUSTER, _EMBEDDING, label=label, rows=rows, same_start=False)
+            for label, rows in (("10k", 10**4), ("100k", 10**5), ("1M", 10**6), ("10M", 10**7))
+        ),
+        checked=False,
+        repetitions=3,
+        axis="rows of the table",
+    ),
+    Row(
+        name="variables",
+        title="4 MB of parameters in more variables, SGD",
+        unit="steps/s",
+        sides=(OURS, LIMIT),
+        points=tuple(
+            _point(_CLUSTER, label=str(n), variables=n, megabytes=4) for n in (1, 10, 100, 1000)
+        ),
+        checked=False,
+        repetitions=3,
+        axis="variables",
+    ),
+    Row(
+        name="message",
+        title="add to one variable, larger messages",
+        unit="GB/s",
+        sides=(OURS, LIMIT),
+        points=tuple(
+            _point(_CLUSTER, label=label, variables=1, megabytes=size)
+            for label, size in (
+                ("4 KB", 2**-8),
+                ("64 KB", 2**-4),
+                ("1 MB", 1),
+                ("16 MB", 16),
+                ("64 MB", 64),
+            )
+        ),
+        checked=False,
+        repetitions=3,
+        axis="bytes added in a step",
+    ),
+)
+
+_TINY: dict[str, Any] = {
+    "inputs": 12,
+    "hidden": 8,
+    "classes": 3,
+    "batch": 6,
+    "batches": 4,
+    "rows": 64,
+    "width": 2,
+    "columns": 3,
+    "variables": 2,
+    "megabytes": 0.125,
+    "check_steps": 8,
+}
+
+
+def tiny(row: Row) -> Row:
+    """The same row, small enough to be tried in a test: the machinery counts, not the numbers."""
+    points = tuple(
+        replace(point, size={**point.size, **{k: v for k, v in _TINY.items() if k in point.size}})
+        for point in row.points[:1]
+    )
+    return replace(row, points=points, repetitions=2, seconds=0.05)

@@ -1,0 +1,186 @@
+"""Runs rows: all sides of a point set up, checked against each other, then measured in turns.
+
+Knows sides and rows but nothing of what they compute. Called by ``__main__.py`` and by the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checks import Facts, compare
+from benchmarks.results import Measurement, Results
+from benchmarks.rows import Point, Row, Side
+from benchmarks.sides import SideFailed, SideProcess
+
+SETUP_TIMEOUT_S = 180.0
+CHECK_TIMEOUT_S = 180.0
+SAMPLE_TIMEOUT_S = 240.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What to run, and with what.
+
+    Args:
+        rows: the rows, in order.
+        peer: the peer's Python, or the reason why there is none.
+        budget_s: no point is begun after this time; what is left out is shown as missing.
+    """
+
+    rows: tuple[Row, ...]
+    peer: Path | str
+    budget_s: float = 900.0
+    progress: Progress = field(default=lambda _: None)
+
+    @property
+    def ticks(self) -> int:
+        """How often ``progress`` will be called."""
+        return sum(len(row.points) * (2 + row.repetitions) for row in self.rows)
+
+
+def run(plan: Plan) -> Results:
+    """Run every row of a plan."""
+    begin = time.monotonic()
+    results = Results(machine=machine(), began=datetime.now(UTC).isoformat(timespec="seconds"))
+    for row in plan.rows:
+        for point in row.points:
+            if time.monotonic() - begin > plan.budget_s:
+                reason = f"left out: the run's {plan.budget_s:g} s were over"
+                results.measurements += [_empty(row, point, side, reason) for side in row.sides]
+            else:
+                _run_point(plan, row, point, results)
+    results.seconds = time.monotonic() - begin
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {
+        "name": platform.node(),
+        "processor": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        # Others' load makes every number worse: it belongs beside them.
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def _empty(row: Row, point: Point, side: Side, reason: str | None = None) -> Measurement:
+    return Measurement(
+        row=row.name, point=point.label, kind=side.kind, label=side.label, missing=reason
+    )
+
+
+def _run_point(plan: Plan, row: Row, point: Point, results: Results) -> None:
+    where = f"{row.title} {point.label}".strip()
+    taken = {side.label: _empty(row, point, side) for side in row.sides}
+    results.measurements += taken.values()
+    with ExitStack() as stack:
+        plan.progress(f"{where}: setting up")
+        live = _set_up(plan, row, point, taken, stack)
+        plan.progress(f"{where}: checking")
+        if row.checked:
+            facts = _ask_facts(live, taken)
+            parity = _parity(row, point, stack) if row.parity is not None else None
+            results.checks += compare(row.name, facts, parity)
+        for repetition in range(row.repetitions):
+            plan.progress(f"{where}: {repetition + 1} of {row.repetitions}")
+            # Turns begin with another side each time, so that no side always follows the same one.
+            labels = list(live)
+            first = repetition % len(labels) if labels else 0
+            for label in labels[first:] + labels[:first]:
+                _sample(row, live, taken[label])
+
+
+def _set_up(
+    plan: Plan, row: Row, point: Point, taken: dict[str, Measurement], stack: ExitStack
+) -> dict[str, SideProcess]:
+    """Start all sides of a point at the same time; those that fail say so in their measurement."""
+
+    def start(side: Side) -> SideProcess:
+        if side.kind == "peer":
+            if isinstance(plan.peer, str):
+                raise SideFailed(plan.peer)
+            process = SideProcess(side.kind, python=plan.peer)
+        else:
+            process = SideProcess(side.kind)
+        stack.callback(process.close)
+        size = {**point.size, **side.size}
+        process.ask("setup", timeout_s=SETUP_TIMEOUT_S, row=row.name, size=size)
+        return process
+
+    live = {}
+    with ThreadPoolExecutor(max_workers=len(row.sides)) as pool:
+        futures = [(side, pool.submit(start, side)) for side in row.sides]
+        for side, future in futures:
+            try:
+                live[side.label] = future.result()
+            except SideFailed as error:
+                taken[side.label].missing = str(error)
+    return live
+
+
+def _ask_facts(live: dict[str, SideProcess], taken: dict[str, Measurement]) -> dict[str, Facts]:
+    facts = {}
+    for label, process in list(live.items()):
+        try:
+            facts[label] = process.ask("check", timeout_s=CHECK_TIMEOUT_S)
+        except SideFailed as error:
+            taken[label].missing = str(error)
+            live.pop(label)
+    return facts
+
+
+def _parity(row: Row, point: Point, stack: ExitStack) -> Facts | None:
+    """Our facts in the row's deterministic form; None if it cannot run (the row then is missing anyway)."""
+    size = {**point.size, **(row.parity or {})}
+    process = SideProcess("ours")
+    stack.callback(process.close)
+    try:
+        process.ask("setup", timeout_s=SETUP_TIMEOUT_S, row=row.name, size=size)
+        facts = process.ask("check", timeout_s=CHECK_TIMEOUT_S)
+    except SideFailed:
+        return None
+    process.close()
+    return facts
+
+
+def _sample(row: Row, live: dict[str, SideProcess], measurement: Measurement) -> None:
+    process = live.get(measurement.label)
+    if process is None:
+        return
+    before = process.processor_seconds()
+    try:
+        answer = process.ask(
+            "sample", timeout_s=SAMPLE_TIMEOUT_S + row.seconds, seconds=row.seconds
+        )
+    except SideFailed as error:
+        # Half a measurement is none: a side that breaks down is missing, not fast.
+        measurement.missing = str(error)
+        measurement.samples.clear()
+        live.pop(measurement.label)
+        return
+    after = process.processor_seconds()
+    measurement.samples.append(answer.pop("value"))
+    steps = answer.get("steps")
+    if steps:
+        used = {name: after[name] - before.get(name, 0.0) for name in after if name in before}
+        measurement.processor.append({name: s * 1000 / steps for name, s in used.items()})
+    measurement.extra.append(answer)

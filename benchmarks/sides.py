@@ -1,0 +1,151 @@
+"""Starts the process of a side, asks it, measures its processor time and ends it whatever it does.
+
+The only file of the harness that starts and kills processes. Called by ``runner.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+ROOT = Path(__file__).resolve().parent.parent
+CLOSE_TIMEOUT_S = 20.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MODULES = {"ours": "ours", "peer": "peer", "limit": "limits"}
+
+
+class SideFailed(Exception):
+    """A side gave no number; the text says why."""
+
+
+class SideProcess:
+    """One side's program, asked line by line.
+
+    Args:
+        kind: ``ours``, ``peer`` or ``limit``.
+        python: the interpreter that runs it.
+        log: where its standard error goes.
+    """
+
+    def __init__(
+        self, kind: str, *, python: Path = Path(sys.executable), log: IO[bytes] | None = None
+    ):
+        self.kind = kind
+        self._log = log if log is not None else tempfile.TemporaryFile()  # noqa: SIM115 - close() does
+        paths = [str(ROOT), *([] if kind == "peer" else [str(ROOT / "src")])]
+        # OMP_NUM_THREADS for bare torch; the peer keeps its own defaults, which are faster for it.
+        threads = {} if kind == "peer" else {"OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(paths)}
+        self._process = subprocess.Popen(
+            [str(python), "-m", f"benchmarks.{_MODULES[kind]}.side"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        self._unread = b""
+        self._processes: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        state = "running" if self._process.poll() is None else f"ended {self._process.returncode}"
+        return f"<SideProcess {self.kind} pid {self._process.pid} [{state}]>"
+
+    def ask(self, operation: str, *, timeout_s: float, **question: Any) -> dict[str, Any]:
+        """Send one question and wait for its answer.
+
+        Raises:
+            SideFailed: the side answered with an error, ended, or was silent for ``timeout_s``.
+        """
+        line = json.dumps({"op": operation, **question}) + "\n"
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise SideFailed(self._last_words(operation)) from error
+        answer = json.loads(self._read_line(operation, timeout_s))
+        if "error" in answer:
+            raise SideFailed(str(answer["error"]))
+        result: dict[str, Any] = answer["ok"]
+        self._processes = result.pop("processes", self._processes)
+        return result
+
+    def processor_seconds(self) -> dict[str, float]:
+        """Processor time (user and system) used so far by each of the side's processes."""
+        used = {}
+        for name, pid in self._processes.items():
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text()
+            except OSError:
+                continue  # it has ended: its time is not ours to know
+            fields = stat.rpartition(")")[2].split()
+            used[name] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        return used
+
+    def _read_line(self, operation: str, timeout_s: float) -> bytes:
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(timeout_s):
+                    raise SideFailed(
+                        f"{self.kind} gave no answer to {operation!r} in {timeout_s:g} s"
+                    )
+                received = os.read(pipe, 65536)
+                if not received:
+                    raise SideFailed(self._last_words(operation))
+                self._unread += received
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _last_words(self, operation: str) -> str:
+        try:
+            code: object = self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = "nothing: it still runs"
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return (
+            f"{self.kind} ended with {code} at {operation!r}: {lines[-1] if lines else 'no words'}"
+        )
+
+    def close(self) -> None:
+        """End the side and everything it started. May be called twice."""
+        if self._process.poll() is None:
+            try:
+                self.ask("close", timeout_s=CLOSE_TIMEOUT_S)
+                self._process.wait(CLOSE_TIMEOUT_S)
+            except (SideFailed, subprocess.TimeoutExpired):
+                pass  # it does not go by itself: the kill below ends it
+        # What it started is in its session, and may have outlived it.
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait(CLOSE_TIMEOUT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -39,7 +39,7 @@ os.environ[MARK] = uuid.uuid4().hex
 
 # pytest's own; and what torch sets on its first use of inductor or OpenMP.
 _FREE_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
-_FREE_PREFIXES = ("KMP_", "PYTEST_")
+_FREE_PREFIXES = ("KMP_", "PYTEST_", "_TORCHINDUCTOR_")
 
 _HELD = re.compile(r"socket:|/memfd:|/dev/shm/|pipe:|anon_inode:\[?(eventpoll|eventfd)")
 

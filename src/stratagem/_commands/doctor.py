@@ -121,8 +121,10 @@ def _torch() -> Iterator[Finding]:
 
 def _shared_memory() -> Iterator[Finding]:
     # Parameters live in memfd segments: they count against memory, not against the size of /dev/shm.
+    from stratagem._wire import shm
+
     try:
-        descriptor = os.memfd_create("stratagem-doctor")
+        shm.Segment(1, 4096, writable_by_peers=False).close()
     except (AttributeError, OSError) as error:
         yield Finding(
             subject="shared memory",
@@ -131,7 +133,6 @@ def _shared_memory() -> Iterator[Finding]:
             remedy="Parameters will travel over sockets; use Linux 3.17 or newer to avoid copies.",
         )
         return
-    os.close(descriptor)
     free = _available_memory_bytes()
     good = free >= _MEMORY_WANTED_BYTES
     yield Finding(

@@ -47,9 +47,17 @@ class BufferCopy:
 
     def written(self) -> bool:
         """Whether the replica changed the buffer, in place or by putting another tensor there."""
-        return self.tensor is not self.own or (
-            self.own is not None and version_of(self.own) != self.version
-        )
+        own, source = self.own, self.source
+        if self.tensor is not own or own is None or version_of(own) != self.version:
+            return True
+        # batch_norm and instance_norm write running statistics without counting a version.
+        if source is None or own.numel() > COMPARED_ELEMENTS or not own.is_floating_point():
+            return False
+        return not torch.equal(own, source if source.device == own.device else source.to(own.device))
+
+
+COMPARED_ELEMENTS = 65_536
+"""Buffers up to this size are compared by value: more than any layer's channels, 10 µs at most."""
 
 
 class BufferHome:

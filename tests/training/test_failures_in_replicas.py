@@ -1,0 +1,217 @@
+"""What goes wrong in a replica: parameters stay, messages explain, the strategy goes on (issue 2, section 3)."""
+
+import copy
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stratagem as sg
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(6, 2, generator=torch.Generator().manual_seed(2))
+
+
+def cut(strategy, *tensors):
+    size = strategy.num_replicas_in_sync
+    return tuple(sg.PerReplica(list(torch.tensor_split(each, size))) for each in tensors)
+
+
+def make(strategy):
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Boom(Exception):
+    """Something of the user's."""
+
+
+@pytest.mark.parametrize("where", ["before forward", "before backward", "before step", "after step"])
+def test_a_failing_replica_leaves_the_parameters_alone(where, several):
+    """Its type, traceback and number arrive; others unwind; the next run trains as if nothing was."""
+    model, optimizer = make(several)
+    model.eval()  # BatchNorm's statistics of fewer rows are not the matter here
+    reference = copy.deepcopy(model)
+    last = several.num_replicas_in_sync - 1
+
+    def fail(place):
+        if place == where and int(sg.get_replica_context().replica_id_in_sync_group) == last:
+            raise Boom(place)
+
+    def step(x, y, armed):
+        if armed:
+            fail("before forward")
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        if armed:
+            fail("before backward")
+        loss.backward()
+        if armed:
+            fail("before step")
+        optimizer.step()
+        if armed:
+            fail("after step")
+
+    with pytest.raises(Boom, match=where) as caught:
+        several.run(step, args=(*cut(several, X, Y), True))
+    assert any(frame.name == "fail" for frame in traceback.extract_tb(caught.value.__traceback__))
+    assert any(f"Replica {last} of" in note for note in caught.value.__notes__)
+    if where != "after step":
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(a, b)
+        plain_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            several.run(step, args=(*cut(several, X, Y), False))
+            plain_optimizer.zero_grad()
+            F.mse_loss(reference(X), Y).backward()
+            plain_optimizer.step()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_made_outside_scope_is_explained_not_trained(several):
+    model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(sg.errors.ForeignParameterError) as caught:
+        several.run(step, args=cut(several, X, Y))
+    assert "inside `with strategy.scope():`" in str(caught.value)
+    assert "(2, 4)" in str(caught.value)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_bare_parameter_is_refused_with_the_remedy(several):
+    """It belongs to no module, so nobody could give each replica its own view of it."""
+    with several.scope():
+        model = nn.Linear(4, 2)
+        bare = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([*model.parameters(), bare], lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        F.mse_loss(model(x) * bare, y).backward()
+        optimizer.step()
+
+    with pytest.raises(sg.errors.ForeignParameterError, match="make it an nn.Parameter"):
+        several.run(step, args=cut(several, X, Y))
+    assert torch.equal(bare, torch.ones(2))
+
+
+def test_a_model_of_another_strategy_is_refused(several):
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as other:
+        with other.scope():
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, y):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        with pytest.raises(sg.errors.ForeignParameterError, match="MirroredStrategy"):
+            several.run(step, args=cut(several, X, Y))
+
+
+def test_a_write_inside_a_replica_is_noticed(several):
+    """A hand-written update would be applied once per replica to the one parameter behind them."""
+    model, _ = make(several)
+
+    def by_hand(x, y):
+        F.mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+    with pytest.raises(sg.errors.ReplicaError, match=r"written in place inside replica \d"):
+        several.run(by_hand, args=cut(several, X, Y))
+
+
+def test_replicas_that_go_different_ways_are_told_so(two):
+    model, optimizer = make(two)
+
+    def uneven(x, y):
+        loss = F.mse_loss(model(x), y)
+        if sg.get_replica_context().replica_id_in_sync_group == 0:
+            loss.backward()
+        optimizer.step()
+
+    with pytest.raises(sg.errors.ReplicaMismatch, match=r"the end of backward\(\)"):
+        two.run(uneven, args=cut(two, X, Y))
+
+
+def test_a_replica_without_rows_may_leave_early_or_compute_nan(several):
+    """One row on several replicas: those without rows contribute nothing, whatever they do."""
+    for leaves_early in (True, False):
+        model, optimizer = make(several)
+        model.eval()
+        reference = copy.deepcopy(model)
+        plain_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x, y, leaves_early=leaves_early, model=model, optimizer=optimizer):
+            if leaves_early and len(x) == 0:
+                return
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()  # NaN for zero rows
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+        for _ in range(2):
+            several.run(step, args=cut(several, X[:1], Y[:1]))
+            plain_optimizer.zero_grad()
+            F.mse_loss(reference(X[:1]), Y[:1]).backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            plain_optimizer.step()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_equivalence_check_explains_a_sum_loss(two):
+    """Section 6: step, parameter, difference, and the likely reason."""
+
+    def summed(model, optimizer, batch):
+        x, y = batch
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y, reduction="sum").backward()
+        optimizer.step()
+
+    with pytest.raises(AssertionError) as caught:
+        sg.testing.assert_equivalent(
+            lambda: nn.Linear(4, 2),
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+            summed,
+            [(X, Y)],
+            two,
+        )
+    message = str(caught.value)
+    assert "at step 0" in message
+    assert "'weight' differs by up to" in message
+    assert "reduction='sum'" in message
+
+
+def test_the_equivalence_check_explains_batchnorm_and_summed_replicas(make_strategy):
+    def step(model, optimizer, batch):
+        x, y = batch
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def check(model_fn, strategy):
+        with pytest.raises(AssertionError) as caught:
+            sg.testing.assert_equivalent(
+                model_fn, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), step, [(X, Y)], strategy
+            )
+        return str(caught.value)
+
+    normed = lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))  # noqa: E731
+    assert "statistics of each replica's own rows" in check(normed, make_strategy("central2"))
+    summing = make_strategy("central2", gradient_aggregation="sum")
+    assert "2 times plain training's" in check(lambda: nn.Linear(4, 2), summing)

@@ -15,6 +15,7 @@ into a leaf itself would be lost, so it is refused. One object per worker life, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,12 @@ from stratagem._ps.tables import TableParameter
 from stratagem.errors import ForeignParameterError
 
 Settings = dict[int, dict[str, Any]]
+
+COMPARED = 1 << 16
+"""Elements up to which a buffer is compared by value after a step (20 µs)."""
+
+WATCHED = 16
+"""Variables by which staleness is measured: those of one step move together, so a few tell it."""
 
 
 class DenseParameter:
@@ -101,7 +108,9 @@ class WorkerBuffer:
         self.counts = counts
         self.tensor = remote.read()
         self.version = self.tensor._version
-        self.start = self.tensor.clone() if counts else None
+        # Batch normalisation writes its statistics without counting a version, so that small
+        # buffers are compared by value.
+        self.start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
 
     def refresh(self) -> None:
         """Take over the server's value, if it moved."""
@@ -112,9 +121,12 @@ class WorkerBuffer:
 
     def add_change(self, batch: WriteBatch) -> None:
         """Send what the step changed: a counter's increase, any other buffer's new value."""
-        if self.tensor._version == self.version:
-            return
         if self.start is not None:
+            if torch.equal(self.tensor, self.start):
+                return
+        elif self.tensor._version == self.version:
+            return
+        if self.counts and self.start is not None:
             self.remote.add_assign(batch, "add", self.tensor - self.start)
         else:
             self.remote.add_assign(batch, "set", self.tensor)
@@ -123,7 +135,7 @@ class WorkerBuffer:
     def _note(self) -> None:
         self.version = self.tensor._version
         if self.start is not None:
-            self.start = self.tensor.clone()
+            self.start.copy_(self.tensor)
 
 
 class WorkerVariables:
@@ -176,6 +188,7 @@ class WorkerVariables:
         """Around one scheduled function: fresh values before, everything acknowledged after."""
         with self.client.closure(number):
             self.refresh()
+            self._note_reads()
             for dense in self._dense.values():
                 dense.version = dense.leaf._version
             try:
@@ -227,6 +240,7 @@ class WorkerVariables:
             versions = self.client.settle()
         self._note_staleness(touched, versions)
         self.refresh()
+        self._note_reads()
 
     def _add_gradients(
         self, parameter: Any, by_server: dict[int, list[PushedGradient]]
@@ -266,14 +280,19 @@ class WorkerVariables:
     ) -> None:
         """How many writes of others lay between this step's reads and its write, at most."""
         worst = -1
-        for remote in touched:
-            for index, (place, seen) in enumerate(zip(remote.places, remote.seen, strict=True)):
+        for remote in touched[:WATCHED]:
+            for place, seen in zip(remote.places, remote.seen, strict=True):
                 after = versions.get((place.server, place.variable))
                 if after is not None and seen:
                     worst = max(worst, after - 1 - seen)
-                    remote.seen = (*remote.seen[:index], after, *remote.seen[index + 1 :])
         if worst >= 0:
             self._staleness.record(worst)
+
+    def _note_reads(self) -> None:
+        """What lies over shared memory is read from now on: note the versions it has."""
+        for dense in itertools.islice(self._dense.values(), WATCHED):
+            if dense.is_live:
+                dense.remote.seen = dense.remote.versions()
 
     @override
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LINK = re.compile(r"\]\(([^)#\s]+)((?:#[^)\s]*)?)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 _linked: set[str] = set()
 
@@ -23,14 +23,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     here = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def rewritten(found: re.Match[str]) -> str:
-        target, anchor = found.groups()
+        text, target = found.groups()
         path = posixpath.normpath(posixpath.join(here, target))
         if "://" in target or path.startswith(("docs/", "..")) or not (ROOT / path).exists():
             return found.group(0)
         _linked.add(path)
-        # Lines of a file (#L10) mean nothing to a browser showing plain text.
-        up = posixpath.relpath(f"docs/files/{path}", here)
-        return f"]({up}{anchor if path.endswith('.md') else ''})"
+        # As HTML, for mkdocs knows links between documents only. Lines of a file (#L10) are
+        # dropped: they mean nothing to a browser that shows plain text.
+        return f'<a href="{posixpath.relpath(f"docs/files/{path}", here)}">{text}</a>'
 
     return LINK.sub(rewritten, markdown)
 

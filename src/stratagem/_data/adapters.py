@@ -6,7 +6,9 @@ Nothing of these libraries is imported here: an object of a library that is not 
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -15,7 +17,9 @@ from torch.utils import data as torch_data
 from typing_extensions import override
 
 from stratagem._data import nests
+from stratagem._data.calling import ElementRandomness
 from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State
+from stratagem._data.seeds import ElementRng, mix
 from stratagem._data.sources import (
     Closable,
     IteratorCursor,
@@ -218,8 +222,12 @@ class StatefulCursor(Cursor):
     def restore(self, state: State) -> None:
         self._ended, self._saved = state["ended"], state["own"]
         if not self._ended and self._saved is not None:
-            self._source.load_state_dict(self._saved)
-            self._iterator = iter(self._source)
+            shared = torch.default_generator.get_state()
+            try:
+                self._source.load_state_dict(self._saved)
+                self._iterator = iter(self._source)
+            finally:
+                torch.default_generator.set_state(shared)
 
     @override
     def close(self) -> None:
@@ -265,12 +273,17 @@ class LoaderCursor(Cursor):
 
     Its position is the state its random generators had when the epoch began, and a count: on
     resuming the epoch is begun again from that state and the batches before are passed over.
+
+    Without worker processes the dataset's own randomness would draw from torch's global generator,
+    from a thread, while the training step draws from it too. So every batch but the first (in which
+    samplers draw the order, which stays what it is without us) has a random stream of its own.
     """
 
     def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
         self._began: list[torch.Tensor] | None = None
+        self._stream = 0  # seed of the batches' random streams
         self._position = 0
         self._ended = False
 
@@ -290,6 +303,7 @@ class LoaderCursor(Cursor):
 
     def _begin(self) -> Iterator[Any]:
         self._began = [generator.get_state() for generator in self._generators()]
+        self._stream = zlib.crc32(self._began[0].numpy().tobytes())
         return iter(self._loader)
 
     @override
@@ -299,13 +313,19 @@ class LoaderCursor(Cursor):
         if self._iterator is None:
             self._iterator = self._begin()
         try:
-            value = next(self._iterator)
+            with self._randomness():
+                value = next(self._iterator)
         except StopIteration:
             self._ended = True
             self.close()
             return END
         self._position += 1
         return nests.to_element(value)
+
+    def _randomness(self) -> AbstractContextManager[object]:
+        if self._position == 0 or self._loader.num_workers > 0:
+            return nullcontext()
+        return ElementRandomness(ElementRng(mix(self._stream, self._position)))
 
     @override
     def state(self) -> State:

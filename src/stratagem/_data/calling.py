@@ -37,7 +37,7 @@ _LIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 
 
 @final
-class _ElementRandomness(TorchFunctionMode):
+class ElementRandomness(TorchFunctionMode):
     """Hands the element's generator to torch's random functions, in this thread only."""
 
     def __init__(self, rng: ElementRng) -> None:
@@ -81,7 +81,7 @@ class UserFunction:
         rng = ElementRng(seed)
         arguments = element if type(element) is tuple else (element,)
         try:
-            with _ElementRandomness(rng):
+            with ElementRandomness(rng):
                 if self.takes_rng:
                     return self.fn(*arguments, rng=rng)
                 return self.fn(*arguments)

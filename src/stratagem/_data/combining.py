@@ -215,6 +215,11 @@ class InterleaveNode(Step):
 
     @property
     @override
+    def wants_seed(self) -> bool:
+        return True  # what its function makes is not known yet
+
+    @property
+    @override
     def keeps_rows(self) -> bool:
         return True
 

@@ -36,7 +36,8 @@ class Passes:
     def begin(self, node: Node, *, fuse: bool = True) -> Pass:
         """The next pass over a pipeline."""
         if self.base_seed is None:
-            self.base_seed = fresh_seed()
+            # A pipeline without randomness leaves torch's generator alone.
+            self.base_seed = fresh_seed() if node.wants_seed else 0
         self.number += 1
         return Pass(self, node, self.number - 1, fuse=fuse)
 

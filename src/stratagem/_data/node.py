@@ -173,6 +173,11 @@ class Node(ABC):
         return all(node.replayable for node in self.inputs)
 
     @property
+    def wants_seed(self) -> bool:
+        """Whether some step may use the run's base seed, being given none of its own."""
+        return any(node.wants_seed for node in self.inputs)
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether a share of its input's rows gives that share of its output (see autoshard)."""
         return False

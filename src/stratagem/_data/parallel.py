@@ -43,6 +43,11 @@ class MapNode(Step):
 
     @property
     @override
+    def wants_seed(self) -> bool:
+        return self._seed is None or self.input.wants_seed
+
+    @property
+    @override
     def keeps_rows(self) -> bool:
         return True
 
@@ -161,6 +166,11 @@ class FilterNode(Step):
     @override
     def spec(self) -> Any:
         return self.input.spec()
+
+    @property
+    @override
+    def wants_seed(self) -> bool:
+        return self._seed is None or self.input.wants_seed
 
     @property
     @override

@@ -59,6 +59,11 @@ class ShuffleNode(Step):
 
     @property
     @override
+    def wants_seed(self) -> bool:
+        return self.seed is None or self.input.wants_seed
+
+    @property
+    @override
     def keeps_rows(self) -> bool:
         return True
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from stratagem._cluster.coordinator import PerWorkerValues as PerWorkerValues
     from stratagem._cluster.coordinator import RemoteValue as RemoteValue
     from stratagem._cluster.local import LocalCluster as LocalCluster
-    from stratagem._cluster.spec import ClusterSpec as ClusterSpec
     from stratagem._cluster.server import Server as Server
+    from stratagem._cluster.spec import ClusterSpec as ClusterSpec
     from stratagem._core.context import InputContext as InputContext
     from stratagem._core.context import ReplicaContext as ReplicaContext
     from stratagem._core.context import ValueContext as ValueContext
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from stratagem._strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
-    from stratagem.launch import auto_strategy as auto_strategy
     from stratagem.config import CommunicationOptions as CommunicationOptions
     from stratagem.config import InputOptions as InputOptions
     from stratagem.config import RunOptions as RunOptions
     from stratagem.errors import StratagemError as StratagemError
+    from stratagem.launch import auto_strategy as auto_strategy
 
 __version__ = "0.1.0"
 

@@ -10,6 +10,7 @@ import enum
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 ENVIRONMENT_PREFIX = "STRATAGEM_"
 
@@ -192,8 +193,7 @@ def cluster_key_text() -> str | None:
     if not path:
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            found = file.read().strip()
+        found = Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(
             f"STRATAGEM_CLUSTER_KEY_FILE={path!r} cannot be read: {error}. Name a file that holds "
@@ -317,7 +317,9 @@ class ClusterOptions:
             ),
             watchdog_s=number("watchdog_s", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT"),
             start_delay_s=number("start_delay_s", "TF_COORDINATOR_SCHEDULE_START_DELAY"),
-            start_delay_max_s=number("start_delay_max_s", "TF_COORDINATOR_SCHEDULE_START_DELAY_MAX"),
+            start_delay_max_s=number(
+                "start_delay_max_s", "TF_COORDINATOR_SCHEDULE_START_DELAY_MAX"
+            ),
             close_timeout_s=number("close_timeout_s"),
         )
 

@@ -407,7 +407,7 @@ def _from_plain(row: list[Any]) -> DistributionSnapshot:
         total=total,
         minimum=minimum,
         maximum=maximum,
-        buckets={bucket: inside for bucket, inside in pairs},
+        buckets=dict(pairs),
     )
 
 

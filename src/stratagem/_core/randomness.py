@@ -72,8 +72,9 @@ class Streams:
 
 def _draw() -> int:
     # Replicas are the only ones here now, and the first to come draws for all.
-    number = torch.empty((), dtype=torch.int64, device="cpu")
-    return int(number.random_(generator=torch.default_generator))
+    with torch._C._DisableFuncTorch():  # the first draw may come from inside vmap
+        number = torch.empty((), dtype=torch.int64, device="cpu")
+        return int(number.random_(generator=torch.default_generator))
 
 
 def _mix(base: int, turn: int) -> int:

@@ -1,0 +1,468 @@
+"""What a parameter server does when clients vanish, stall or misbehave, and what clients do when it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratagem._ps import door
+from stratagem._ps.client import PsClient
+from stratagem._ps.link import Membership
+from stratagem._ps.mapping import Place
+from stratagem._ps.server import ParameterServer, ServerOptions
+from stratagem._wire import frames, messages
+from stratagem._wire.channel import Channel, connect
+from stratagem._wire.handshake import ClusterKey
+from stratagem.errors import (
+    AuthenticationError,
+    ConnectionLost,
+    NotFoundError,
+    ParameterServerLost,
+)
+
+LIMIT_S = 20.0
+CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s=0.2)
+WORKER = Membership(session="s", task="/job:worker/task:0")
+W = Place(0, 1, (2,), torch.float32)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for a condition; fails after the limit."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and waits until the process has really stopped."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> set[str]:
+        return {
+            (task / "stat").read_text().rpartition(")")[2].split()[0]
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        }
+
+    until(lambda: states() == {"T"})
+
+
+def add_one(client: PsClient) -> None:
+    batch = client.batch()
+    batch.assign(0, 1, "add", torch.ones(2))
+    client.send(batch)
+
+
+@pytest.fixture
+def server() -> Iterator[ParameterServer]:
+    """One server."""
+    with ParameterServer("127.0.0.1:0", task="/job:ps/task:0").start() as running:
+        yield running
+
+
+def listed(server: ParameterServer) -> list[tuple[str, str]]:
+    return [(server.task, server.address)]
+
+
+# Sessions.
+
+
+def test_the_end_of_a_session_frees_its_variables(server: ParameterServer) -> None:
+    """And the same server serves the next strategy."""
+    for _ in range(2):
+        with PsClient(listed(server), CHIEF) as chief:
+            chief.create(W, "w", value=torch.ones(2))
+            assert server.session_count == 1
+        until(lambda: server.session_count == 0)
+    with pytest.raises(NotFoundError, match="session 's' is not open"):
+        PsClient(listed(server), WORKER)
+
+
+def test_a_coordinator_gone_for_longer_than_its_lease_ends_the_session(
+    server: ParameterServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its workers are told; the log says why."""
+    chief = PsClient(listed(server), CHIEF)
+    chief.create(W, "w", value=torch.ones(2))
+    with PsClient(listed(server), WORKER, incarnation=1) as worker:
+        with caplog.at_level(logging.INFO, "stratagem.ps"):
+            chief._hang_up()  # as if it were killed: no goodbye
+            until(lambda: server.session_count == 0)
+        assert "its coordinator has been gone for 0.2 s" in caplog.text
+        with pytest.raises(NotFoundError, match="joined no session"):
+            worker.versions(0)
+
+
+def test_a_coordinator_back_within_its_lease_finds_its_variables(server: ParameterServer) -> None:
+    """A lease is there to be taken up again."""
+    patient = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s=60.0)
+    first = PsClient(listed(server), patient)
+    first.create(W, "w", value=torch.ones(2))
+    first._hang_up()
+    with PsClient(listed(server), patient) as second:
+        assert second.read([W])[0][0].tolist() == [1.0, 1.0]
+        add_one(second)
+        assert second.settle() == {(0, 1): 2}
+
+
+def test_sessions_do_not_see_each_other(server: ParameterServer) -> None:
+    """The same variable number in two strategies is two variables."""
+    other = Membership(session="t", task="/job:chief/task:0", is_owner=True)
+    with PsClient(listed(server), CHIEF) as one, PsClient(listed(server), other) as two:
+        one.create(W, "w", value=torch.ones(2))
+        two.create(W, "w", value=torch.zeros(2))
+        add_one(one)
+        assert one.read([W])[0][0].tolist() == [2.0, 2.0]
+        assert two.read([W])[0][0].tolist() == [0.0, 0.0]
+
+
+# Broken connections.
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "bytes"])
+def test_writes_are_repeated_after_a_broken_connection_and_count_once(
+    server: ParameterServer, shared: bool
+) -> None:
+    """The connection breaks after the server applied the writes, before it was heard."""
+    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    with PsClient(listed(server), steady, shared_memory=shared) as client:
+        client.create(W, "w", value=torch.zeros(2))
+        for round_number in range(1, 4):
+            for _ in range(3):
+                add_one(client)
+            until(lambda n=round_number: server.facts["applied"] == 1 + 3 * n)  # type: ignore[misc]
+            channel = client._links[0]._channel
+            assert channel is not None
+            assert channel._sock.recv(1 << 16)  # the acknowledgements came, and are lost
+            channel._sock.shutdown(socket.SHUT_RDWR)
+            client.settle()
+            assert client.duplicates == 3 * round_number
+            assert client.read([W])[0][0].tolist() == [3.0 * round_number] * 2
+        assert server.facts["applied"] == 10
+
+
+def test_a_connection_broken_between_steps_is_mended(server: ParameterServer) -> None:
+    """Nothing outstanding: the next request finds out and connects again."""
+    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    with PsClient(listed(server), steady) as client:
+        client.create(W, "w", value=torch.zeros(2))
+        channel = client._links[0]._channel
+        assert channel is not None
+        channel._sock.shutdown(socket.SHUT_RDWR)
+        add_one(client)
+        client.settle()
+        assert client.read([W])[0][0].tolist() == [1.0, 1.0]
+
+
+def test_a_server_come_back_empty_is_lost(server: ParameterServer) -> None:
+    """Another life on the same address has none of the variables: that must not pass unnoticed."""
+    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    client = PsClient(listed(server), steady)
+    try:
+        client.create(W, "w", value=torch.zeros(2))
+        server.close()
+        with ParameterServer(server.address, task=server.task).start():
+            with pytest.raises(ParameterServerLost, match="was restarted") as caught:
+                client.versions(0)
+            assert caught.value.variables == ("w",)
+    finally:
+        client.close()
+
+
+SERVER = """
+import sys
+from stratagem._ps.server import ParameterServer
+server = ParameterServer("127.0.0.1:0", task="/job:ps/task:0")
+print(server.address, flush=True)
+server.serve()
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    child = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        yield child, child.stdout.readline().strip()
+    finally:
+        child.kill()
+        child.communicate(timeout=LIMIT_S)
+
+
+def test_a_killed_server_is_lost_with_its_variables_named(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    """While a request is outstanding; never a hang. What was mapped can still be looked at."""
+    child, address = process
+    with PsClient([("/job:ps/task:0", address)], CHIEF) as client:
+        client.create(W, "layer/weight", value=torch.ones(2))
+        (mapped,) = client.map([W])
+        assert mapped is not None
+        assert mapped.tensor.tolist() == [1.0, 1.0]
+        stop(child.pid)
+        add_one(client)
+        killer = threading.Timer(0.1, child.kill)
+        killer.start()
+        with pytest.raises(ParameterServerLost, match="layer/weight") as caught:
+            client.settle()
+        killer.join()
+        assert caught.value.task == "/job:ps/task:0"
+        assert "restore the last checkpoint" in str(caught.value)
+        with pytest.raises(ParameterServerLost):
+            client.ping(0, timeout_s=1.0)
+        assert mapped.tensor.tolist() == [1.0, 1.0]
+        del mapped
+
+
+def test_a_stopped_server_fails_pings_in_time(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    """SIGSTOP: its sockets are open, but nobody is there."""
+    child, address = process
+    with PsClient([("/job:ps/task:0", address)], CHIEF) as client:
+        assert client.ping(0, timeout_s=LIMIT_S).busy_s == 0.0
+        stop(child.pid)
+        with pytest.raises(ParameterServerLost, match=r"within 0\.2 s"):
+            client.ping(0, timeout_s=0.2)
+        os.kill(child.pid, signal.SIGCONT)
+        assert client.ping(0, timeout_s=LIMIT_S) is not None
+
+
+def test_a_worker_killed_leaves_server_and_others_unharmed(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    """A real worker process, killed while it pushes as fast as it can."""
+    _, address = process
+    pusher = (
+        "import torch, sys\n"
+        "from stratagem._ps.client import PsClient\n"
+        "from stratagem._ps.link import Membership\n"
+        "who = Membership(session='s', task='/job:worker/task:0')\n"
+        f"client = PsClient([('/job:ps/task:0', {address!r})], who, incarnation=1)\n"
+        "while True:\n"
+        "    batch = client.batch()\n"
+        "    batch.assign(0, 1, 'add', torch.ones(2))\n"
+        "    client.send(batch)\n"
+        "    client.settle()\n"
+    )
+    with PsClient([("/job:ps/task:0", address)], CHIEF) as chief:
+        chief.create(W, "w", value=torch.zeros(2))
+        worker = subprocess.Popen([sys.executable, "-c", pusher])
+        try:
+            until(lambda: chief.versions(0)[1] > 50)
+        finally:
+            worker.kill()
+            worker.wait(LIMIT_S)
+        chief.fence("/job:worker/task:0", 1)
+        value, version = chief.read([W])[0]
+        assert value.tolist() == [version - 1.0] * 2  # every write whole, none half
+        add_one(chief)
+        assert chief.settle() == {(0, 1): version + 1}
+
+
+# Clients that misbehave.
+
+
+def hello(server: ParameterServer, purpose: str = "data") -> Channel:
+    channel = connect(server.address, timeout_s=LIMIT_S)
+    channel.request(messages.Hello(purpose=purpose, task="test"), timeout_s=LIMIT_S)
+    return channel
+
+
+def test_pings_are_answered_while_a_long_step_runs(
+    server: ParameterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work thread is stuck in one message; the door says for how long."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def long_step(*_: object) -> tuple[messages.Message, tuple[()]]:
+        entered.set()
+        assert leave.wait(LIMIT_S)
+        return messages.Ok(), ()
+
+    with PsClient(listed(server), CHIEF) as client:
+        session = next(iter(server._leases.values())).session
+        monkeypatch.setattr(session, "handle", long_step)
+        pending = client._links[0].begin(messages.AskVersions())
+        assert entered.wait(LIMIT_S)
+        until(lambda: client.ping(0).busy_s > 0.02)
+        with hello(server):  # new connections are let in meanwhile
+            pass
+        leave.set()
+        client._links[0].collect(pending)
+        monkeypatch.undo()
+        until(lambda: client.ping(0).busy_s == 0.0)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (messages.Pong(), "began with Pong, expected Hello"),
+        (messages.Hello(purpose="mischief"), "came for 'mischief'"),
+    ],
+)
+def test_a_connection_must_begin_with_hello(
+    server: ParameterServer,
+    caplog: pytest.LogCaptureFixture,
+    message: messages.Message,
+    reason: str,
+) -> None:
+    """Dropped, with a logged reason."""
+    with connect(server.address, timeout_s=LIMIT_S) as channel:
+        with pytest.raises(ConnectionLost):
+            channel.request(message, timeout_s=LIMIT_S)
+    until(lambda: reason in caplog.text)
+
+
+def test_a_connection_that_says_nothing_is_dropped(
+    server: ParameterServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It proved the key, then fell silent."""
+    monkeypatch.setattr(door, "HELLO_LIMIT_S", 0.1)
+    with connect(server.address, timeout_s=LIMIT_S) as channel:
+        with pytest.raises(ConnectionLost):
+            channel.receive(timeout_s=LIMIT_S)
+    until(lambda: "said nothing for 0.1 s" in caplog.text)
+
+
+@pytest.mark.parametrize("purpose", ["data", "control"])
+def test_garbage_after_the_handshake_ends_that_connection_only(
+    server: ParameterServer, purpose: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others go on."""
+    with PsClient(listed(server), CHIEF) as client:
+        client.create(W, "w", value=torch.ones(2))
+        with hello(server, purpose) as bad:
+            bad._sock.send(b"\x00" * 100)
+            with pytest.raises(ConnectionLost):
+                bad.receive(timeout_s=LIMIT_S)
+        assert client.read([W])[0][0].tolist() == [1.0, 1.0]
+    until(lambda: "does not speak this protocol" in caplog.text)
+
+
+def test_messages_of_others_are_refused(server: ParameterServer) -> None:
+    """A pickled object, or a message for workers, is nothing a parameter server opens."""
+    evil = messages.Packed(payload=b"cos\nsystem\n(S'true'\ntR.")
+    with PsClient(listed(server), CHIEF) as client:
+        with hello(server) as channel:
+            channel.request(messages.JoinSession(session="s"), timeout_s=LIMIT_S)
+            with pytest.raises(ConnectionLost):
+                channel.request(evil, timeout_s=LIMIT_S)
+        assert client.ping(0) is not None
+
+
+def test_slots_that_were_never_announced_are_refused(server: ParameterServer) -> None:
+    """A reference into memory nobody mapped ends the connection, not the server."""
+    with PsClient(listed(server), CHIEF) as client:
+        client.create(W, "w", value=torch.ones(2))
+        with hello(server) as channel:
+            channel.request(messages.JoinSession(session="s"), timeout_s=LIMIT_S)
+            ref = messages.TensorRef("float32", (2,), segment=77, offset=4160)
+            write = messages.Write(
+                origin=messages.Origin("x", 1, 1), operations=(messages.Assign(1, "add", ref),)
+            )
+            with pytest.raises(ConnectionLost):
+                channel.request(write, timeout_s=LIMIT_S)
+        assert client.read([W])[0][0].tolist() == [1.0, 1.0]
+
+
+def test_a_client_that_does_not_read_its_replies_is_slowed_not_buffered(
+    server: ParameterServer,
+) -> None:
+    """Its requests wait once 64 MiB are unread; the server's memory does not grow, others go on."""
+    big = Place(0, 1, (1 << 22,), torch.float32)  # 16 MiB
+    with PsClient(listed(server), CHIEF) as client:
+        client.create(big, "big", value=torch.ones(1 << 22))
+        with hello(server) as greedy:
+            greedy.request(messages.JoinSession(session="s"), timeout_s=LIMIT_S)
+            read = messages.Read(items=(messages.ReadItem(1),))
+            data = b"".join(frames.encode_frame(frames.REQUEST, 1, messages.encode(read), []))
+            greedy._sock.send(data * 100)  # asks for 1.6 GB and reads none of it
+            connection = next(one for one in server._connections if one.task == "test")
+            until(lambda: connection.channel.outgoing_bytes > 1 << 25 and len(connection.inbox) > 0)
+            assert connection.channel.outgoing_bytes < (1 << 26) + (1 << 25)
+            assert client.versions(0) == {1: 1}
+            assert len(connection.inbox) > 80
+        until(lambda: connection not in server._connections)
+        assert client.versions(0) == {1: 1}
+
+
+def test_fifty_clients(server: ParameterServer) -> None:
+    """All joined, all served."""
+    with PsClient(listed(server), CHIEF) as chief:
+        chief.create(W, "w", value=torch.zeros(2))
+        clients = []
+        try:
+            for index in range(50):
+                who = Membership(session="s", task=f"/job:worker/task:{index}")
+                clients.append(PsClient(listed(server), who, incarnation=1))
+            for client in clients:
+                add_one(client)
+            for client in clients:
+                client.settle()
+            assert chief.read([W])[0][0].tolist() == [50.0, 50.0]
+            assert "51 connections" in repr(server)
+        finally:
+            for client in clients:
+                client.close()
+
+
+# Keys, life and end.
+
+
+def test_a_server_with_a_key_lets_in_only_who_has_it() -> None:
+    """Data and control connections alike."""
+    key = ClusterKey.random()
+    with ParameterServer("127.0.0.1:0", key=key).start() as server:
+        keyed = Membership(session="s", task="/job:chief/task:0", is_owner=True, key=key)
+        with PsClient(listed(server), keyed) as client:
+            assert client.ping(0) is not None
+        with pytest.raises(AuthenticationError):
+            PsClient(listed(server), CHIEF)
+
+
+def test_listening_beyond_loopback_without_a_key_is_refused() -> None:
+    """Nothing is left open by the attempt."""
+    with pytest.raises(PermissionError, match="STRATAGEM_CLUSTER_KEY"):
+        ParameterServer("0.0.0.0:0")
+
+
+def test_servers_close_at_any_time() -> None:
+    """Never started, started, twice, from inside a context, with clients connected."""
+    never = ParameterServer("127.0.0.1:0")
+    never.close()
+    never.close()
+    server = ParameterServer("127.0.0.1:0").start()
+    client = PsClient(listed(server), CHIEF)
+    try:
+        server.close()
+        assert "closed" in repr(server)
+        with pytest.raises(ParameterServerLost):
+            client.versions(0)
+    finally:
+        client.close()
+
+
+def test_stop_ends_serve_in_another_thread() -> None:
+    """As a signal handler would."""
+    server = ParameterServer("127.0.0.1:0", options=ServerOptions())
+    thread = threading.Thread(target=server.serve, name="test-serve")
+    thread.start()
+    with PsClient(listed(server), CHIEF) as client:
+        assert client.ping(0) is not None
+    server.stop()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    server.close()

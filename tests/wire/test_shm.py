@@ -16,7 +16,7 @@ import torch
 
 from stratagem._wire import messages, shm
 from stratagem._wire.messages import SegmentRef
-from stratagem._wire.shm import Arena, MappedSegment, Segment, open_segment
+from stratagem._wire.shm import Arena, Budget, MappedSegment, Segment, open_segment
 
 # A process that maps the segment it is told about and does what each line asks.
 PEER = """
@@ -261,7 +261,7 @@ def test_counters_tell_versions_and_writes_in_progress(
 
 def test_entries_never_overlap_and_are_aligned() -> None:
     """Sizes of all kinds, over several segments."""
-    with Arena(limit_bytes=1 << 30, writable_by_peers=True) as arena:
+    with Arena(Budget(1 << 30), writable_by_peers=True) as arena:
         seen: dict[int, list[tuple[int, int]]] = {}
         for size in [0, 1, 63, 64, 65, 4096, 1 << 21, 3 << 20, 5 << 20, 100] * 3:
             segment, offset = arena.place(size)
@@ -276,7 +276,7 @@ def test_entries_never_overlap_and_are_aligned() -> None:
 def test_an_arena_has_a_limit_and_gives_memory_back() -> None:
     """MemoryError says how much is used; a large variable's memory goes when it is deleted."""
     large = shm.LARGEST_SHARED_BYTES
-    with Arena(limit_bytes=2 * large, writable_by_peers=False) as arena:
+    with Arena(Budget(2 * large), writable_by_peers=False) as arena:
         segment, _ = arena.place(large)
         arena.place(100)
         with pytest.raises(MemoryError, match=f"{large + 100} of {2 * large} bytes are in use"):
@@ -289,7 +289,7 @@ def test_an_arena_has_a_limit_and_gives_memory_back() -> None:
 
 def test_reset_joins_what_grew() -> None:
     """After the first steps a worker's slots are one segment that fits them all."""
-    with Arena(limit_bytes=1 << 30, writable_by_peers=True) as arena:
+    with Arena(Budget(1 << 30), writable_by_peers=True) as arena:
         for _ in range(3):
             arena.place(3 << 20)
         assert len(arena.segments()) > 1

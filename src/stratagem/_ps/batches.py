@@ -40,7 +40,7 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self.arena = shm.Arena(limit_bytes=shm.memory_of_machine(), writable_by_peers=True)
+        self.arena = shm.Arena(shm.Budget(shm.memory_of_machine()), writable_by_peers=True)
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def prepare(self) -> None:

@@ -43,6 +43,9 @@ _TICK_S = 0.5
 UNSENT_LIMIT_BYTES = 1 << 26
 """Replies a connection may leave unread before its next request is looked at."""
 
+SESSION_LIMIT = 256
+"""Strategies at one time; a cluster is shared by a handful."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
@@ -55,7 +58,7 @@ class ServerOptions:
     """
 
     memory_limit_bytes: int | None = None
-    """For the variables of one session; by default nine tenths of the machine's memory."""
+    """For the variables of all sessions; by default nine tenths of the machine's memory."""
 
     optimizer_modules: Sequence[str] = ()
     """Modules beside ``torch.optim`` whose optimizer classes may be imported here."""
@@ -118,6 +121,8 @@ class ParameterServer:
         self._options = options or ServerOptions()
         shared = self._options.shared_memory
         self._shared = config.shared_memory_allowed() if shared is None else shared
+        limit = self._options.memory_limit_bytes
+        self._budget = shm.Budget(limit if limit is not None else shm.memory_of_machine() * 9 // 10)
         self.task = task
         self.life = secrets.token_hex(8)
         listener = Listener(address, key=key, limits=self._options.limits)
@@ -343,10 +348,14 @@ class ParameterServer:
         return None
 
     def _new_session(self, name: str) -> Session:
-        limit = self._options.memory_limit_bytes
+        if len(self._leases) >= SESSION_LIMIT:
+            raise MemoryError(
+                f"{self.task} already serves {len(self._leases)} sessions, which is its limit: close "
+                f"strategies that are not used any more"
+            )
         return Session(
             name,
-            limit_bytes=limit if limit is not None else shm.memory_of_machine() * 9 // 10,
+            budget=self._budget,
             optimizer_modules=self._options.optimizer_modules,
             shared_memory=self._shared,
         )

@@ -97,23 +97,24 @@ class Session:
 
     Example:
         >>> from stratagem._ps.sessions import Session
-        >>> with_room_for_one_megabyte = Session("s1", limit_bytes=1 << 20)
-        >>> with_room_for_one_megabyte
+        >>> from stratagem._wire.shm import Budget
+        >>> session = Session("s1", budget=Budget(1 << 20))
+        >>> session
         <Session 's1': 0 variables, 0 bytes, 0 writes>
-        >>> with_room_for_one_megabyte.close()
+        >>> session.close()
     """
 
     def __init__(
         self,
         name: str,
         *,
-        limit_bytes: int,
+        budget: shm.Budget,
         optimizer_modules: Sequence[str] = (),
         shared_memory: bool = True,
     ) -> None:
         self.name = name
         self._shared_memory = shared_memory
-        self._arena = shm.Arena(limit_bytes=limit_bytes, writable_by_peers=False)
+        self._arena = shm.Arena(budget, writable_by_peers=False)
         self._placed: tuple[shm.Segment, int, int] | None = None
         self._places: dict[int, tuple[shm.Segment, int, int]] = {}  # segment, offset, bytes
         self.store = VariableStore(self._allocate, optimizer_modules=optimizer_modules)

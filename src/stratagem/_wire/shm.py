@@ -298,22 +298,52 @@ def _seal_against_writers(fd: int) -> None:
 
 
 @final
+class Budget:
+    """How many bytes several arenas may use together.
+
+    Example:
+        >>> from stratagem._wire.shm import Budget
+        >>> budget = Budget(100)
+        >>> budget.take(60)
+        >>> budget.used_bytes
+        60
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def take(self, size: int) -> None:
+        """Counts bytes in; MemoryError if they would pass the limit."""
+        if self.used_bytes + size > self.limit_bytes:
+            raise MemoryError(
+                f"{size} bytes do not fit: {self.used_bytes} of {self.limit_bytes} bytes are in "
+                f"use. Add parameter servers, or make the variable smaller."
+            )
+        self.used_bytes += size
+
+    def give_back(self, size: int) -> None:
+        """Counts bytes out."""
+        self.used_bytes -= size
+
+
+@final
 class Arena:
     """Segments that grow in number: where a server keeps variables, or a worker its gradients.
 
     Example:
         >>> import torch
-        >>> from stratagem._wire.shm import Arena
-        >>> with Arena(limit_bytes=1 << 20, writable_by_peers=False) as arena:
+        >>> from stratagem._wire.shm import Arena, Budget
+        >>> with Arena(Budget(1 << 20), writable_by_peers=False) as arena:
         ...     segment, offset = arena.place(40)
         ...     segment.tensor(offset, (10,), torch.float32).zero_().sum()
         tensor(0.)
     """
 
-    def __init__(self, *, limit_bytes: int, writable_by_peers: bool, first_number: int = 1) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, budget: Budget, *, writable_by_peers: bool) -> None:
+        self._budget = budget
         self._writable_by_peers = writable_by_peers
-        self._next_number = first_number
+        self._next_number = 1
         self._segments: dict[int, Segment] = {}
         self._current: Segment | None = None
         self._taken: dict[int, int] = {}  # segment number -> bytes of its entries
@@ -325,11 +355,17 @@ class Arena:
         Raises:
             MemoryError: the limit would be passed.
         """
-        if self.used_bytes + size > self._limit_bytes:
-            raise MemoryError(
-                f"{size} bytes do not fit: {self.used_bytes} of {self._limit_bytes} bytes are in "
-                f"use. Add parameter servers, or make the variable smaller."
-            )
+        self._budget.take(size)
+        try:
+            segment, offset = self._find_room(size)
+        except BaseException:
+            self._budget.give_back(size)
+            raise
+        self.used_bytes += size
+        self._taken[segment.number] = self._taken.get(segment.number, 0) + size
+        return segment, offset
+
+    def _find_room(self, size: int) -> tuple[Segment, int]:
         if size >= LARGEST_SHARED_BYTES:
             segment = self._add_segment(size + ENTRY_BYTES)
         else:
@@ -339,13 +375,11 @@ class Arena:
             segment = self._add_common(size)
             offset = segment.take(size)
         assert offset is not None
-        self.used_bytes += size
-        self._taken[segment.number] = self._taken.get(segment.number, 0) + size
         return segment, offset
 
     def free(self, segment: Segment, size: int) -> None:
         """An entry of `size` bytes is not used any more; the memory goes with its segment."""
-        self.used_bytes -= size
+        self._forget_bytes(size)
         self._taken[segment.number] -= size
         if not self._taken[segment.number] and segment is not self._current:
             del self._taken[segment.number]
@@ -363,7 +397,7 @@ class Arena:
         for segment in self._segments.values():
             segment.reset()
         self._taken.clear()
-        self.used_bytes = 0
+        self._forget_bytes(self.used_bytes)
 
     def segments(self) -> list[Segment]:
         """All segments there are."""
@@ -376,7 +410,11 @@ class Arena:
         self._segments.clear()
         self._taken.clear()
         self._current = None
-        self.used_bytes = 0
+        self._forget_bytes(self.used_bytes)
+
+    def _forget_bytes(self, size: int) -> None:
+        self.used_bytes -= size
+        self._budget.give_back(size)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,100 @@
+"""What a user installs: the wheel has everything, works outside the repository, and is typed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that the build leaves nothing in the repository."""
+    place = tmp_path_factory.mktemp("build")
+    copy = place / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, copy / name)
+    shutil.copytree(
+        ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+    )
+    # The environment of the tests has setuptools; an isolated build would download it again.
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    run(*pip, "--wheel-dir", str(place), str(copy), cwd=place)
+    (built,) = place.glob("stratagem-*.whl")
+    return built
+
+
+@pytest.mark.timeout(120)
+def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
+    """Nothing of ``src`` is left out, and type checkers are told that we are typed."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/stratagem").rglob("*.py")
+    }
+    assert expected <= names
+    assert "stratagem/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.timeout(120)
+def test_the_installed_package_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """``pip install`` gives a library and a command that do not need the clone."""
+    target = tmp_path / "installed"
+    run(
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)),
+        str(wheel),
+        cwd=tmp_path,
+    )
+    program = (
+        "import stratagem as sg\n"
+        "strategy = sg.OneDeviceStrategy('cpu:0')\n"
+        "print(sg.__file__, strategy.run(lambda x: 2 * x, args=(21,)))\n"
+    )
+    out = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(target))
+    assert out.split() == [str(target / "stratagem" / "__init__.py"), "42"]
+    assert (target / "bin" / "stratagem").exists()
+    version = run(
+        sys.executable, "-m", "stratagem", "version", cwd=tmp_path, PYTHONPATH=str(target)
+    )
+    assert "0.1.0" in version
+
+
+def test_the_extras_are_named() -> None:
+    """Optional dependencies have names a user can ask for, and development has everything."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert {"ray", "keras", "tensorboard", "parquet", "data", "docs", "dev"} <= extras.keys()
+    needed = {"torch", "numpy", "msgspec", "cloudpickle", "rich"}
+    assert needed <= {name.split(">")[0] for name in project["dependencies"]}
+    assert project["scripts"] == {"stratagem": "stratagem.cli:main"}
+
+
+def test_continuous_integration_runs_the_readmes_own_command() -> None:
+    """``.ci/run`` and README name the same command, and it is executable."""
+    script = ROOT / ".ci" / "run"
+    assert "make check test" in script.read_text()
+    assert "`make check test`" in (ROOT / "README.md").read_text()
+    assert os.access(script, os.X_OK)

@@ -94,6 +94,23 @@ class ClosureRecord:
     remote_traceback: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """One worker as the coordinator sees it now.
+
+    Example:
+        >>> from stratagem._cluster.coordinator import WorkerStatus
+        >>> WorkerStatus(index=0, task="/job:worker/task:0", connected=True, life=2).life
+        2
+    """
+
+    index: int
+    task: str
+    connected: bool
+    life: int
+    """How many lives it has begun for this coordinator: above 1, it was lost and came back."""
+
+
 @dataclass(slots=True, eq=False)
 class _Closure:
     number: int
@@ -242,6 +259,19 @@ class ClusterCoordinator:
         """Every error so far (the last 1000), with worker, function and remote traceback."""
         with self._lock:
             return list(self._errors)
+
+    @property
+    def workers(self) -> list[WorkerStatus]:
+        """Every worker, in order: whether it answers, and how often it had to come back."""
+        return [
+            WorkerStatus(
+                index=link.index,
+                task=link.task,
+                connected=link.connected,
+                life=link.incarnation,
+            )
+            for link in self._links
+        ]
 
     @property
     def worker_metrics(self) -> metrics.Snapshot:

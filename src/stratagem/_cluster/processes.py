@@ -484,3 +484,30 @@ def dump_stacks(file: Any) -> None:
     for ident, frame in sys._current_frames().items():
         file.write(f"\nThread {names.get(ident, ident)}:\n")
         traceback.print_stack(frame, file=file)
+
+
+def run_python(script: str, *, timeout_s: float) -> str:
+    """Run a script in a fresh Python process; returns what it printed.
+
+    Raises:
+        StartupError: it failed or took longer than `timeout_s`; the error carries what it said.
+
+    Example:
+        >>> run_python("print(6 * 7)", timeout_s=30)
+        '42'
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StartupError(f"a Python process did not finish within {timeout_s:g} s") from error
+    if done.returncode != 0:
+        raise StartupError(
+            f"a Python process ended with code {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
+    return done.stdout.strip()

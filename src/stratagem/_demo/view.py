@@ -157,6 +157,7 @@ class LinesView:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last = float("-inf")
+        self._said_the_end = False
 
     def __enter__(self) -> LinesView:
         return self
@@ -172,10 +173,11 @@ class LinesView:
     def show(self, picture: Picture) -> None:
         """Print one line if the last one is old enough, or the work is done."""
         now = time.monotonic()
-        finished = picture.done_steps >= picture.total_steps > 0
+        finished = picture.done_steps >= picture.total_steps > 0 and not self._said_the_end
         if now - self._last < self._EVERY_S and not finished:
             return
         self._last = now
+        self._said_the_end = finished
         self.say(one_line(picture))
 
     def say(self, line: str) -> None:

@@ -1,0 +1,85 @@
+"""Looks at a running local cluster and fills in the rows of the live picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from stratagem._cluster.coordinator import ClusterCoordinator
+from stratagem._cluster.local import LocalCluster
+from stratagem._cluster.tasks import cluster_key
+from stratagem._demo.view import ServerRow, WorkerRow
+from stratagem._ps.control import ControlConnections
+from stratagem.errors import ParameterServerLost
+
+__all__ = ["ClusterEyes"]
+
+# Servers answer from numbers at most half a second old, so asking more often shows nothing new.
+_ASK_EVERY_S = 0.5
+_ASK_LIMIT_S = 2.0
+
+
+class ClusterEyes:
+    """What the coordinator and the servers say about themselves, as rows of a picture."""
+
+    def __init__(self, cluster: LocalCluster, coordinator: ClusterCoordinator) -> None:
+        addresses = cluster.resolver.cluster_spec().job_tasks("ps")
+        self._tasks = [f"/job:ps/task:{index}" for index in range(len(addresses))]
+        self._control = ControlConnections(
+            [(task, str(address)) for task, address in zip(self._tasks, addresses, strict=True)],
+            key=cluster_key(),
+        )
+        self._coordinator = coordinator
+        self._servers: list[ServerRow] = []
+        self._asked_at = float("-inf")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._control.close()
+
+    def worker_is_up(self, index: int) -> bool:
+        """Whether the coordinator has a line to the worker."""
+        return self._coordinator.workers[index].connected
+
+    def life_of(self, index: int) -> int:
+        """How many lives the worker has begun."""
+        return self._coordinator.workers[index].life
+
+    def workers(self, steps_of: Mapping[int, int]) -> list[WorkerRow]:
+        """One row per worker."""
+        return [
+            WorkerRow(
+                name=f"worker {status.index}",
+                state="running" if status.connected else "lost",
+                steps=steps_of.get(status.index, 0),
+                restarts=max(0, status.life - 1),
+            )
+            for status in self._coordinator.workers
+        ]
+
+    def servers(self) -> list[ServerRow]:
+        """One row per parameter server."""
+        if time.monotonic() - self._asked_at >= _ASK_EVERY_S:
+            self._servers = [self._ask(number) for number in range(len(self._tasks))]
+            self._asked_at = time.monotonic()
+        return self._servers
+
+    def staleness(self) -> tuple[float | None, float | None]:
+        """Mean and largest number of others' updates between a worker's read and its write."""
+        spread = self._coordinator.worker_metrics.distributions.get("ps.staleness")
+        if spread is None or spread.count == 0:
+            return None, None
+        return spread.mean, spread.maximum
+
+    def _ask(self, number: int) -> ServerRow:
+        name = f"ps {number}"
+        try:
+            facts = self._control.stats(number, timeout_s=_ASK_LIMIT_S)
+        except ParameterServerLost:
+            return ServerRow(name=name, state="lost", held_bytes=0, updates=0)
+        return ServerRow(
+            name=name,
+            state="running",
+            held_bytes=int(str(facts.get("bytes", 0))),
+            updates=int(str(facts.get("applied", 0))),
+        )

@@ -282,7 +282,9 @@ def test_idle_worker_takes_over_what_waits_behind_a_long_closure(
     long = coordinator.schedule(who, args=(2.0,))
     short = [coordinator.schedule(who, args=(0.01,)) for _ in range(6)]
     workers = coordinator.fetch(short)
-    assert long.status is RemoteValueStatus.NOT_READY, "the short ones did not wait for the long one"
+    assert long.status is RemoteValueStatus.NOT_READY, (
+        "the short ones did not wait for the long one"
+    )
     assert set(workers) == {1 - long.fetch()}
 
 

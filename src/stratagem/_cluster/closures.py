@@ -265,7 +265,9 @@ class ClosureQueue:
         if back:
             worker.solo = False
         if worker.in_flight:
-            worker.window = 1  # it is busy with something long: nothing is sent ahead until it is done
+            worker.window = (
+                1  # it is busy with something long: nothing is sent ahead until it is done
+            )
         self._in_flight -= len(back)
         if self._error is not None:
             return [self._settle(closure, Fate.CANCELLED) for closure in back]

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from types import TracebackType
-from typing import Final, Self, final
+from typing import TYPE_CHECKING, Final, Self, final
 
 from typing_extensions import override
 
@@ -18,9 +18,11 @@ from stratagem import metrics
 from stratagem._cluster.processes import ForkServer, TaskEvent, TaskOrder, send_signal
 from stratagem._cluster.resolvers import SimpleClusterResolver
 from stratagem._cluster.spec import ClusterSpec
-from stratagem._cluster.tasks import Task, make_task
 from stratagem.config import ClusterOptions, cluster_key_text
 from stratagem.errors import StartupError
+
+if TYPE_CHECKING:
+    from stratagem._cluster.tasks import Task
 
 _log = logging.getLogger("stratagem.cluster")
 
@@ -156,6 +158,9 @@ class LocalCluster:
     # ------------------------------------------------------------------ threads
 
     def _start_threads(self) -> None:
+        # Only here: whoever starts processes need not wait for torch to be imported twice.
+        from stratagem._cluster.tasks import make_task
+
         for state in self._states.values():
             task = make_task(state.job, state.index, "127.0.0.1:0", forward_output=False)
             thread = threading.Thread(
@@ -181,7 +186,7 @@ class LocalCluster:
             missing = [state for state in self._states.values() if not state.ready]
         if missing:
             raise StartupError(
-                f"not ready within {timeout_s:g} s: "
+                f"the cluster could not start (limit {timeout_s:g} s): "
                 + "; ".join(f"{state!r}{state.last_lines()}" for state in missing)
             )
 

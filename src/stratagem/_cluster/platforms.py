@@ -116,7 +116,7 @@ class SlurmClusterResolver(ClusterResolver):
         ('worker', 1)
     """
 
-    def __init__(  # noqa: PLR0917 - tf.distribute's signature
+    def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
         port_base: int = 8888,
@@ -317,7 +317,7 @@ class GCEClusterResolver(ClusterResolver):
         ('worker', 0)
     """
 
-    def __init__(  # noqa: PLR0917 - tf.distribute's signature
+    def __init__(
         self,
         project: str,
         zone: str,

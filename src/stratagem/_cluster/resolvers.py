@@ -132,7 +132,7 @@ class SimpleClusterResolver(ClusterResolver):
         'localhost:2223'
     """
 
-    def __init__(  # noqa: PLR0917 - tf.distribute's signature
+    def __init__(
         self,
         cluster_spec: ClusterSpec,
         master: str = "",

@@ -56,7 +56,7 @@ class Server:
         ('ps', 0, True)
     """
 
-    def __init__(  # noqa: PLR0917 - tf.distribute's signature
+    def __init__(
         self,
         server_or_cluster_def: ClusterSpec | Mapping[str, Any],
         job_name: str | None = None,

@@ -1,0 +1,169 @@
+"""Local clusters start, serve, replace workers, and leave nothing behind however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem import LocalCluster
+from stratagem.errors import StartupError
+
+SRC = str(Path(__file__).parents[2] / "src")
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Waits on a condition."""
+    stop = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        stop.wait(0.01)
+    raise AssertionError("the condition never came true")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not merely waiting to be reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(") ")[2][:1] != "Z"
+
+
+SCRIPT = """
+import os, signal, sys, threading
+import stratagem as sg
+with sg.LocalCluster(workers=2, ps=2) as cluster:
+    pids = [cluster.pid(job, i) for job in ("worker", "ps") for i in range(2)]
+    print(*pids, cluster._fork_server.pid, flush=True)
+    how = sys.argv[1]
+    if how == "exception":
+        raise RuntimeError("on purpose")
+    print("waiting", flush=True)
+    threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["exception", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_nothing_is_left_behind(how: str) -> None:
+    """Issue 4, section 1: normal exit, exception, Ctrl-C, SIGKILL of the parent."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how],
+        env={**os.environ, "PYTHONPATH": SRC},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 5
+        if how.startswith("SIG"):
+            assert parent.stdout.readline() == "waiting\n"
+            assert all(is_running(pid) for pid in pids)
+            parent.send_signal(getattr(signal, how))
+        status = parent.wait(30)
+    assert status != 0
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_tasks_die_with_the_process_that_forked_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Even when the fork server itself is killed."""
+    with LocalCluster(workers=1, ps=1) as cluster:
+        assert cluster._fork_server is not None
+        pids = [cluster.pid("worker", 0), cluster.pid("ps", 0)]
+        os.kill(cluster._fork_server.pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_running(pid) for pid in pids))
+        wait_until(lambda: "ended with the process" in repr(cluster))
+    assert "the process that starts tasks is gone" in caplog.text
+
+
+def test_children_of_a_worker_end_with_it(cluster: LocalCluster, connect: Any) -> None:
+    """A process a closure started does not outlive its worker."""
+    coordinator = connect(cluster)
+
+    def start_child() -> tuple[int, int]:
+        import os
+        import subprocess
+
+        return os.getpid(), subprocess.Popen(["sleep", "600"]).pid
+
+    worker, child = coordinator.schedule(start_child).fetch(timeout_s=30)
+    index = 0 if cluster.pid("worker", 0) == worker else 1
+    assert is_running(child)
+    cluster.kill_worker(index)
+    cluster.wait_restarted(index, worker)
+    wait_until(lambda: not is_running(child))
+
+
+def test_torch_computes_with_many_threads_after_the_fork(connect: Any) -> None:
+    """OpenMP works in forked tasks, with as many threads as asked for."""
+    with LocalCluster(workers=1, ps=1, threads=2) as cluster:
+        coordinator = connect(cluster)
+
+        def multiply() -> tuple[int, float]:
+            import torch
+
+            a = torch.ones(512, 512)
+            for _ in range(5):
+                b = a @ a
+            return torch.get_num_threads(), float(b.sum())
+
+        assert coordinator.schedule(multiply).fetch(timeout_s=40) == (2, 512.0**3)
+
+
+def test_in_process_cluster_runs_the_same_roles_as_threads(connect: Any) -> None:
+    """For pdb: closures run in this very process."""
+    with LocalCluster(workers=2, ps=1, in_process=True) as cluster:
+        coordinator = connect(cluster)
+        assert coordinator.schedule(os.getpid).fetch(timeout_s=30) == os.getpid()
+        assert coordinator.fetch(
+            [coordinator.schedule(lambda n: n + 1, args=(n,)) for n in range(50)]
+        ) == [*range(1, 51)]
+        with pytest.raises(RuntimeError, match="only processes can be signalled"):
+            cluster.kill_worker(0)
+        assert "worker:1 ready" in repr(cluster)
+    assert repr(cluster) == "<LocalCluster [closed]>"
+
+
+def test_a_task_that_cannot_start_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """StartupError says which task, how it ended and what it printed; nothing is left."""
+    monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "short")
+    with pytest.raises(
+        StartupError,
+        match=r"(?s)could not start.*worker:0 exited with status 1.*the cluster key has",
+    ):
+        LocalCluster(workers=1, ps=1)
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"ps": 0}, {"threads": 0}])
+def test_impossible_sizes_are_refused(options: dict[str, int]) -> None:
+    """With the name and the value."""
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        LocalCluster(**options)
+
+
+def test_unknown_tasks_are_refused(cluster: LocalCluster) -> None:
+    """With a list of those there are."""
+    with pytest.raises(ValueError, match="no task 9 in job 'worker'"):
+        cluster.pid("worker", 9)
+
+
+def test_fifty_idle_workers_can_connect(connect: Any) -> None:
+    """Issue 4, section 5: fifty workers, two servers, one machine."""
+    with LocalCluster(workers=50, ps=2) as cluster:
+        coordinator = connect(cluster, heartbeat_limit_s=20.0)
+        assert coordinator._queue.workers_up() == 50
+        values = [coordinator.schedule(lambda n: n, args=(n,)) for n in range(200)]
+        assert coordinator.fetch(values) == list(range(200))

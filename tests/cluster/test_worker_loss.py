@@ -1,0 +1,246 @@
+"""Workers die in every way we know, and it does not matter (FLT-1 … FLT-7)."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stratagem as sg
+from stratagem import ClusterCoordinator, LocalCluster
+from stratagem._cluster.remote import RemoteValueStatus
+from stratagem._cluster.views import PlainViews
+from stratagem.errors import (
+    ClosureAborted,
+    ClosureCancelled,
+    ClosurePoisonous,
+    UnavailableError,
+    WorkerLost,
+)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Waits on a condition."""
+    stop = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        stop.wait(0.01)
+    raise AssertionError("the condition never came true")
+
+
+class CountingViews(PlainViews):
+    """Plain views that note what the coordinator asks of the servers."""
+
+    def __init__(self) -> None:
+        self.fences: list[tuple[int, int]] = []
+
+    def fence(self, worker_index: int, incarnation: int) -> None:
+        self.fences.append((worker_index, incarnation))
+
+
+def hurt_once(mark: str, how: str) -> str:
+    """Runs on a worker: does something fatal at the first call, nothing at the second."""
+    import ctypes
+    import os
+
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "survived"
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "SIGSTOP":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "segfault":
+        ctypes.string_at(0)
+    elif how == "os._exit":
+        os._exit(7)
+    elif how == "abort":
+        os.abort()
+    return "not reached"
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "segfault", "os._exit", "abort"])
+def test_closure_of_a_lost_worker_runs_elsewhere(
+    how: str, cluster: LocalCluster, connect: Any, tmp_path: Path
+) -> None:
+    """FLT-1: noticed, fenced once, run elsewhere; join neither raises nor waits for the dead."""
+    views = CountingViews()
+    coordinator = connect(cluster, views=views)
+    before = [cluster.pid("worker", index) for index in range(2)]
+    value = coordinator.schedule(hurt_once, args=(str(tmp_path / "mark"), how))
+    others = [coordinator.schedule(lambda n: n, args=(n,)) for n in range(20)]
+    coordinator.join(timeout_s=40)
+    assert value.fetch() == "survived"
+    assert coordinator.fetch(others) == list(range(20))
+    assert coordinator.errors == []
+    ((worker, life),) = views.fences
+    assert life == 1
+    assert cluster.wait_restarted(worker, before[worker]) != before[worker]
+    wait_until(lambda: coordinator._queue.workers_up() == 2)
+
+
+def test_worker_is_lost_between_closures_too(cluster: LocalCluster, connect: Any) -> None:
+    """An idle worker that dies is replaced and nobody notices."""
+    coordinator = connect(cluster)
+    assert coordinator.schedule(lambda: 1).fetch() == 1
+    old = cluster.pid("worker", 0)
+    cluster.kill_worker(0)
+    cluster.wait_restarted(0, old)
+    coordinator.join()
+    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    assert coordinator.fetch([coordinator.schedule(lambda n: n, args=(n,)) for n in range(9)]) == [
+        *range(9)
+    ]
+
+
+def test_closure_that_kills_three_workers_is_named(cluster: LocalCluster, connect: Any) -> None:
+    """Not an endless loop: ClosurePoisonous names the closure and its victims."""
+    coordinator = connect(cluster)
+
+    def lethal() -> None:
+        import os
+
+        os._exit(1)
+
+    innocent = coordinator.schedule(lambda: "fine")
+    value = coordinator.schedule(lethal)
+    with pytest.raises(ClosurePoisonous, match=r"lethal .* was lost with 3 workers") as caught:
+        coordinator.join(timeout_s=60)
+    assert "lethal" in caught.value.closure
+    assert len(caught.value.workers) == 3
+    with pytest.raises(ClosurePoisonous):
+        value.fetch()
+    assert innocent.fetch() == "fine"
+    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    assert coordinator.schedule(lambda: 2).fetch(timeout_s=30) == 2
+
+
+def test_resources_are_aborted_and_rebuilt_from_their_beginning(
+    cluster: LocalCluster, connect: Any
+) -> None:
+    """FLT-2, FLT-3: ABORTED with the loss as cause; the replaced worker starts at element 0."""
+    coordinator = connect(cluster)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10_000)))
+
+    def take(it: Any) -> tuple[int, int]:
+        return sg.get_current_worker_index(), next(it)
+
+    seen = coordinator.fetch([coordinator.schedule(take, args=(iterator,)) for _ in range(100)])
+    reached = {w: max((n for here, n in seen if here == w), default=-1) for w in range(2)}
+    assert max(reached.values()) > 10
+    victim = max(reached, key=lambda worker: reached[worker])
+    old = cluster.pid("worker", victim)
+    coordinator.join()
+    cluster.kill_worker(victim, signal.SIGSTOP)  # down for a while, so that ABORTED can be seen
+    wait_until(lambda: iterator.values[victim].status is RemoteValueStatus.ABORTED)
+    with pytest.raises(ClosureAborted) as caught:
+        iterator.values[victim].get()
+    assert isinstance(caught.value.original_exception, WorkerLost)
+    cluster.kill_worker(victim, signal.SIGKILL)
+    cluster.wait_restarted(victim, old)
+    wait_until(lambda: iterator.values[victim].status is RemoteValueStatus.READY)
+    rows: list[int] = []
+    while not rows:
+        more = coordinator.fetch([coordinator.schedule(take, args=(iterator,)) for _ in range(20)])
+        rows = [n for here, n in more if here == victim]
+    assert rows[0] == 0, "iterators of a replaced worker restart"
+
+
+def test_user_error_wins_over_a_loss(cluster: LocalCluster, connect: Any, tmp_path: Path) -> None:
+    """FLT-5, FLT-7: closures lost while an error waits to be raised are cancelled."""
+    coordinator = connect(cluster)
+    old = cluster.pid("worker", 0)
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    mark = str(tmp_path / "mark")
+    slow = coordinator.schedule(hurt_once, args=(mark, "SIGSTOP"))
+    wait_until(lambda: (tmp_path / "mark").exists())
+    coordinator.schedule(fail)
+    with pytest.raises(ValueError, match="mine"):
+        coordinator.join(timeout_s=30)
+    with pytest.raises(ClosureCancelled):
+        slow.fetch()
+    assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
+    del old
+    wait_until(lambda: coordinator._queue.workers_up() == 2)
+
+
+def test_no_worker_at_all_is_an_error_not_a_hang(connect: Any) -> None:
+    """Closures do not wait for ever when nobody can run them."""
+    with LocalCluster(workers=1, ps=1, restart=False) as cluster:
+        coordinator = connect(cluster, worker_wait_s=0.5)
+        cluster.kill_worker(0)
+        wait_until(lambda: coordinator._queue.workers_up() == 0)
+        value = coordinator.schedule(lambda: 1)
+        with pytest.raises(UnavailableError, match="no worker has answered"):
+            coordinator.join(timeout_s=30)
+        with pytest.raises(ClosureCancelled):
+            value.fetch()
+        assert "killed by SIGKILL" in repr(cluster)
+
+
+def test_watchdog_says_what_everybody_does(
+    cluster: LocalCluster, connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """WDG-1: logs stacks when nothing finishes, raises nothing."""
+    coordinator = connect(cluster, watchdog_s=0.3)
+
+    def slow() -> None:
+        __import__("time").sleep(1.0)
+
+    with caplog.at_level("WARNING", logger="stratagem.coordinator"):
+        coordinator.schedule(slow)
+        coordinator.join()
+    assert "no closure finished for" in caplog.text
+    assert "in flight" in caplog.text
+    assert "stratagem-watch-workers" in caplog.text
+
+
+def test_random_kills_lose_no_closure(cluster: LocalCluster, connect: Any) -> None:
+    """A thousand closures while workers are killed every now and then: each result is there."""
+    coordinator = connect(cluster, poison_limit=50)
+    stop = threading.Event()
+    killed: list[int] = []
+
+    def killer() -> None:
+        import random
+
+        draw = random.Random(7)
+        while not stop.wait(draw.uniform(0.1, 0.4)):
+            cluster.kill_worker(draw.randrange(2))
+            killed.append(1)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+
+        def work(n: int) -> int:
+            __import__("time").sleep(0.002)
+            return n
+
+        values = [coordinator.schedule(work, args=(n,)) for n in range(1000)]
+        coordinator.join(timeout_s=50)
+    finally:
+        stop.set()
+        thread.join()
+    assert coordinator.fetch(values) == list(range(1000))
+    assert len(killed) >= 3
+    wait_until(lambda: coordinator._queue.workers_up() == 2)
+
+
+def test_coordinator_sees_a_loss_by_eof_not_by_waiting(cluster: LocalCluster, connect: Any) -> None:
+    """A killed process is noticed by its socket, long before the heartbeat's limit."""
+    coordinator: ClusterCoordinator = connect(cluster, heartbeat_limit_s=1000.0)
+    old = cluster.pid("worker", 1)
+    cluster.kill_worker(1)
+    wait_until(lambda: coordinator._links[1].last_error is not None)
+    cluster.wait_restarted(1, old)
+    wait_until(lambda: coordinator._queue.workers_up() == 2)

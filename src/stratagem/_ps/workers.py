@@ -242,6 +242,12 @@ class WorkerVariables:
         self.refresh()
         self._note_reads()
 
+    def close(self) -> None:
+        """Let go of every variable, and with them of the servers' memory."""
+        self._dense.clear()
+        self._tables.clear()
+        self._buffers.clear()
+
     def _add_gradients(
         self, parameter: Any, by_server: dict[int, list[PushedGradient]]
     ) -> RemoteVariable | None:

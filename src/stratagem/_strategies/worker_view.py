@@ -129,7 +129,11 @@ class WorkerViews:
     def close(self) -> None:
         """Lets go of the servers."""
         self._strategy.close()
+        self._strategy.steppers.clear()
         self._objects.clear()
+        self._steppers.clear()
+        self._homes.clear()
+        self._variables.close()
         self._client.close()
 
     # -------------------------------------------------------------- rebuilding

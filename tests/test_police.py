@@ -121,6 +121,12 @@ def test_orphan():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     kept.append(int(done.stdout))
 
+def test_scope():
+    """Last, for the police cannot close it."""
+    import stratagem as sg
+    kept.append(sg.OneDeviceStrategy("cpu:0").scope())
+    kept[-1].__enter__()
+
 def clean_up():
     for one in kept:
         if isinstance(one, subprocess.Popen): one.kill(); one.wait()
@@ -151,6 +157,7 @@ GUILTY = {
     "deterministic": "deterministic algorithms: was False, is True",
     "warning": "UserWarning: left-warning",
     "exception_in_thread": "ZeroDivisionError",
+    "scope": "current strategy: was none, is OneDeviceStrategy",
 }
 
 

@@ -190,9 +190,7 @@ def test_learning_rate_from_a_scheduler_on_the_coordinator(cluster):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5).step
 
-    with pytest.warns(UserWarning, match="lr_scheduler.step"):
-        # On the coordinator optimizer.step() never runs, which torch's scheduler remarks on.
-        both(cluster, make)
+    both(cluster, make)
 
 
 def test_parameter_groups_and_frozen_parameters(cluster):

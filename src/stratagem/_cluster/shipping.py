@@ -31,6 +31,7 @@ from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest_of, pack, ship_by_value
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Message, Packed
+from stratagem.errors import StratagemError
 
 FUNCTION_LIMIT: Final = 256
 """Functions remembered here and at each worker; a training loop has a handful."""
@@ -104,7 +105,7 @@ class Shipper:
         _ship_user_modules_by_value()
         try:
             shipment = self._pack(function)
-        except ValueError:
+        except (ValueError, StratagemError):
             raise
         except Exception as error:
             raise TypeError(

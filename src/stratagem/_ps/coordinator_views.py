@@ -159,6 +159,9 @@ class CoordinatorViews:
         number = self._optimizers.create(optimizer)
         settings = settings_of(optimizer)
         self._settings[optimizer] = settings
+        # It steps on the servers; torch's LR schedulers, which look at this mark of their own, would
+        # else warn that it never stepped.
+        optimizer.__dict__["_opt_called"] = True
         return definitions.OptimizerDefinition(
             number=number,
             kind=type(optimizer),

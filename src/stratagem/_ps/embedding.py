@@ -89,7 +89,7 @@ def embedding_lookup_sparse(
     return _combine(params, examples, ids, weights, (sp_ids.shape[0], combiner, max_norm))
 
 
-def safe_embedding_lookup_sparse(  # noqa: PLR0917  tf.nn's signature
+def safe_embedding_lookup_sparse(
     embedding_weights: Any,
     sparse_ids: Tensor,
     sparse_weights: Tensor | None = None,

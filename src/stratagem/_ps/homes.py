@@ -250,6 +250,8 @@ class CoordinatorVariables:
         """Let go of the servers; their variables are freed, local values stay."""
         if not self.closed:
             self.closed = True
+            for home in list(self._homes):
+                home.kept.remote = None  # and with it the mapped memory of the servers
             self.client.close()
 
     @override

@@ -308,9 +308,9 @@ class ParameterServer:
                         f"its lease ran out because its coordinator was gone"
                     )
                 message, buffers = connection.session.handle(frame, connection.slots)
-        except ProtocolError:
-            raise
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
+            if isinstance(error, ProtocolError):
+                _log.warning("%s refused a message of %s: %s", self.task, connection.task, error)
             message, buffers = failure_from(error, task=self.task), ()
         connection.channel.enqueue_reply(frame, message, buffers)
         # The buffers may be a variable's own memory, which the next write changes: what the socket

@@ -79,9 +79,9 @@ def _plain(optimizer: Optimizer, key: str, value: Any) -> Setting:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple) and all(
-        isinstance(one, int | float | Tensor) for one in value
+        one is None or isinstance(one, int | float | Tensor) for one in value
     ):
-        return tuple(float(one) for one in value)
+        return tuple(None if one is None else float(one) for one in value)
     raise UnsupportedOptimizer(
         f"{type(optimizer).__name__} has the setting {key}={value!r}, which cannot be told to "
         "parameter servers: expected a number, a text, a truth value, None or a tuple of numbers."

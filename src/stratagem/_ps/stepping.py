@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from stratagem.errors import UnsupportedOptimizer
 
-HyperparameterValue = float | int | bool | str | None | Sequence[float]
+HyperparameterValue = float | int | bool | str | None | Sequence[float | None]
 Hyperparameters = Mapping[str, HyperparameterValue]
 StateValue = Tensor | float | int | bool | None
 

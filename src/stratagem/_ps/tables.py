@@ -164,7 +164,7 @@ class _Lookup:
 # ------------------------------------------------------------------ operators that look rows up
 
 
-def _embedding(  # noqa: PLR0917  the signature is F.embedding's
+def _embedding(
     input: Tensor,
     weight: Any,
     padding_idx: int | None = None,
@@ -191,7 +191,7 @@ def _embedding(  # noqa: PLR0917  the signature is F.embedding's
     )
 
 
-def _embedding_bag(  # noqa: PLR0917  the signature is F.embedding_bag's
+def _embedding_bag(
     input: Tensor,
     weight: Any,
     offsets: Tensor | None = None,

@@ -280,7 +280,7 @@ class Scatter(Record, frozen=True):
 
 
 Plain: TypeAlias = bool | int | float | str | None
-Setting: TypeAlias = bool | int | float | str | tuple[float, ...] | None
+Setting: TypeAlias = bool | int | float | str | tuple[float | None, ...] | None
 
 
 class GradientRef(Record, frozen=True):

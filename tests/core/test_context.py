@@ -209,7 +209,7 @@ def test_set_strategy_is_a_scope_without_a_block(one, two):
         assert sg.get_strategy() is two
         with two.scope():
             for argument in (None, one, two):
-                with pytest.raises(RuntimeError, match="with strategy.scope"):
+                with pytest.raises(RuntimeError, match=r"with strategy\.scope"):
                     sg.set_strategy(argument)
     finally:
         sg.set_strategy(None)
@@ -217,9 +217,9 @@ def test_set_strategy_is_a_scope_without_a_block(one, two):
     sg.set_strategy(None)
     with one.scope():
         for argument in (None, one, two):
-            with pytest.raises(RuntimeError, match="with strategy.scope"):
+            with pytest.raises(RuntimeError, match=r"with strategy\.scope"):
                 sg.set_strategy(argument)
-    with sg.get_strategy().scope(), pytest.raises(RuntimeError, match="with strategy.scope"):
+    with sg.get_strategy().scope(), pytest.raises(RuntimeError, match=r"with strategy\.scope"):
         sg.set_strategy(None)
     assert not sg.has_strategy()
 
@@ -378,7 +378,7 @@ def test_function_returns_its_argument():
 
 def test_colocate_needs_the_scope(one):
     """CTX-12: require_scope refuses outside, accepts in cross-replica and in replica context."""
-    with pytest.raises(RuntimeError, match="needs to be inside `with strategy.scope"):
+    with pytest.raises(RuntimeError, match=r"needs to be inside `with strategy\.scope"):
         context.require_scope(one, "colocate_vars_with()")
     with one.scope():
         context.require_scope(one, "colocate_vars_with()")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import threading
 
 import pytest
@@ -11,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
 from stratagem._core.context import current_replica
+
+if importlib.util.find_spec("tqdm"):  # torch.compile may show a bar, whose monitor is a thread
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
 MHA = torch.nn.MultiheadAttention(8, 2, dropout=0.5)

@@ -256,7 +256,7 @@ def test_row_weights(two):
     def of(*batch):
         return two.run(lambda *_: weights(), args=batch)
 
-    rows = lambda *sizes: sg.PerReplica([torch.zeros(n, 3) for n in sizes])  # noqa: E731
+    rows = lambda *sizes: sg.PerReplica([torch.zeros(n, 3) for n in sizes])
     assert two.run(weights) == (0.5, 0.5)
     assert of(rows(3, 2)) == (0.6, 0.4)
     assert of(rows(1, 0)) == (1.0, 0.0)

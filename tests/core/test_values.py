@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import types
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ import stratagem as sg
 from stratagem._core import values
 from stratagem._core.values import merge, split, wrap
 
-Point = collections.namedtuple("Point", "x y")
+
+class Point(NamedTuple):
+    x: object
+    y: object
 
 
 @pytest.fixture

@@ -30,10 +30,14 @@ from stratagem.errors import StrategyMismatch
 _SCATTER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda t, ids, rows: t.index_add_(0, ids, rows),
     "sub": lambda t, ids, rows: t.index_add_(0, ids, rows, alpha=-1),
-    "mul": lambda t, ids, rows: t.index_reduce_(0, ids, rows, "prod"),
-    "min": lambda t, ids, rows: t.index_reduce_(0, ids, rows, "amin"),
-    "max": lambda t, ids, rows: t.index_reduce_(0, ids, rows, "amax"),
+    "mul": lambda t, ids, rows: t.scatter_reduce_(0, _per_element(ids, rows), rows, "prod"),
+    "min": lambda t, ids, rows: t.scatter_reduce_(0, _per_element(ids, rows), rows, "amin"),
+    "max": lambda t, ids, rows: t.scatter_reduce_(0, _per_element(ids, rows), rows, "amax"),
 }
+
+
+def _per_element(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return ids.reshape(-1, *[1] * (rows.ndim - 1)).expand_as(rows)
 
 
 @final
@@ -43,8 +47,9 @@ class Single(Place):
     __slots__ = ("_device", "_leaves", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, device: Device, *, tracks: bool) -> None:
+        # A tensor of its own, also when made under inference_mode, which it will outlive.
         with torch.inference_mode(False), torch.no_grad():
-            home = tensor.to(device.torch_device)
+            home = tensor.to(device.torch_device, copy=True)
         self._tensor = home.requires_grad_(tracks and home.is_floating_point())
         self._device = device
         self._leaves: dict[int, torch.Tensor] = {}
@@ -364,7 +369,7 @@ def mirrored(request: VariableRequest, devices: Sequence[Device], strategy: Any)
     if not on_read:
         request = replace(request, synchronization=VariableSynchronization.ON_WRITE)
     tracks = request.tracks_gradient()
-    singles = [Single(tensor.clone(), device, tracks=tracks) for device in devices]
+    singles = [Single(tensor, device, tracks=tracks) for device in devices]
     return Variable.at(Copies(singles, request, strategy, on_read=on_read), request, strategy)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -77,19 +78,20 @@ class VariableRequest:
     options: dict[str, Any] = field(default_factory=dict)
 
     def initial_tensor(self) -> torch.Tensor:
-        """The initial value as a tensor of its own, of the type and shape asked for."""
+        """The initial value as a tensor of the type and shape asked for; places copy it."""
         value = self.initial_value
-        if isinstance(value, Callable):  # type: ignore[arg-type]
-            value = value()
-        if value is None:
+        # The strategy places variables, not a device scope around their creation (VAR-1).
+        scoped = torch._C._len_torch_function_stack() > 0
+        with torch.device("cpu") if scoped else nullcontext():
+            if callable(value):
+                value = value()
+            given = None if value is None else convert_to_tensor(value)
+        if given is None:
             raise ValueError(
                 f"variable {self.name!r} has no initial value: expected a tensor, array, number, "
                 "or a function that makes one."
             )
-        given = convert_to_tensor(value)
-        # Variables outlive any inference_mode block they are made in.
-        with torch.inference_mode(False), torch.no_grad():
-            tensor = given.detach().clone().to(self.dtype or given.dtype)
+        tensor = given.detach().to(self.dtype or given.dtype)
         if self.shape is not None and tuple(tensor.shape) != tuple(self.shape):
             raise ValueError(
                 f"variable {self.name!r}: the initial value has shape {tuple(tensor.shape)}, but "
@@ -329,10 +331,10 @@ class Variable(Convertible):
         self._place.read().grad = gradient
 
     def __float__(self) -> float:
-        return float(self._place.read())
+        return float(self._place.read().detach())
 
     def __int__(self) -> int:
-        return int(self._place.read())
+        return int(self._place.read().detach())
 
     def __bool__(self) -> bool:
         return bool(self._place.read())

@@ -102,7 +102,7 @@ def serve(make_work: MakeWork) -> int:
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 # The harness shows the sentence as the reason why the row is missing; the rest is in the log.
                 traceback.print_exc()
-                reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+                reply: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:2000]}
             else:
                 reply = {"ok": answer}
             answers.write(json.dumps(reply) + "\n")

@@ -166,9 +166,18 @@ TABLE = (
         checked=False,
         repetitions=3,
     ),
+    Row(
+        name="input",
+        title="26 columns, shuffle, repeat, batch(1024)",
+        unit="M rows/s",
+        sides=(OURS, PEER, LIMIT),
+        points=(_point(work.INPUT_SIZE),),
+        seconds=0.7,
+    ),
 )
 
 _COUNTS = (1, 2, 4)
+_QUALITY = {"steps": 1200, "batch": 256, "test_rows": 20_000, "parts": 12}
 
 CURVES = (
     Row(
@@ -235,6 +244,34 @@ CURVES = (
         repetitions=3,
         axis="bytes added in a step",
     ),
+    Row(
+        name="wire",
+        title="a small message there and back",
+        unit="µs",
+        better="less",
+        sides=(OURS,),
+        points=(_point(),),
+        checked=False,
+        repetitions=1,
+    ),
+    Row(
+        name="quality",
+        title="click model, AUC at the end,",
+        unit="AUC",
+        sides=(OURS,),
+        points=tuple(
+            _point(_QUALITY, label=label, workers=n)
+            for label, n in (
+                ("one device", 0),
+                ("async, 1 worker", 1),
+                ("async, 2 workers", 2),
+                ("async, 4 workers", 4),
+            )
+        ),
+        checked=False,
+        repetitions=1,
+        axis="examples",
+    ),
 )
 
 _TINY: dict[str, Any] = {
@@ -249,6 +286,9 @@ _TINY: dict[str, Any] = {
     "variables": 2,
     "megabytes": 0.125,
     "check_steps": 8,
+    "steps": 8,
+    "parts": 2,
+    "test_rows": 64,
 }
 
 

@@ -27,6 +27,7 @@ EMBEDDING_SIZE: dict[str, Any] = {
     "batches": 16,
     "shards": 2,
 }
+INPUT_SIZE: dict[str, Any] = {"batch": 1024, "batches": 512, "columns": 26}
 BYTES_SIZE: dict[str, Any] = {"variables": 16, "megabytes": 64}
 
 
@@ -63,14 +64,17 @@ def embedding_head(size: dict[str, Any]) -> Floats:
     """First weights of the layer above the table: one output, ``[1, columns * width]``."""
     random = np.random.default_rng(3)
     width = size["columns"] * size["width"]
-    return (random.standard_normal((1, width)) / np.sqrt(width)).astype(np.float32)
+    head: Floats = (random.standard_normal((1, width)) / np.sqrt(width)).astype(np.float32)
+    return head
 
 
 def embedding_table(size: dict[str, Any]) -> Floats:
     """The table's first rows."""
     random = np.random.default_rng(4)
     shape = (size["rows"], size["width"])
-    return random.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
+    rows: Floats = random.standard_normal(shape, dtype=np.float32)
+    rows *= np.float32(0.1)
+    return rows
 
 
 def embedding_batches(size: dict[str, Any]) -> Batches:
@@ -93,6 +97,13 @@ def byte_shapes(size: dict[str, Any]) -> list[tuple[int]]:
 def gigabytes(size: dict[str, Any]) -> float:
     """How much one step of the read and add rows moves, in 10**9 bytes."""
     return sum(shape[0] for shape in byte_shapes(size)) * 4 / 1e9
+
+
+def input_rows(size: dict[str, Any]) -> Integers:
+    """Rows of an in-memory dataset, as many whole batches as there are."""
+    random = np.random.default_rng(6)
+    shape = (size["batches"] * size["batch"], size["columns"])
+    return random.integers(0, 1000, shape, dtype=np.int64)
 
 
 def fingerprint(value: NDArray[Any]) -> list[float]:

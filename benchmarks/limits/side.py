@@ -92,6 +92,26 @@ class Variables(Work):
             self.optimizer.step()
 
 
+class Indexing(Work):
+    """Batches of shuffled rows by bare indexing."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__()
+        self.rows = torch.from_numpy(work.input_rows(size))
+        self.batch = size["batch"]
+        self.amount_per_step = self.batch / 1e6
+        self.order = torch.randperm(len(self.rows)).split(self.batch)
+        self.done = 0
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            place = self.done % len(self.order)
+            if place == 0:
+                self.order = torch.randperm(len(self.rows)).split(self.batch)
+            self.rows.index_select(0, self.order[place])
+            self.done += 1
+
+
 class Traffic(Work):
     """64 MB copied or added, on one thread."""
 
@@ -118,6 +138,8 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return Embedding(size)
     if row == "variables":
         return Variables(size)
+    if row == "input":
+        return Indexing(size)
     if row == "read":
         return Traffic(size, Tensor.copy_)
     if row in {"add", "message"}:

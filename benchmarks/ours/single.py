@@ -41,7 +41,8 @@ class SingleWork(Work):
 
         def step(inputs: Tensor, labels: Tensor) -> None:
             optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
+            loss: Any = F.cross_entropy(model(inputs), labels)
+            loss.backward()
             optimizer.step()
 
         for _ in range(count):

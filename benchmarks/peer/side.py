@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read by the library when it is loaded
 
-from benchmarks.peer import cluster, recovery, single
+from benchmarks.peer import cluster, pipelines, recovery, single
 from benchmarks.protocol import Work, serve
 
 WORK: dict[str, type[Any]] = {
@@ -22,6 +22,7 @@ WORK: dict[str, type[Any]] = {
     "add": cluster.Add,
     "startup": cluster.StartUp,
     "recovery": recovery.Recovery,
+    "input": pipelines.Input,
     "one_device": single.OneDevice,
     "central": single.Central,
 }

@@ -161,6 +161,9 @@ class Worker:
         frame = channel.receive(timeout_s=5.0)
         if frame is None:
             return
+        if isinstance(frame.message, messages.AskStats):
+            channel.reply(frame, messages.Stats(facts=self.facts()))
+            return
         if not isinstance(frame.message, messages.OpenWorker):
             raise ProtocolError(
                 f"{self.task} expected OpenWorker, got {type(frame.message).__name__}"
@@ -184,12 +187,26 @@ class Worker:
             session.end()
             self._current = None
 
+    def facts(self) -> dict[str, object]:
+        """Numbers for people who watch (`stratagem top`)."""
+        session = self._current
+        return {
+            "task": self.task,
+            "pid": os.getpid(),
+            "state": "idle" if session is None else "running",
+            "life": 0 if session is None else session.life,
+            "steps": 0 if session is None else session.steps,
+            "waiting": 0 if session is None else session.waiting,
+        }
+
     def _turn_away(self) -> None:
-        """Tells other coordinators that this worker is taken."""
+        """Answers those who only ask; tells other coordinators that this worker is taken."""
         for channel in self._listener.progress():
             with channel:
                 frame = channel.receive(timeout_s=0.2)
-                if frame is not None:
+                if frame is not None and isinstance(frame.message, messages.AskStats):
+                    channel.reply(frame, messages.Stats(facts=self.facts()))
+                elif frame is not None:
                     busy = UnavailableError(
                         f"{self.task} serves another coordinator: close that one first.",
                         task=self.task,
@@ -239,6 +256,13 @@ class _Session:
         self._resources: dict[int, object] = {}
         self._views: WorkerViews | None = None
         self._facts_at = 0.0
+        self.life = opening.message.incarnation
+        self.steps = 0
+
+    @property
+    def waiting(self) -> int:
+        """Closures that are here but have not begun."""
+        return len(self._waiting)
 
     # ------------------------------------------------------------------ the line thread
 
@@ -371,6 +395,7 @@ class _Session:
                 ran_s=time.perf_counter() - began,
             )
             self._hold(finished, outgoing.buffers)
+            self.steps += 1
         except BaseException as error:  # a closure may raise anything, SystemExit too
             if message.resource:
                 self._resources[message.resource] = _FailedResource(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from stratagem import config
 
@@ -11,8 +12,9 @@ __all__ = ["cluster_from", "serve"]
 
 def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
     """Start the task's server and stay until it is stopped (Ctrl-C, SIGTERM)."""
-    from stratagem._cluster.resolvers import ClusterSpec, TFConfigClusterResolver
+    from stratagem._cluster.resolvers import TFConfigClusterResolver
     from stratagem._cluster.server import Server
+    from stratagem._cluster.spec import ClusterSpec
 
     resolver = TFConfigClusterResolver()
     spec = ClusterSpec(cluster_from(cluster))
@@ -24,6 +26,9 @@ def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
             "task)"
         )
     with Server(spec, job_name=job, task_index=index) as server:
+        # Whoever started us may wait for this line: it is said when the port is open.
+        sys.stdout.write(f"serving /job:{job}/task:{index} at {server.target}\n")
+        sys.stdout.flush()
         server.join()
     return 0
 

@@ -53,7 +53,9 @@ class Picture:
     done_steps: int
     total_steps: int
     elapsed_s: float
-    examples_per_s: float
+    examples_per_s: float | None
+    """None where it is not known, as when watching somebody else's cluster."""
+
     losses: Sequence[float] = ()
     workers: Sequence[WorkerRow] = ()
     servers: Sequence[ServerRow] = ()
@@ -187,24 +189,33 @@ class LinesView:
 
 def one_line(picture: Picture) -> str:
     """The picture as a sentence for a log."""
-    share = 100 * picture.done_steps / max(picture.total_steps, 1)
-    parts = [
-        f"step {picture.done_steps}/{picture.total_steps} ({share:.0f}%)",
-        f"{picture.examples_per_s:,.0f} examples/s",
-    ]
+    parts = [_steps(picture)]
+    if picture.examples_per_s is not None:
+        parts.append(f"{picture.examples_per_s:,.0f} examples/s")
     if picture.losses:
         parts.append(f"loss {picture.losses[-1]:.4f}")
     if picture.staleness_mean is not None:
         parts.append(f"staleness {picture.staleness_mean:.1f}")
     parts += [f"{row.name} {row.state} {row.steps} steps" for row in picture.workers]
+    parts += [
+        f"{row.name} {row.state} {row.held_bytes / 1e6:.1f} MB {row.updates} updates"
+        for row in picture.servers
+    ]
     if picture.remaining_s is not None:
         parts.append(f"{picture.remaining_s:.0f} s to go")
     return ", ".join(parts)
 
 
+def _steps(picture: Picture) -> str:
+    if picture.total_steps == 0:  # nobody knows where it ends
+        return f"{picture.done_steps} steps"
+    share = 100 * picture.done_steps / picture.total_steps
+    return f"step {picture.done_steps}/{picture.total_steps} ({share:.0f}%)"
+
+
 def draw(picture: Picture) -> Panel:
     """The picture as a panel."""
-    rows = [_progress(picture)]
+    rows = [] if picture.total_steps == 0 else [_progress(picture)]
     if picture.losses:
         rows.append(Group(Text(f"loss {picture.losses[-1]:.4f}"), _curve(picture.losses)))
     tables = Table.grid(expand=True)
@@ -223,7 +234,7 @@ def _progress(picture: Picture) -> Group:
     )
     text = Text(
         f"step {picture.done_steps:,} of {picture.total_steps:,}   "
-        f"{picture.examples_per_s:,.0f} examples/s   "
+        f"{picture.examples_per_s or 0:,.0f} examples/s   "
         f"{'' if remaining is None else f'{remaining:.0f} s to go'}{staleness}"
     )
     bar = ProgressBar(total=max(picture.total_steps, 1), completed=picture.done_steps)

@@ -1,0 +1,74 @@
+"""Commands that start or watch a cluster, against real processes."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import stratagem as sg
+from stratagem import cli
+
+
+@pytest.fixture
+def spec_text():
+    """A cluster of one worker and one parameter server, as JSON."""
+    with sg.LocalCluster(workers=1, ps=1) as cluster:
+        yield json.dumps(cluster.cluster_spec.as_dict())
+
+
+def test_top_shows_what_every_task_does(spec_text, capsys):
+    """Idle tasks are shown as idle, with what the server holds."""
+    assert cli.main(["top", "--once", "--cluster", spec_text]) == 0
+    out = capsys.readouterr().out
+    assert "worker 0 idle 0 steps" in out
+    assert "ps 0 running 0.0 MB 0 updates" in out
+
+
+def test_top_of_a_cluster_that_is_gone_says_so(capsys):
+    """Nobody answers: exit code 1, and each task is named."""
+    nobody = json.dumps({"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:1"]})
+    assert cli.main(["top", "--once", "--cluster", nobody]) == 1
+    assert "worker 0 no answer" in capsys.readouterr().out
+
+
+def test_train_with_parameter_servers_runs_the_script_on_a_cluster(tmp_path, capsys):
+    """The script schedules work on real workers through the strategy it is given."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import stratagem as sg
+
+            strategy = sg.auto_strategy()
+            with sg.ClusterCoordinator(strategy) as coordinator:
+                with strategy.scope():
+                    total = sg.Variable(0.0)
+                for number in range(10):
+                    coordinator.schedule(lambda n: total.assign_add(n), args=(float(number),))
+                coordinator.join(timeout_s=30)
+                print(total.numpy())
+            """
+        )
+    )
+    words = ["train", str(script), "--strategy", "ps", "--workers", "2", "--ps", "1"]
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out.strip() == "45.0"
+
+
+def test_server_serves_until_ctrl_c(tmp_path):
+    """`stratagem server` says where it serves and ends cleanly on SIGINT."""
+    cluster = json.dumps({"ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]})
+    words = ["server", "--job", "ps", "--index", "0", "--cluster", cluster]
+    with subprocess.Popen(
+        [sys.executable, "-m", "stratagem", *words], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("serving /job:ps/task:0 at ")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) in (0, 130)
+        finally:
+            process.kill()

@@ -73,7 +73,10 @@ def pipelines(draw, *, rows_only=False):
     """(description, builder): the builder makes the same dataset anew each time."""
     if rows_only:
         n = draw(st.integers(0, 14))
-        source = (f"slices({n})", lambda: Dataset.from_tensor_slices((torch.arange(n), torch.arange(n) * 2)))
+        source = (
+            f"slices({n})",
+            lambda: Dataset.from_tensor_slices((torch.arange(n), torch.arange(n) * 2)),
+        )
         steps = draw(st.lists(ROWS_ONLY, max_size=5))
     else:
         source = draw(_sources())

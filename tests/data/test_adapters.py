@@ -90,7 +90,9 @@ def resumes(build, *, after):
     with iter(as_dataset(build())) as resumed:
         before = torch.get_rng_state()
         resumed.load_state_dict(state)
-        assert torch.equal(torch.get_rng_state(), before), "resuming must not touch torch's generator"
+        assert torch.equal(torch.get_rng_state(), before), (
+            "resuming must not touch torch's generator"
+        )
         assert [plain(x) for x in resumed] == rest
     assert rest
     return rest
@@ -151,7 +153,8 @@ def test_tensor_dataset_and_map_style_dataset():
     tensors = TensorDataset(torch.arange(4), torch.arange(4) * 2)
     assert [plain(x) for x in as_dataset(tensors).batch(3)] == [[[0, 1, 2], [0, 2, 4]], [[3], [6]]]
     assert [plain(x) for x in as_dataset(Squares()).shuffle(seed=1).batch(5).take(1)] == [
-        plain(x) for x in as_dataset(Squares()).map(lambda a, b: (a, b)).shuffle(seed=1).batch(5).take(1)
+        plain(x)
+        for x in as_dataset(Squares()).map(lambda a, b: (a, b)).shuffle(seed=1).batch(5).take(1)
     ]
 
 
@@ -170,9 +173,13 @@ def test_hugging_face_dataset():
 
 
 def test_hugging_face_iterable_dataset():
-    source = datasets.Dataset.from_dict({"x": list(range(6))}).to_iterable_dataset().with_format("torch")
+    source = (
+        datasets.Dataset.from_dict({"x": list(range(6))}).to_iterable_dataset().with_format("torch")
+    )
     assert [plain(r) for r in as_dataset(source)] == [{"x": i} for i in range(6)]
-    resumes(lambda: datasets.Dataset.from_dict({"x": list(range(6))}).to_iterable_dataset(), after=2)
+    resumes(
+        lambda: datasets.Dataset.from_dict({"x": list(range(6))}).to_iterable_dataset(), after=2
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -180,7 +187,9 @@ def test_grain_dataset():
     def build():
         return grain.MapDataset.range(12).shuffle(seed=1).map(lambda x: np.array([x, x])).batch(4)
 
-    assert sorted(x for b in as_dataset(build()) for x in plain(b)) == sorted([i, i] for i in range(12))
+    assert sorted(x for b in as_dataset(build()) for x in plain(b)) == sorted(
+        [i, i] for i in range(12)
+    )
     resumes(build, after=1)
     resumes(lambda: build().to_iter_dataset(), after=2)
 
@@ -190,7 +199,11 @@ def test_arrays_and_iterables():
     assert [plain(x) for x in as_dataset((np.arange(2), np.ones(2)))] == [[0, 1], [1, 1]]
     batches = [{"x": np.arange(3)}, {"x": np.arange(2)}]
     dataset = as_dataset(batches)
-    assert [plain(x) for x in dataset] == [plain(x) for x in dataset] == [{"x": [0, 1, 2]}, {"x": [0, 1]}]
+    assert (
+        [plain(x) for x in dataset]
+        == [plain(x) for x in dataset]
+        == [{"x": [0, 1, 2]}, {"x": [0, 1]}]
+    )
     assert len(dataset) == 2
     with pytest.raises(TypeError, match="is not a dataset"):
         as_dataset(5)
@@ -226,4 +239,7 @@ def test_generators_run_their_finally_when_iteration_stops_half_way():
 def test_shuffling_and_caching_a_random_loader_resume():
     """What cannot be read again in the same order is kept in the position."""
     for step in (lambda d: d.shuffle(seed=1), lambda d: d.cache()):
-        resumes(lambda step=step: step(as_dataset(DataLoader(Noisy(), batch_size=2, shuffle=True))), after=3)
+        resumes(
+            lambda step=step: step(as_dataset(DataLoader(Noisy(), batch_size=2, shuffle=True))),
+            after=3,
+        )

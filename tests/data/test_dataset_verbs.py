@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+from typing import NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -13,14 +13,21 @@ import stratagem as sg
 from stratagem.data import AUTOTUNE, INFINITE, UNKNOWN, Dataset, ObjectSpec, TensorSpec
 
 
+class Pair(NamedTuple):
+    a: list
+    b: list
+
+
 def numbers(dataset):
     return [x.tolist() for x in dataset]
 
 
 def test_slices_keep_nests_and_dtypes():
     """Tuples, dicts and named tuples come back as they were, leaves as tensors."""
-    Pair = collections.namedtuple("Pair", "a b")
-    source = {"x": np.arange(4, dtype=np.int16), "y": (torch.ones(4, 2), Pair([1, 2, 3, 4], [0.5] * 4))}
+    source = {
+        "x": np.arange(4, dtype=np.int16),
+        "y": (torch.ones(4, 2), Pair([1, 2, 3, 4], [0.5] * 4)),
+    }
     elements = list(Dataset.from_tensor_slices(source))
     assert len(elements) == 4
     first = elements[1]
@@ -143,7 +150,9 @@ def test_tuples_are_unpacked_into_arguments():
 
 
 def test_map_results_become_tensors():
-    results = list(Dataset.range(2).map(lambda x: {"n": 1.5, "l": [1, 2], "t": "text", "a": np.ones(2)}))
+    results = list(
+        Dataset.range(2).map(lambda x: {"n": 1.5, "l": [1, 2], "t": "text", "a": np.ones(2)})
+    )
     assert results[0]["n"].dtype is torch.float32
     assert results[0]["l"].tolist() == [1, 2]
     assert results[0]["t"] == "text"
@@ -217,7 +226,10 @@ def test_zip_follows_the_nest_and_the_shortest():
     a, b = Dataset.range(3), Dataset.range(10, 20)
     assert [(int(x), int(y)) for x, y in Dataset.zip(a, b)] == [(0, 10), (1, 11), (2, 12)]
     nested = list(Dataset.zip({"a": a, "b": (b, a)}))
-    assert {k: str(v) for k, v in nested[1].items()} == {"a": "tensor(1)", "b": "(tensor(11), tensor(1))"}
+    assert {k: str(v) for k, v in nested[1].items()} == {
+        "a": "tensor(1)",
+        "b": "(tensor(11), tensor(1))",
+    }
     with pytest.raises(TypeError, match="zip"):
         Dataset.zip(a, [1, 2])
 
@@ -225,7 +237,12 @@ def test_zip_follows_the_nest_and_the_shortest():
 def test_concatenate_and_enumerate():
     both = Dataset.range(2).concatenate(Dataset.range(5, 7))
     assert numbers(both) == [0, 1, 5, 6]
-    assert [(int(i), int(x)) for i, x in both.enumerate(start=10)] == [(10, 0), (11, 1), (12, 5), (13, 6)]
+    assert [(int(i), int(x)) for i, x in both.enumerate(start=10)] == [
+        (10, 0),
+        (11, 1),
+        (12, 5),
+        (13, 6),
+    ]
 
 
 @pytest.mark.parametrize("parallel", [None, 2])
@@ -299,7 +316,9 @@ def test_datasets_travel_with_cloudpickle():
 
 def test_iterating_twice_at_once_is_two_passes():
     dataset = Dataset.range(5).prefetch(2)
-    assert [(int(a), int(b)) for a, b in zip(dataset, dataset, strict=True)] == [(i, i) for i in range(5)]
+    assert [(int(a), int(b)) for a, b in zip(dataset, dataset, strict=True)] == [
+        (i, i) for i in range(5)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -348,7 +367,9 @@ def test_numpy_iterator_and_reduce_and_apply():
 
 
 def test_repr_shows_the_pipeline():
-    assert repr(Dataset.range(4).shuffle().batch(2)) == "<Dataset Batch(Shuffle(Range)), 2 elements>"
+    assert (
+        repr(Dataset.range(4).shuffle().batch(2)) == "<Dataset Batch(Shuffle(Range)), 2 elements>"
+    )
     assert "without end" in repr(Dataset.range(4).repeat())
     iterator = iter(Dataset.range(2))
     assert repr(iterator) == "<DatasetIterator open, epoch 0 of Range>"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.pipelines_strategy import pipelines
 
 from stratagem._data.batching import BatchCursor, FusedBatchCursor
 from stratagem._data.iteration import DatasetIterator, Passes, Playback
 from stratagem.data import Dataset
-from tests.data.pipelines_strategy import pipelines
-
 
 
 def run(dataset, *, fuse, passes=2):
@@ -36,7 +34,15 @@ def test_fused_and_streamed_elements_are_identical(pipeline, size):
 
 def test_the_chain_is_really_fused():
     """Otherwise the comparison above compares nothing."""
-    dataset = Dataset.from_tensor_slices(torch.arange(9)).shard(2, 0).shuffle().repeat(2).skip(1).take(5).batch(2)
+    dataset = (
+        Dataset.from_tensor_slices(torch.arange(9))
+        .shard(2, 0)
+        .shuffle()
+        .repeat(2)
+        .skip(1)
+        .take(5)
+        .batch(2)
+    )
     for fuse, kind in ((True, FusedBatchCursor), (False, BatchCursor)):
         assert isinstance(Passes().begin(dataset.node, fuse=fuse).cursor, kind)
     mapped = Dataset.range(4).map(lambda x: x).batch(2)

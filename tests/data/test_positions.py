@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.data.pipelines_strategy import pipelines
 
 import stratagem as sg
 from stratagem.data import Dataset
-from tests.data.pipelines_strategy import pipelines
-
 
 
 def plain(element):
@@ -117,7 +116,7 @@ def test_a_source_shorter_than_the_position_is_an_error():
     for _ in range(4):
         next(iterator)
     fresh = iter(source(2))
-    with pytest.raises(sg.errors.DataError, match="only 2 elements.* after 4"):
+    with pytest.raises(sg.errors.DataError, match=r"only 2 elements.* after 4"):
         fresh.load_state_dict(iterator.state_dict())
 
 
@@ -125,7 +124,9 @@ def test_parallelism_may_change_between_saving_and_resuming():
     """The threads are no part of the position."""
 
     def build(parallel):
-        return Dataset.range(20).map(lambda x, rng: x + rng.python.randrange(1000), parallel, seed=1)
+        return Dataset.range(20).map(
+            lambda x, rng: x + rng.python.randrange(1000), parallel, seed=1
+        )
 
     with iter(build(4)) as iterator:
         for _ in range(5):

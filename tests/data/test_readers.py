@@ -6,8 +6,8 @@ import gzip
 import struct
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 import stratagem as sg
 from stratagem._data.checksum import crc32c
-from stratagem.data import Bad, CsvReader, Dataset, LineReader, Reader, TFRecordReader, write_tfrecords
+from stratagem.data import (
+    Bad,
+    CsvReader,
+    Dataset,
+    LineReader,
+    Reader,
+    TFRecordReader,
+    write_tfrecords,
+)
 
 
 def test_lines(tmp_path):
@@ -66,8 +74,10 @@ def test_numpy_files(tmp_path):
 
 
 def test_parquet_files_by_row_group(tmp_path):
-    table = pyarrow.table({"u": list(range(10)), "t": [f"n{i}" for i in range(10)], "v": [[i, i] for i in range(10)]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    table = pa.table(
+        {"u": list(range(10)), "t": [f"n{i}" for i in range(10)], "v": [[i, i] for i in range(10)]}
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
     dataset = Dataset.from_files(tmp_path / "a.parquet")
     rows = list(dataset)
     assert [int(r["u"]) for r in rows] == list(range(10))
@@ -133,7 +143,9 @@ def test_a_corrupt_record_names_file_and_record(tmp_path):
     path = damaged_record(tmp_path)
     iterator = iter(Dataset.from_files(path))
     assert next(iterator) == b"first"
-    with pytest.raises(sg.errors.CorruptRecord, match=r"record 1 of file .*a.tfrecord.*checksum") as caught:
+    with pytest.raises(
+        sg.errors.CorruptRecord, match=r"record 1 of file .*a.tfrecord.*checksum"
+    ) as caught:
         next(iterator)
     assert (caught.value.path, caught.value.record) == (str(path), 1)
     with pytest.raises(sg.errors.DataError, match="ended with an error"):
@@ -148,7 +160,10 @@ def test_skipping_counts_and_reports(tmp_path):
     iterator = iter(dataset)
     with pytest.warns(UserWarning, match=r"2 unreadable record\(s\) or file\(s\) were skipped"):
         assert list(iterator) == [b"first", b"third"]
-    assert [(s.record, s.path[-10:]) for s in iterator.skipped] == [(1, "a.tfrecord"), (-1, "g.tfrecord")]
+    assert [(s.record, s.path[-10:]) for s in iterator.skipped] == [
+        (1, "a.tfrecord"),
+        (-1, "g.tfrecord"),
+    ]
 
 
 @pytest.mark.parametrize("cut", [5, 14, 30])
@@ -213,7 +228,7 @@ def test_garbage_instead_of_a_file(tmp_path, name):
 def test_positions_in_files_with_skips(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("x\n1\nbad\n3\n4\nbad\n6\n")
-    build = lambda: Dataset.from_files([path, path], on_error="skip").map(lambda r: r["x"])  # noqa: E731
+    build = lambda: Dataset.from_files([path, path], on_error="skip").map(lambda r: r["x"])
     iterator = iter(build())
     first = [int(next(iterator)) for _ in range(3)]
     resumed = iter(build())
@@ -232,7 +247,7 @@ def test_own_readers(tmp_path):
 
     path = tmp_path / "words"
     path.write_text("a b damn c")
-    with pytest.raises(sg.errors.CorruptRecord, match="record 2 .*rude"):
+    with pytest.raises(sg.errors.CorruptRecord, match=r"record 2 .*rude"):
         list(Dataset.from_files(path, Words()))
     with pytest.raises(ValueError, match="do not say how to read them"):
         Dataset.from_files(path)
@@ -248,7 +263,11 @@ def test_files_are_closed_when_iteration_stops_half_way(tmp_path):
     import os
 
     def held():
-        return [f for f in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{f}") == str(path)]
+        return [
+            f
+            for f in os.listdir("/proc/self/fd")
+            if os.path.realpath(f"/proc/self/fd/{f}") == str(path)
+        ]
 
     iterator = iter(Dataset.from_files(path))
     next(iterator)

@@ -232,8 +232,27 @@ class StatefulCursor(Cursor):
     @override
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, Closable):
+        if isinstance(self._source, torch_data.DataLoader):
+            _end_workers(self._source, iterator)
+        elif isinstance(iterator, Closable):
             iterator.close()
+
+
+@runtime_checkable
+class _WithWorkers(Protocol):
+    """A DataLoader's iterator that has worker processes."""
+
+    def _shutdown_workers(self) -> None: ...
+
+
+def _end_workers(loader: torch_data.DataLoader[Any], iterator: Any) -> None:
+    """End worker processes now; persistent ones belong to the loader.
+
+    Torch ends them when the iterator is collected, but after an error its traceback keeps the
+    iterator for as long as somebody looks at the error.
+    """
+    if isinstance(iterator, _WithWorkers) and not loader.persistent_workers:
+        iterator._shutdown_workers()
 
 
 def _loader_length(loader: Any) -> int:
@@ -281,7 +300,7 @@ class LoaderCursor(Cursor):
 
     def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
         self._loader = loader
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Any = None
         self._began: list[torch.Tensor] | None = None
         self._stream = 0  # seed of the batches' random streams
         self._position = 0
@@ -352,8 +371,8 @@ class LoaderCursor(Cursor):
 
     @override
     def close(self) -> None:
-        # Worker processes end when their iterator goes; persistent ones belong to the loader.
-        self._iterator = None
+        iterator, self._iterator = self._iterator, None
+        _end_workers(self._loader, iterator)
 
 
 @final

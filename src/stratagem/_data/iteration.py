@@ -57,7 +57,7 @@ class Pass:
         self._epoch = epoch
         self._fuse = fuse
         self.run = Run(passes.base_seed, caches=passes.caches, fuse=fuse)
-        self.cursor = self._open()
+        self.cursor: Cursor = self._open()
 
     def _open(self) -> Cursor:
         return self._node.open(Frame(self.run).in_epoch(self._epoch))
@@ -83,8 +83,10 @@ class Pass:
             )
 
     def reopen(self, state: dict[str, Any]) -> Any:
-        """Open a fresh cursor in the epoch of `state`; returns the cursor's part of it."""
-        self.cursor.close()
+        """Open a fresh cursor in the epoch of `state`; returns the cursor's part of it.
+
+        The cursor before must have been closed.
+        """
         if state["seed"] != self._passes.base_seed:
             self._passes.caches = {}
             self._passes.base_seed = state["seed"]
@@ -140,6 +142,23 @@ class Source(Protocol):
 
 
 @final
+class _Nothing(Cursor):
+    """Stands where a cursor was."""
+
+    @override
+    def next(self) -> Any:
+        return END
+
+    @override
+    def state(self) -> Any:
+        return {}
+
+    @override
+    def restore(self, state: Any) -> None:
+        pass
+
+
+@final
 class Playback:
     """A pass being played: knows whether it is open, has ended, failed or was closed.
 
@@ -152,7 +171,9 @@ class Playback:
         self._source: Source = self._wrapped()
         self._ended = False
         self._closed = False
-        self._failure: BaseException | None = None
+        # Text only: the error's traceback holds the user's iterator, which could then never be
+        # collected while this object waits to be closed for it.
+        self._failure: str | None = None
 
     def _wrapped(self) -> Source:
         return self.one_pass.cursor if self._wrap is None else self._wrap(self.one_pass)
@@ -166,24 +187,27 @@ class Playback:
         try:
             element = self._source.next()
         except BaseException as error:
-            self._failure = error
+            self._failure = f"{type(error).__name__}: {error}"
             self.close()
             raise
         if element is END:
             self._ended = True
-            self._source.close()
+            self._release()
             self.one_pass.report_skipped()
         return element
+
+    def _release(self) -> None:
+        """Close what is open and let go of it, elements held and errors kept included."""
+        source, self._source = self._source, _Nothing()
+        source.close()
+        self.one_pass.cursor = _Nothing()
 
     def _closed_error(self) -> DataError:
         if self._failure is None:
             return DataError("this iterator was closed. Call iter(dataset) for a new one.")
-        error = DataError(
-            f"this iterator ended with an error ({type(self._failure).__name__}: {self._failure}). "
-            "Call iter(dataset) for a new one."
+        return DataError(
+            f"this iterator ended with an error ({self._failure}). Call iter(dataset) for a new one."
         )
-        error.__cause__ = self._failure
-        return error
 
     def state(self) -> dict[str, Any]:
         """The position after the last element delivered."""
@@ -197,7 +221,7 @@ class Playback:
         if self._closed:
             raise self._closed_error()
         self.one_pass.check(state)
-        self._source.close()
+        self._release()
         own = self.one_pass.reopen(state)
         self._source = self._wrapped()
         self._ended = state["ended"]
@@ -207,7 +231,7 @@ class Playback:
     def close(self) -> None:
         """End threads, close files; idempotent."""
         self._closed = True
-        self._source.close()
+        self._release()
 
     @override
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ class Movers:
     def __init__(self, devices: Sequence[torch.device | None]) -> None:
         self._devices = list(devices)
         self._streams = {
-            device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            device: torch.cuda.Stream(device)
             for device in self._devices
             if device is not None and device.type == "cuda"
         }

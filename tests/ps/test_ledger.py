@@ -41,7 +41,7 @@ def test_exactly_once_closure_counts_once_across_workers_until_forgotten():
     assert "0 closures remembered" in repr(ledger)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_no_order_of_retries_and_deaths_applies_a_closure_twice(data):
     """Workers run exactly-once closures, die after any write, are fenced, and old writes arrive late.

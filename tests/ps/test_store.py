@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem._ps.store import InitOp, VariableStore
@@ -92,6 +92,7 @@ NUMPY = {
 }
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([*NUMPY, "update"]),
     st.lists(st.tuples(st.integers(0, 3), st.floats(0.5, 4, width=32)), max_size=12),

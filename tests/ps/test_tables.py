@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -242,6 +242,7 @@ def test_facts_need_no_rows(table, source):
     assert (source.fetched, source.wholes) == (0, 0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), min_size=1, max_size=4))
 def test_any_sequence_of_lookups_sums_to_the_dense_gradient(batches):
     source = InMemory(torch.linspace(-2, 2, ROWS * WIDTH).reshape(ROWS, WIDTH).clone())

@@ -307,7 +307,7 @@ def test_positions_of_distributed_iterators(stop, ahead, replicas, mapped, slow)
     def build(strategy):
         dataset = Dataset.range(17).shuffle(seed=4).repeat(2).batch(5)
         if slow:  # the thread starts only where reading takes a moment
-            dataset = dataset.map(lambda x: (threading.Event().wait(0.0005), x)[1])
+            dataset = dataset.map(lambda x: (threading.Event().wait(0.006), x)[1])
         steps = strategy.distribute_dataset(dataset, sg.InputOptions(per_replica_buffer_size=ahead))
         return steps.map(lambda x, rng: x + rng.python.random()) if mapped else steps
 
@@ -445,14 +445,14 @@ def input_threads():
 
 
 def slow(x):
-    threading.Event().wait(0.002)
+    threading.Event().wait(0.006)
     return x
 
 
 def threaded_iterator(strategy, dataset=None):
     dataset = Dataset.range(100).map(slow).batch(1) if dataset is None else dataset
     iterator = iter(strategy.distribute_dataset(dataset))
-    for _ in range(3):
+    for _ in range(3):  # two slow reads, then the thread
         next(iterator)
     return iterator
 

@@ -22,6 +22,8 @@ from stratagem._data.node import END, Cursor, State
 from stratagem.errors import DataError, InputTimeout
 
 _CLOSE_S = 10.0  # a user function that takes longer is left to end by itself, with a warning
+_SLOW_S = 5e-3  # two reads in a row that take so long are no accident
+_LOOK_BACK = 8  # reads; the fastest of them is what reading takes on an idle machine
 _IDLE_S = 60.0  # how often a thread that waits for room looks whether it is still wanted
 
 
@@ -138,7 +140,7 @@ class Prefetcher:
         self._child = child
         self._size = size
         self._worthwhile_s = worthwhile_s
-        self._slow_reads = 0
+        self._reads_s: deque[float] = deque(maxlen=_LOOK_BACK)
         self._name = name
         self._prepare = prepare
         self._limit_s = config.input_timeout_s()
@@ -183,15 +185,19 @@ class Prefetcher:
                 self._ended = True
                 return END
             prepared = element if self._prepare is None else self._prepare(element)
-            slow = time.perf_counter() - began >= self._worthwhile_s
-            self._slow_reads = self._slow_reads + 1 if slow else 0
+            self._reads_s.append(time.perf_counter() - began)
         if self._size and not self._ended and not self._stopped and self._thread_pays():
             self._start()
         return prepared
 
     def _thread_pays(self) -> bool:
-        """Two slow reads in a row: one may be an epoch's new order, or the machine."""
-        return self._worthwhile_s == 0.0 or self._slow_reads >= 2
+        """Whether reads are slow by themselves: one may be an epoch's new order, or the machine."""
+        if self._worthwhile_s == 0.0:
+            return True
+        reads_s = self._reads_s
+        if len(reads_s) >= 2 and min(reads_s[-1], reads_s[-2]) >= _SLOW_S:
+            return True
+        return len(reads_s) == _LOOK_BACK and min(reads_s) >= self._worthwhile_s
 
     def _start(self) -> None:
         for _ in self._ready:  # left from a restored position

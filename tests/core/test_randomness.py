@@ -14,8 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import stratagem as sg
 from stratagem._core.context import current_replica
 
-if importlib.util.find_spec("tqdm"):  # torch.compile may show a bar, whose monitor is a thread
-    importlib.import_module("tqdm").tqdm.monitor_interval = 0
+if importlib.util.find_spec("tqdm"):
+    # torch.compile may show a bar, which starts a thread and maps a lock that stay for good.
+    tqdm = importlib.import_module("tqdm")
+    tqdm.tqdm.monitor_interval = 0
+    tqdm.std.TqdmDefaultWriteLock.create_mp_lock()
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
 MHA = torch.nn.MultiheadAttention(8, 2, dropout=0.5)

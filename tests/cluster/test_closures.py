@@ -315,6 +315,15 @@ class AnyOrder(RuleBasedStateMachine):
     def rebalance(self) -> None:
         self.act(self.queue.rebalance())
 
+    @rule()
+    def lose_a_server(self) -> None:
+        self.act(self.queue.stop(RuntimeError("server lost")))
+        for closure in self.queue.abandon():
+            self.settle(closure)
+        for held in self.held:
+            held[:] = [closure for closure in held if closure in self.resources]
+        assert self.queue.quiet
+
     @rule(worker=workers, window=st.integers(1, 5))
     def change_window(self, worker: int, window: int) -> None:
         self.queue.set_window(worker, window)

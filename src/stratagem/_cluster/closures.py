@@ -334,6 +334,23 @@ class ClosureQueue:
         self._queued.clear()
         return [*cancelled, *self._recall_all(at_least=1)]
 
+    def abandon(self) -> list[int]:
+        """Gives up what is in flight or in limbo, without waiting; late reports will not count.
+
+        For errors after which nothing that runs can end well: a lost parameter server.
+        """
+        given_up = [closure for closures in self._limbo.values() for closure in closures]
+        for number in self._limbo:
+            self._limbo[number] = []
+        for worker in self._workers:
+            given_up += worker.in_flight
+            worker.in_flight.clear()
+            worker.solo = False
+        self._in_flight = 0
+        for closure in given_up:
+            self._lost_with.pop(closure, None)
+        return given_up
+
     def clear_error(self) -> BaseException | None:
         """The error, which has now been raised to the user; work may go on."""
         error, self._error = self._error, None

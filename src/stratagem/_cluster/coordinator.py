@@ -205,7 +205,14 @@ class ClusterCoordinator:
         }
         self._counters = {
             what: metrics.counter(f"coordinator.{what}")
-            for what in ("scheduled", "completed", "failed", "retried", "workers_lost")
+            for what in (
+                "scheduled",
+                "completed",
+                "failed",
+                "retried",
+                "workers_lost",
+                "closures_repeated",
+            )
         }
         key = cluster_key()
         self._links = [
@@ -664,8 +671,8 @@ class ClusterCoordinator:
             if self._closed:
                 return
             self._facts.pop(link.index, None)
-            actions = self._queue.worker_lost(link.index)
-            self._carry_out(actions, lost=lost)
+            self._counters["closures_repeated"].add(len(self._queue.at_worker(link.index)))
+            self._carry_out(self._queue.worker_lost(link.index), lost=lost)
             for reference, _, _ in self._resources.values():
                 values = reference()
                 if values is not None:
@@ -706,6 +713,9 @@ class ClusterCoordinator:
                 _log.error("%s", error)
                 self._keep(None, "", error.task, error)
                 self._carry_out(self._queue.stop(error))
+                # What runs waits for that server, or is about to: nobody should wait with it.
+                for number in self._queue.abandon():
+                    self._closures.pop(number).value._fail(error)
             self._changed.notify_all()
 
     def no_workers(self, waited_s: float) -> None:

@@ -398,14 +398,24 @@ def fork_server_main(command: int, events: int) -> None:
     """Entry of the fork server's process."""
     os.set_inheritable(command, False)
     os.set_inheritable(events, False)
-    # Import here, once, what every task needs.
-    import torch  # noqa: F401
-
-    import stratagem._cluster.tasks  # noqa: F401
-
+    _import_what_tasks_need()
     gc.collect()
     gc.freeze()  # pages shared with the children stay shared
     _Server(command, events).run()
+
+
+def _import_what_tasks_need() -> None:
+    """Imports once, before any fork, what every task would otherwise import for itself."""
+    import torch
+
+    import stratagem._cluster.tasks
+    import stratagem._strategies.parameter_server  # noqa: F401
+
+    # The first optimizer of a process makes torch import its compiler, 1.5 s: here, not in each
+    # task's first step.
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.zeros(1)
+    torch.optim.SGD([weight], lr=0.1).step()
 
 
 def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:

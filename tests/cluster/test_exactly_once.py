@@ -1,0 +1,127 @@
+"""No update twice: additions on real servers while workers are killed at random."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem import ClusterCoordinator, LocalCluster
+from stratagem.config import ClusterOptions
+
+ADDITIONS = 10_000
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[LocalCluster, Any]]:
+    """Two workers, two servers."""
+    with LocalCluster(workers=2, ps=2) as cluster:
+        yield cluster, None
+
+
+class Killer:
+    """Kills workers at random moments, and counts."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.kills = 0
+
+    def _run(self) -> None:
+        draw = random.Random(3)
+        while not self._stop.wait(draw.uniform(0.15, 0.5)):
+            self._cluster.kill_worker(draw.randrange(2))
+            self.kills += 1
+
+    def __enter__(self) -> Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def add_under_fire(cluster: LocalCluster, *, exactly_once: bool) -> tuple[float, int, int, int]:
+    """The sum, completed closures, closures run again, kills."""
+    strategy = sg.ParameterServerStrategy(cluster.resolver)
+    with strategy.scope():
+        total = sg.Variable(torch.zeros((), dtype=torch.float64))
+    options = ClusterOptions(poison_limit=50, restart_pause_s=0.05)
+    with ClusterCoordinator(strategy, options=options) as coordinator:
+        one = torch.ones((), dtype=torch.float64)
+
+        def add() -> None:
+            total.assign_add(one)
+
+        before = sg.metrics.snapshot().counters.get("coordinator.closures_repeated", 0)
+        with Killer(cluster) as killer:
+            values = [coordinator.schedule(add, exactly_once=exactly_once) for _ in range(ADDITIONS)]
+            coordinator.join(timeout_s=55)
+        completed = sum(value.status.value == "ready" for value in values)
+        again = sg.metrics.snapshot().counters["coordinator.closures_repeated"] - before
+        return float(total), completed, int(again), killer.kills
+
+
+def test_exactly_once_sum_is_exact(pair: tuple[LocalCluster, Any]) -> None:
+    """Issue 4, section 4: 10,000 additions, random kills, the sum is 10,000."""
+    total, completed, _, kills = add_under_fire(pair[0], exactly_once=True)
+    assert kills >= 3
+    assert completed == ADDITIONS
+    assert total == ADDITIONS
+
+
+def test_without_it_the_difference_is_what_was_cut_off(pair: tuple[LocalCluster, Any]) -> None:
+    """At least once (CCO-13): every closure counted; extras only from closures that ran again."""
+    total, completed, again, kills = add_under_fire(pair[0], exactly_once=False)
+    assert kills >= 3
+    assert completed == ADDITIONS
+    assert ADDITIONS <= total <= ADDITIONS + again
+
+
+def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -> None:
+    """Contract 6: a worker declared lost and then woken finds its writes refused."""
+    import signal
+
+    with LocalCluster(workers=2, ps=1, restart=False) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            total = sg.Variable(torch.zeros(()))
+        options = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=1.5, restart_pause_s=0.05)
+        with ClusterCoordinator(strategy, options=options) as coordinator:
+
+            def freeze_then_add(frozen: int) -> int:
+                import os
+
+                here = sg.get_current_worker_index()
+                if here == frozen:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                total.assign_add(torch.ones(()))
+                return here
+
+            values = [coordinator.schedule(freeze_then_add, args=(0,)) for _ in range(30)]
+            coordinator.join(timeout_s=40)
+            assert {value.fetch() for value in values} == {1}
+            assert float(total) == 30
+            lives = coordinator._lives[0]
+            cluster.kill_worker(0, signal.SIGCONT)
+            # It wakes inside the closure, adds (refused), and is taken back with a new life.
+            wait_until(lambda: coordinator._lives[0] > lives and coordinator._queue.is_up(0))
+            assert float(total) == 30
+            assert coordinator.schedule(lambda: 5).fetch(timeout_s=30) == 5
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Waits on a condition."""
+    stop = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        stop.wait(0.01)
+    raise AssertionError("the condition never came true")

@@ -1,0 +1,61 @@
+"""A parameter server dies or hangs: noticed, named, never a hang (FLT-10, issue 4 section 4)."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem import ClusterCoordinator, LocalCluster
+from stratagem.config import ClusterOptions
+from stratagem.errors import ParameterServerLost
+
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_server_is_raised_with_its_variables(number: signal.Signals) -> None:
+    """While closures run: ParameterServerLost names server and variables and says how to restore."""
+    with LocalCluster(workers=2, ps=2) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            first = sg.Variable(torch.zeros(3), name="first")
+            second = sg.Variable(torch.zeros(3), name="second")
+        with ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+
+            def step() -> None:
+                first.assign_add(torch.ones(3))
+                second.assign_add(torch.ones(3))
+
+            for _ in range(50):
+                coordinator.schedule(step)
+            coordinator.join(timeout_s=30)
+            cluster.kill_ps(1, number)
+            with pytest.raises(ParameterServerLost) as caught:
+                for _ in range(100_000):
+                    coordinator.schedule(step)
+                    coordinator.join(timeout_s=30)
+            assert caught.value.task == "/job:ps/task:1"
+            assert any("second" in name for name in caught.value.variables)
+            assert not any("first" in name for name in caught.value.variables)
+            assert "checkpoint" in str(caught.value)
+            assert any(isinstance(r.error, ParameterServerLost) for r in coordinator.errors)
+
+
+def test_lost_server_is_noticed_when_nothing_runs() -> None:
+    """The watch finds it; the next call raises."""
+    with LocalCluster(workers=1, ps=1) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            sg.Variable(torch.zeros(3), name="alone")
+        with ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            coordinator.join()
+            cluster.kill_ps(0)
+            with coordinator._changed:
+                assert coordinator._changed.wait_for(
+                    lambda: coordinator._queue.error is not None, timeout=5.0
+                ), "not noticed within five seconds"
+            with pytest.raises(ParameterServerLost):
+                coordinator.done()

@@ -33,7 +33,7 @@ from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame, Message
-from stratagem.errors import ConnectionLost, NotFoundError, ProtocolError, WireError
+from stratagem.errors import ConnectionLost, NotFoundError, ProtocolError, StratagemError, WireError
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -310,8 +310,12 @@ class ParameterServer:
                 message, buffers = connection.session.handle(frame, connection.slots)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
             if isinstance(error, ProtocolError):
-                _log.warning("%s refused a message of %s: %s", self.task, connection.task, error)
-            message, buffers = failure_from(error, task=self.task), ()
+                # The text, not the error: a kept log record would keep frames, and so variables.
+                reason = str(error)
+                _log.warning("%s refused a message of %s: %s", self.task, connection.task, reason)
+            unforeseen = not isinstance(error, StratagemError)
+            message = failure_from(error, task=self.task, with_traceback=unforeseen)
+            buffers = ()
         connection.channel.enqueue_reply(frame, message, buffers)
         # The buffers may be a variable's own memory, which the next write changes: what the socket
         # does not take at once is copied. Replies without buffers wait for the end of the turn.

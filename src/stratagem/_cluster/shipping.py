@@ -148,8 +148,12 @@ class Shipper:
         name = pack(token, outgoing)
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
         self.definitions[token] = (messages.Define(value=value, token=name), buffers), nested
-        for inner in nested:
-            self._define(inner)
+        try:
+            for inner in nested:
+                self._define(inner)
+        except BaseException:
+            del self.definitions[token]  # incomplete: to be tried again
+            raise
 
     def describe(self, obj: object) -> tuple[str, Hashable] | None:
         """The codec's handle hook."""

@@ -193,7 +193,8 @@ class CoordinatorVariables:
         shape = tuple(tensor.shape)
         if self.beside is not None:
             return self._placement.place(name, shape, tensor.dtype, beside=self.beside)
-        shards = number_of_shards(partitioner, shape, tensor.dtype)
+        # Lazy modules first register a parameter without elements.
+        shards = number_of_shards(partitioner, shape, tensor.dtype) if tensor.numel() else 1
         return self._placement.place(name, shape, tensor.dtype, shards=shards)
 
     def place_variable(

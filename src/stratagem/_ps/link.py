@@ -210,6 +210,10 @@ class Link:
         except (ConnectionLost, DeadlineExceeded, AuthenticationError, NotFoundError) as error:
             raise self._lost_error(f"is gone: {cause}; connecting again failed: {error}") from error
 
+    def declare_lost(self, what: str) -> ParameterServerLost:
+        """Somebody else found out that the server is lost; what waits here fails at once from now on."""
+        return self._lost_error(what)
+
     def _lost_error(self, what: str) -> ParameterServerLost:
         self._lost = what
         names = sorted(self.names.values())

@@ -160,6 +160,13 @@ class RemotePlace(Place):
         )
 
     @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"variable {self._remote.name!r} lives on parameter servers and cannot be returned or "
+            "pickled as it is: return its value, as variable.read_value()."
+        )
+
+    @override
     def __repr__(self) -> str:
         return f"<RemotePlace on {self.device}>"
 

@@ -141,7 +141,10 @@ def aggregate(
     dense, rest = plan
     me = replica.id
     if dense is not None:
-        results = _combine_lists(dense.gradients, dense.factors, replica.device)
+        if dense.done:
+            results: Sequence[Tensor | None] = [_gradient(home, me) for home in dense.homes]
+        else:
+            results = _combine_lists(dense.gradients, dense.factors, replica.device)
         for home, result in zip(dense.homes, results, strict=True):
             _give(home, me, result)
     for home, gradients, factors in rest:
@@ -151,7 +154,7 @@ def aggregate(
 class _Dense:
     """Homes for which every contributing replica has a dense gradient: handled as lists."""
 
-    __slots__ = ("factors", "gradients", "homes")
+    __slots__ = ("done", "factors", "gradients", "homes")
 
     def __init__(
         self, homes: list[ReplicatedHome], gradients: dict[int, list[Tensor]], factors: list[float]
@@ -159,6 +162,13 @@ class _Dense:
         self.homes = homes
         self.gradients = gradients  # by replica number, in the order of homes
         self.factors = factors  # one per entry of gradients
+        self.done = False  # whether the meeting itself left the result in every leaf
+
+
+IN_MEETING_ELEMENTS = 1 << 20
+"""Up to so many gradient elements, the replica that meets last combines for all, in place: 50 µs for
+200,000 of them, less than a second meeting, and no new memory. Beyond, every replica computes its own
+result at the same time, into new memory."""
 
 
 _Plan = tuple[_Dense | None, list[tuple["ReplicatedHome", list[Tensor], list[float]]]]
@@ -167,7 +177,7 @@ _Plan = tuple[_Dense | None, list[tuple["ReplicatedHome", list[Tensor], list[flo
 def _plan(
     brought: Sequence[Sequence[ReplicatedHome] | None], weights: Sequence[float], by_hand: bool
 ) -> list[_Plan]:
-    """What each replica is to compute. Reads gradients, changes none (hooks of users apart)."""
+    """What each replica is to compute, small dense gradients already combined."""
     live = [i for i, homes in enumerate(brought) if homes is not None and weights[i] > 0]
     if not live:
         live = [i for i, homes in enumerate(brought) if homes is not None]
@@ -195,7 +205,44 @@ def _plan(
         else:
             rest.append((home, *_present(found, factors)))
     dense = _Dense(dense_homes, lists, factors) if dense_homes else None
+    if dense is not None and _fits_in_meeting(dense):
+        with torch.no_grad():
+            _combine_in_place(dense, [i for i, homes in enumerate(brought) if homes is not None])
+        dense.done = True
     return [(dense, rest)] * len(brought)
+
+
+def _fits_in_meeting(dense: _Dense) -> bool:
+    elements = 0
+    first, *others = dense.gradients.values()
+    for k, grad in enumerate(first):
+        elements += grad.numel()
+        if elements > IN_MEETING_ELEMENTS or grad.requires_grad:
+            return False
+        if others and any(grad.device != each[k].device or each[k].requires_grad for each in others):
+            return False
+    return True
+
+
+def _combine_in_place(dense: _Dense, present: Sequence[int]) -> None:
+    """Σ factor · gradient, in the first contributor's tensors; then copied into everybody's."""
+    (lead, results), *others = dense.gradients.items()
+    factors = dense.factors
+    if len(others) == 1 and factors[0] + factors[1] == 1.0:
+        torch._foreach_lerp_(results, others[0][1], factors[1])
+    else:
+        if factors[0] != 1.0:
+            torch._foreach_mul_(results, factors[0])
+        for (_, each), factor in zip(others, factors[1:], strict=True):
+            torch._foreach_add_(results, each, alpha=factor)
+    for i in present:
+        if i in dense.gradients:
+            if i != lead:
+                torch._foreach_copy_(dense.gradients[i], results)
+        else:  # no rows: its own gradients, if any, do not count
+            for home, result in zip(dense.homes, results, strict=True):
+                if (leaf := home.leaf(i)) is not None:
+                    leaf.tensor.grad = result.clone()
 
 
 def _gradient(home: ReplicatedHome, replica_id: int) -> Tensor | None:

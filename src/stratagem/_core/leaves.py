@@ -133,18 +133,17 @@ class ReplicatedHome(ParameterHome):
         leaf = self._leaves.get(replica.id)
         if leaf is not None and leaf.journal is not STALE:  # the last run failed: never settled
             leaf.aggregated = leaf.central_grad = leaf.base = None
-        with torch.inference_mode(False), torch.no_grad():
-            if leaf is None or not _fits(leaf.tensor, central, replica.device):
-                leaf = self._new_leaf(replica)
-            elif leaf.tensor.device != central.device and leaf.central_version != version_of(central):
-                leaf.tensor.data.copy_(central.data, non_blocking=True)
-                leaf.central_version = version_of(central)
-            tensor = leaf.tensor
-            if tensor.requires_grad != central.requires_grad:
-                tensor.requires_grad_(central.requires_grad)
-            if central.__dict__:
-                tensor.__dict__.update(central.__dict__)  # marks that users put on parameters
-            _follow_gradient(leaf, central.grad)
+        if leaf is None or not _fits(leaf.tensor, central, replica.device):
+            leaf = self._new_leaf(replica)
+        elif leaf.tensor.device != central.device and leaf.central_version != version_of(central):
+            leaf.tensor.data.copy_(central.data, non_blocking=True)
+            leaf.central_version = version_of(central)
+        tensor = leaf.tensor
+        if tensor.requires_grad != central.requires_grad:
+            tensor.requires_grad_(central.requires_grad)
+        if central.__dict__:
+            tensor.__dict__.update(central.__dict__)  # marks that users put on parameters
+        _follow_gradient(leaf, central.grad)
         if not leaf.keeps_apart:
             gradients.keep_apart_if_needed(leaf)
         leaf.version = tensor._version
@@ -154,15 +153,16 @@ class ReplicatedHome(ParameterHome):
 
     def _new_leaf(self, replica: Replica) -> Leaf:
         central = self.central
-        # `.data` shares memory but not the version counter: writes stay apart (see Leaf.version).
-        data = central.data
-        if data.device != replica.device:
-            data = data.to(replica.device, copy=True)
-        tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
-        leaf = Leaf(self, replica.id, tensor)  # type: ignore[arg-type]
-        self._leaves[replica.id] = leaf
-        self.hands_out(tensor)
-        gradients.watch(leaf)
+        with torch.inference_mode(False), torch.no_grad():
+            # `.data` shares memory but not the version counter: writes stay apart (Leaf.version).
+            data = central.data
+            if data.device != replica.device:
+                data = data.to(replica.device, copy=True)
+            tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
+            leaf = Leaf(self, replica.id, tensor)  # type: ignore[arg-type]
+            self._leaves[replica.id] = leaf
+            self.hands_out(tensor)
+            gradients.watch(leaf)
         return leaf
 
     def stepped(self) -> None:
@@ -231,7 +231,8 @@ def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:
         and leaf.central_grad_version == version_of(grad)
     ):
         return
-    own = grad.to(tensor.device) if grad.device != tensor.device else grad.clone()
+    with torch.inference_mode(False), torch.no_grad():
+        own = grad.to(tensor.device) if grad.device != tensor.device else grad.clone()
     tensor.grad = own
     leaf.aggregated = weakref.ref(own)
 

@@ -35,6 +35,8 @@ def many(x):
             torch.randperm(3).float(), torch.normal(torch.zeros(2), 1.0), torch.bernoulli(torch.full((3,), 0.5)),
             torch.multinomial(torch.ones(5), 2).float(), torch.zeros(1).normal_(), torch.zeros(1).exponential_(),
             torch.zeros(2).bernoulli_(0.5), torch.zeros(1).random_(0, 10),
+            torch.nn.functional.dropout(torch.ones(4)), torch.nn.functional.rrelu(-torch.ones(2), training=True),
+            torch.nn.init.uniform_(torch.empty(2)), torch.randn(2, 2).flatten(),
         ]
     )  # fmt: skip
 

@@ -100,6 +100,7 @@ class _ThreadState(threading.local):
     global_scope: Scope | None = None
     default_depth: int = 0
     updating: Any = None
+    stream: Callable[[torch.device], torch.Generator | None] | None = None
 
     def __init__(self) -> None:  # runs once in every thread that comes here
         self.scopes: list[_OpenScope] = []
@@ -453,6 +454,20 @@ def updating(device: Any) -> Iterator[None]:
 def update_device() -> Any:
     """The device of the ``extended.update`` in progress in this thread, or None."""
     return _state.updating
+
+
+def current_stream() -> Callable[[torch.device], torch.Generator | None] | None:
+    """What random operators of this thread draw from by order of `_core.randomness`, or None."""
+    return _state.stream
+
+
+def swap_stream(
+    stream: Callable[[torch.device], torch.Generator | None] | None,
+) -> Callable[[torch.device], torch.Generator | None] | None:
+    """Set `current_stream`; returns what it was."""
+    before = _state.stream
+    _state.stream = stream
+    return before
 
 
 def default_scope_is_open() -> bool:

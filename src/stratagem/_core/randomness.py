@@ -22,12 +22,14 @@ from the replica's stream; NumPy's and Python's generators are not ours.
 from __future__ import annotations
 
 import _thread
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from typing_extensions import override
 
+from stratagem._core import context
 from stratagem._core.context import Replica, current_replica
 
 _KEY = "TESTING_ONLY_GenericMode"
@@ -85,6 +87,39 @@ def _mix(base: int, turn: int) -> int:
     return z ^ (z >> 31)
 
 
+class Drawing:
+    """While open, this thread's random operators draw from ``stream(device)`` if it gives a generator.
+
+    For code that runs outside any replica but needs a stream of its own: the input pipeline's
+    functions, in threads beside the training step. Torch's own generator is neither read nor moved.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._core.randomness import Drawing
+        >>> own = torch.Generator().manual_seed(1)
+        >>> with Drawing(lambda device: own):
+        ...     drawn = torch.nn.functional.dropout(torch.ones(8))
+        >>> own.get_state().equal(torch.Generator().manual_seed(1).get_state())
+        False
+    """
+
+    __slots__ = ("_before", "_guard", "_stream")
+
+    def __init__(self, stream: Callable[[torch.device], torch.Generator | None]) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if not _installed:
+            install()
+        self._before = context.swap_stream(self._stream)
+        self._guard: Any = torch._C._IncludeDispatchKeyGuard(_installed[0])
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+        context.swap_stream(self._before)
+
+
 def stream_of(replica: Replica, device: torch.device) -> torch.Generator:
     """The generator a replica draws from on a device."""
     streams: Streams = replica.group.streams
@@ -139,19 +174,27 @@ class _Kernel:
         self._keys = keys
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replica = current_replica()
         # In a meeting (cross-replica) the default generator is meant. While torch.compile traces,
         # a generator object must not end up in its graph.
-        if replica is not None and not torch._C._len_torch_dispatch_stack():
+        if not torch._C._len_torch_dispatch_stack():
             place = self._place
             if 0 <= place < len(args):
                 if args[place] is None:
-                    generator = stream_of(replica, _device_of(args, kwargs))
+                    generator = _current_generator(_device_of(args, kwargs))
                     args = (*args[:place], generator, *args[place + 1 :])
             elif kwargs.get("generator") is None:
-                kwargs["generator"] = stream_of(replica, _device_of(args, kwargs))
+                kwargs["generator"] = _current_generator(_device_of(args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(self._keys):
             return self._operator(*args, **kwargs)
+
+
+def _current_generator(device: torch.device) -> torch.Generator | None:
+    """What this thread draws from: a stream set for it, its replica's, or None for torch's own."""
+    stream = context.current_stream()
+    if stream is not None:
+        return stream(device)
+    replica = current_replica()
+    return None if replica is None else stream_of(replica, device)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -17,7 +17,7 @@ from torch.utils import data as torch_data
 from typing_extensions import override
 
 from stratagem._data import nests
-from stratagem._data.calling import ElementRandomness
+from stratagem._data.calling import element_randomness
 from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State
 from stratagem._data.seeds import ElementRng, mix
 from stratagem._data.sources import (
@@ -344,7 +344,7 @@ class LoaderCursor(Cursor):
     def _randomness(self) -> AbstractContextManager[object]:
         if self._position == 0 or self._loader.num_workers > 0:
             return nullcontext()
-        return ElementRandomness(ElementRng(mix(self._stream, self._position)))
+        return element_randomness(ElementRng(mix(self._stream, self._position)))
 
     @override
     def state(self) -> State:

@@ -10,59 +10,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
-import torch
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from stratagem._core.randomness import Drawing
 from stratagem._data.seeds import ElementRng
 
 
-def _random_functions() -> frozenset[Any]:
-    """Torch's functions that take ``generator=``: the ones an element's generator is handed to."""
-    tensor = torch.Tensor
-    return frozenset(
-        {
-            torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli,
-            torch.multinomial, torch.poisson, tensor.bernoulli, tensor.bernoulli_, tensor.cauchy_,
-            tensor.exponential_, tensor.geometric_, tensor.log_normal_, tensor.multinomial,
-            tensor.normal_, tensor.random_, tensor.uniform_,
-        }
-    )  # fmt: skip
+def element_randomness(rng: ElementRng) -> AbstractContextManager[None]:
+    """While open, torch's random operators on the CPU draw from the element's generator.
 
-
-_RANDOM = _random_functions()
-_LIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
-
-
-@final
-class ElementRandomness(TorchFunctionMode):
-    """Hands the element's generator to torch's random functions, in this thread only."""
-
-    def __init__(self, rng: ElementRng) -> None:
-        super().__init__()
-        self._rng = rng
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _RANDOM and kwargs.get("generator") is None and _on_cpu(args, kwargs):
-            kwargs = {**kwargs, "generator": self._rng.torch}
-        elif func in _LIKE and len(args) == 1 and args[0].device.type == "cpu" and not kwargs:
-            like = args[0]
-            return _LIKE[func](like.shape, dtype=like.dtype, generator=self._rng.torch)
-        return func(*args, **kwargs)
-
-
-def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a random call draws on the CPU; an accelerator has generators of its own."""
-    device = kwargs.get("device")
-    if device is not None:
-        return torch.device(device).type == "cpu"
-    return all(a.device.type == "cpu" for a in args if isinstance(a, torch.Tensor))
+    In this thread only; an accelerator has generators of its own.
+    """
+    return Drawing(lambda device: rng.torch if device.type == "cpu" else None)
 
 
 @final
@@ -81,7 +43,7 @@ class UserFunction:
         rng = ElementRng(seed)
         arguments = element if type(element) is tuple else (element,)
         try:
-            with ElementRandomness(rng):
+            with element_randomness(rng):
                 if self.takes_rng:
                     return self.fn(*arguments, rng=rng)
                 return self.fn(*arguments)

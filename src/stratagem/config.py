@@ -371,3 +371,25 @@ class CommunicationOptions:
                 f"implementation={given!r} is not known: expected one of {', '.join(known)}."
             )
         object.__setattr__(self, "implementation", CommunicationImplementation(name))
+
+
+def optimizer_modules() -> tuple[str, ...]:
+    """Modules beside ``torch.optim`` from which parameter servers may import optimizer classes.
+
+    From ``STRATAGEM_OPTIMIZER_MODULES``, separated by commas; none by default, because importing a
+    module runs its code.
+
+    Example:
+        >>> from stratagem import config
+        >>> config.optimizer_modules()
+        ()
+    """
+    text = environment("STRATAGEM_OPTIMIZER_MODULES", "") or ""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(
+                f"STRATAGEM_OPTIMIZER_MODULES={text!r} names {name!r}, which is no module: expected "
+                f"dotted names separated by commas, such as 'mylab.optimizers'."
+            )
+    return names

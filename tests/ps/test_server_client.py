@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -364,3 +366,49 @@ def test_a_server_may_refuse_to_share_memory() -> None:
             client.create(w, "w", value=torch.ones(4))
             assert client.map([w]) == [None]
             assert value_of(client, w) == [[1.0] * 4]
+
+
+class Halving(torch.optim.Optimizer):
+    """A user's optimizer, in a module the servers must be allowed to import."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Halves the parameter; the gradient only says that it is its turn."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(0.5)
+
+
+def test_optimizers_of_users_need_their_module_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """STRATAGEM_OPTIMIZER_MODULES of the server decides; the default is torch.optim only."""
+    monkeypatch.setitem(sys.modules, "lab_optimizers", sys.modules[__name__])
+    w = place(0, 1, 2)
+    group = GroupSpec(variables=(1,), hyperparameters={"lr": 1.0})
+    for allowed in (False, True):
+        if allowed:
+            monkeypatch.setenv("STRATAGEM_OPTIMIZER_MODULES", "other, lab_optimizers")
+        with ParameterServer("127.0.0.1:0").start() as server:
+            with PsClient([("ps", server.address)], CHIEF) as client:
+                client.create(w, "w", value=torch.ones(2))
+                if not allowed:
+                    with pytest.raises(UnsupportedOptimizer, match="lab_optimizers"):
+                        client.create_optimizer(0, 1, "lab_optimizers.Halving", [group])
+                    continue
+                client.create_optimizer(0, 1, "lab_optimizers.Halving", [group])
+                batch = client.batch()
+                batch.push(0, 1, [PushedGradient(variable=1, values=torch.zeros(2))])
+                client.send(batch)
+                client.settle()
+                assert value_of(client, w) == [[0.5, 0.5]]
+
+
+def test_names_that_are_no_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start of the server, with the value."""
+    monkeypatch.setenv("STRATAGEM_OPTIMIZER_MODULES", "a b")
+    with pytest.raises(ValueError, match="'a b'"):
+        ParameterServer("127.0.0.1:0")

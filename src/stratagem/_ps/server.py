@@ -60,8 +60,9 @@ class ServerOptions:
     memory_limit_bytes: int | None = None
     """For the variables of all sessions; by default nine tenths of the machine's memory."""
 
-    optimizer_modules: Sequence[str] = ()
-    """Modules beside ``torch.optim`` whose optimizer classes may be imported here."""
+    optimizer_modules: Sequence[str] | None = None
+    """Modules beside ``torch.optim`` whose optimizer classes may be imported here; by default
+    `config.optimizer_modules()`."""
 
     shared_memory: bool | None = None
     """False sends bytes even to tasks on this host; by default `config.shared_memory_allowed()`."""
@@ -123,6 +124,8 @@ class ParameterServer:
         self._shared = config.shared_memory_allowed() if shared is None else shared
         limit = self._options.memory_limit_bytes
         self._budget = shm.Budget(limit if limit is not None else shm.memory_of_machine() * 9 // 10)
+        modules = self._options.optimizer_modules
+        self._modules = config.optimizer_modules() if modules is None else tuple(modules)
         self.task = task
         self.life = secrets.token_hex(8)
         listener = Listener(address, key=key, limits=self._options.limits)
@@ -360,7 +363,7 @@ class ParameterServer:
         return Session(
             name,
             budget=self._budget,
-            optimizer_modules=self._options.optimizer_modules,
+            optimizer_modules=self._modules,
             shared_memory=self._shared,
         )
 

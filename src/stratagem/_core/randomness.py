@@ -16,7 +16,7 @@ all go through the module variable ``torch.random.default_generator``, which `in
 stand-in that answers by context (docs/design/0003-randomness.md says why).
 
 Limits: kernels compiled by torch.compile's default backend draw from one seed per call, which does come
-from the replica's stream; NumPy's and Python's generators are not ours.
+from the replica's stream (the call that compiles excepted); NumPy's and Python's generators are not ours.
 """
 
 from __future__ import annotations

@@ -1,0 +1,126 @@
+"""Medians, ratios and verdicts: what is missing is shown as missing, never as a win (issue 6.6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks import report, rows
+from benchmarks.results import Check, Measurement, Results, lines
+
+MACHINE = {"name": "here", "processor": "a processor", "cores": 2}
+
+
+def results_with(*measurements: Measurement) -> Results:
+    return Results(machine=MACHINE, began="2026-01-02T03:04:05+00:00", measurements=[*measurements])
+
+
+def measured(
+    kind: str, *samples: float, label: str = "", missing: str | None = None
+) -> Measurement:
+    return Measurement(
+        row="empty", point="", kind=kind, label=label or kind, samples=[*samples], missing=missing
+    )
+
+
+EMPTY = next(row for row in rows.TABLE if row.name == "empty")
+
+
+def line_of(*measurements: Measurement, row: rows.Row = EMPTY):
+    (line,) = lines((row,), results_with(*measurements))
+    return line
+
+
+def test_median_and_spread_are_of_all_samples():
+    """The middle sample, and half the range as a part of it."""
+    found = measured("ours", 90.0, 100.0, 130.0)
+    assert found.median == 100.0
+    assert found.spread == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"), [(1000.0, "reached"), (999.0, "missed"), (0.5, "missed")]
+)
+def test_the_target_is_a_multiple_of_the_peer(ours, verdict):
+    line = line_of(measured("ours", ours), measured("peer", 100.0))
+    assert line.ratio == pytest.approx(ours / 100)
+    assert line.verdict == verdict
+
+
+def test_a_missing_peer_is_missing_and_never_a_win():
+    """Ours alone, however fast, neither reaches the target nor gets a ratio."""
+    line = line_of(measured("ours", 1e9), measured("peer", missing="cannot be installed"))
+    assert line.ratio is None
+    assert line.verdict == "missing"
+    texts = report.cells(line)
+    assert texts[1] == "missing"
+    assert "✓" not in texts[-1]
+    assert "not measured" in texts[-1]
+
+
+def test_our_own_failure_is_missing_too():
+    line = line_of(measured("ours", missing="broke down"), measured("peer", 100.0))
+    assert line.verdict == "missing"
+    assert report.cells(line)[3] == "missing"
+
+
+def test_the_ratio_is_against_the_peers_faster_form():
+    line = line_of(
+        measured("ours", 1000.0),
+        measured("peer", 10.0, label="TF, eager"),
+        measured("peer", 200.0, label="TF, tf.function"),
+    )
+    assert line.ratio == pytest.approx(5.0)
+
+
+def test_one_missing_form_of_the_peer_does_not_hide_the_other():
+    line = line_of(
+        measured("ours", 1000.0),
+        measured("peer", missing="broke", label="TF, eager"),
+        measured("peer", 200.0, label="TF, tf.function"),
+    )
+    assert line.ratio == pytest.approx(5.0)
+    assert "missing eager" in report.cells(line)[1]
+
+
+def test_where_less_is_better_the_ratio_turns_round():
+    row = replace(EMPTY, better="less", target=None)
+    line = line_of(measured("ours", 2.0), measured("peer", 10.0), measured("limit", 1.0), row=row)
+    assert line.ratio == pytest.approx(5.0)
+    assert line.fraction == pytest.approx(0.5)
+
+
+def test_results_survive_the_file(tmp_path: Path):
+    """What is saved is read back the same, and the file is named by date and machine."""
+    before = results_with(measured("ours", 1.0, 2.0), measured("peer", missing="no peer"))
+    before.checks.append(Check(row="empty", text="alike", passed=True))
+    path = report.save(tmp_path, before)
+    assert path.name == "2026-01-02-here.json"
+    assert report.load(path) == before
+
+
+def test_the_table_goes_between_the_markers_and_nothing_else_changes(tmp_path: Path):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    table = report.markdown((EMPTY,), results_with(measured("ours", 5.0)))
+    assert report.include(page, table)
+    text = page.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\n| work |")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert report.include(page, table)
+    assert page.read_text() == text
+
+
+def test_a_page_without_markers_is_left_alone(tmp_path: Path):
+    page = tmp_path / "README.md"
+    page.write_text("nothing here\n")
+    assert not report.include(page, "| table |")
+    assert page.read_text() == "nothing here\n"
+
+
+def test_every_row_of_the_design_page_is_there():
+    names = {row.name for row in rows.TABLE}
+    assert {"empty", "mlp", "embedding", "read", "add", "one_device", "central"} <= names
+    assert all(row.target is not None for row in rows.TABLE[:7])

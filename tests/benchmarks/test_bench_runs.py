@@ -1,0 +1,121 @@
+"""The harness at tiny size, with real processes; TensorFlow is not needed and shows as missing (issue 6.6)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks import __main__ as command
+from benchmarks import rows
+from benchmarks.peer import environment
+from benchmarks.runner import Plan, run
+from benchmarks.sides import SideFailed, SideProcess
+
+ALL = {row.name: row for row in command.ALL}
+MLP = {"inputs": 12, "hidden": 8, "classes": 3, "batch": 6, "batches": 4, "check_steps": 4}
+
+
+def small(*names: str) -> tuple[rows.Row, ...]:
+    return tuple(rows.tiny(ALL[name]) for name in names)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["one_device", "central", "mlp", "embedding", "input"])
+def test_a_row_runs_and_does_the_plain_runs_work(name):
+    """Ours and the limit give samples, the checks pass, and the peer that is not there is missing."""
+    heard: list[str] = []
+    plan = Plan(rows=small(name), peer="no peer in the test suite", progress=heard.append)
+    results = run(plan)
+    by_kind = {m.kind: m for m in results.measurements}
+    assert len(by_kind["ours"].samples) == len(by_kind["limit"].samples) == 2
+    assert by_kind["ours"].missing is None
+    assert all(check.passed for check in results.checks), results.checks
+    assert by_kind["peer"].missing == "no peer in the test suite"
+    assert by_kind["peer"].samples == []
+    assert len(heard) == plan.ticks
+    if name != "input":
+        assert any("plain run" in check.text for check in results.checks)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["empty", "read", "add", "variables"])
+def test_a_cluster_row_runs(name):
+    """Every process of the cluster is accounted for by name."""
+    results = run(Plan(rows=small(name), peer="no peer"))
+    (ours,) = [m for m in results.measurements if m.kind == "ours"]
+    assert ours.missing is None
+    assert all(check.passed for check in results.checks), results.checks
+    assert set(ours.processor_per_1000()) == {"main", "worker 0", "worker 1", "ps 0", "ps 1"}
+
+
+@pytest.mark.timeout(180)
+def test_quality_compares_the_same_examples():
+    """One worker sees what one device sees: the same AUC at every point of the curve."""
+    row = ALL["quality"]
+    shrunk = [rows.tiny(replace(row, points=(point,))) for point in row.points[:2]]
+    results = run(Plan(rows=tuple(replace(r, repetitions=1) for r in shrunk), peer="no peer"))
+    alone, one_worker = [m.extra[0]["curve"] for m in results.measurements]
+    assert [p["auc"] for p in alone] == pytest.approx([p["auc"] for p in one_worker], abs=1e-6)
+    assert [p["examples"] for p in alone] == [p["examples"] for p in one_worker]
+
+
+def test_a_side_that_cannot_do_a_row_says_why():
+    with (
+        SideProcess("limit") as side,
+        pytest.raises(SideFailed, match="row 'no such' has no limit"),
+    ):
+        side.ask("setup", timeout_s=60, row="no such", size={})
+
+
+def test_a_side_that_is_killed_is_noticed_and_named():
+    with SideProcess("limit") as side:
+        side.ask("setup", timeout_s=60, row="mlp", size=MLP)
+        os.kill(side._process.pid, 9)
+        with pytest.raises(SideFailed, match="limit ended with -9 at 'sample'"):
+            side.ask("sample", timeout_s=60, seconds=0.01)
+
+
+def test_a_silent_side_is_not_waited_for_longer_than_told():
+    with SideProcess("limit") as side:
+        side.ask("setup", timeout_s=60, row="mlp", size=MLP)
+        with pytest.raises(SideFailed, match=r"no answer to 'sample' in 0.2 s"):
+            side.ask("sample", timeout_s=0.2, seconds=30.0)
+
+
+def test_a_side_that_breaks_down_while_measured_loses_its_samples():
+    """Half a measurement is shown as missing: here the peer's Python is one without TensorFlow."""
+    row = small("one_device")[0]
+    results = run(Plan(rows=(row,), peer=Path(sys.executable)))
+    peers = [m for m in results.measurements if m.kind == "peer"]
+    assert [m.samples for m in peers] == [[], []]
+    assert all("tensorflow" in (m.missing or "") for m in peers)
+
+
+def test_when_time_is_over_the_rest_is_missing():
+    results = run(Plan(rows=small("one_device"), peer="no peer", budget_s=-1.0))
+    assert all("were over" in (m.missing or "") for m in results.measurements)
+
+
+def test_a_peer_that_cannot_be_installed_is_a_reason_not_a_crash(tmp_path: Path):
+    with pytest.raises(environment.PeerMissing, match="cannot be installed"):
+        environment.prepare(tmp_path / "venv", requirement=str(tmp_path / "no-such-package.whl"))
+    assert not (tmp_path / "venv" / "ready").exists()
+
+
+@pytest.mark.timeout(180)
+def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--only", "one_device", "--tiny", "--no-peer", "--results", str(tmp_path)]
+    assert command.main(arguments) == 0
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
+    assert "missing: one_device, TF, eager: left out by --no-peer" in capsys.readouterr().out
+
+
+def test_an_unknown_row_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        command.main(["--only", "nonsense"])
+    words = capsys.readouterr().err
+    assert "'nonsense'" in words
+    assert "one_device" in words

@@ -281,7 +281,7 @@ class _Session:
             if now - beat_at >= self._order.heartbeat_s:
                 beat_at = now
                 self.channel.notify(messages.Beat(facts=self._facts(now)))
-            if now - looked_at >= 1.0:
+            if now - looked_at >= TICK_S:
                 looked_at = now
                 turn_away()
             if now - heard_at > silence_s:

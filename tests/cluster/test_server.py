@@ -1,0 +1,156 @@
+"""`Server`: one task started by hand; one script for all roles (SRV-1 … SRV-3, page 003)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stratagem as sg
+from stratagem._cluster.spec import ClusterSpec
+from stratagem.cluster_resolver import SimpleClusterResolver
+from stratagem.errors import NotFoundError, UnavailableError
+
+SRC = str(Path(__file__).parents[2] / "src")
+
+
+class OnServers:
+    """Looks like a cluster to the coordinator fixture."""
+
+    def __init__(self, **jobs: list[str]) -> None:
+        self.resolver = SimpleClusterResolver(ClusterSpec(jobs))
+
+
+def test_job_and_index_are_inferred_or_asked_for() -> None:
+    """SRV-1."""
+    with sg.Server({"ps": ["127.0.0.1:0"]}, start=False) as server:
+        assert (server.job_name, server.task_index) == ("ps", 0)
+        assert server.server_def["cluster"] == {"ps": ["127.0.0.1:0"]}
+        assert "not started" in repr(server)
+    two = {"ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0", "127.0.0.1:0"]}
+    for options, kind in (
+        ({}, ValueError),
+        ({"job_name": "worker"}, ValueError),
+        ({"job_name": "chief"}, ValueError),
+        ({"job_name": "worker", "task_index": 7}, ValueError),
+        ({"job_name": "ps", "protocol": "pigeon"}, NotFoundError),
+        ({"job_name": "ps", "config": 3}, TypeError),
+    ):
+        with pytest.raises(kind):
+            sg.Server(two, **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        sg.Server(3)  # type: ignore[arg-type]
+
+
+def test_target_names_protocol_and_port() -> None:
+    """SRV-2."""
+    with sg.Server.create_local_server() as server:
+        assert server.job_name == "localhost"
+        assert server.target == f"grpc://{server.address}"
+        assert not server.target.endswith(":0")
+        assert "serving" in repr(server)
+        server.join(timeout_s=0.01)
+    assert "closed" in repr(server)
+    server.close()
+
+
+def test_listening_beyond_this_machine_needs_a_key() -> None:
+    """Issue 4, section 1: refused with the reason."""
+    with pytest.raises(PermissionError, match="STRATAGEM_CLUSTER_KEY"):
+        sg.Server({"ps": ["0.0.0.0:0"]})
+
+
+def test_servers_serve_one_coordinator_after_another(connect: Callable[..., Any]) -> None:
+    """After close() the same tasks serve the next one, and a second one at a time is refused."""
+    with (
+        sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
+        sg.Server({"ps": ["127.0.0.1:0"]}) as ps,
+    ):
+        cluster = OnServers(worker=[worker.address], ps=[ps.address])
+        first = connect(cluster)
+        assert first.schedule(os.getpid).fetch(timeout_s=30) == os.getpid()
+        with pytest.raises(UnavailableError, match="serves another coordinator"):
+            connect(cluster, connect_timeout_s=2.0)
+        first.close()
+        second = connect(cluster)
+        assert second.schedule(lambda: "again").fetch(timeout_s=30) == "again"
+
+
+def test_worker_with_another_number_is_not_mistaken(connect: Callable[..., Any]) -> None:
+    """A mixed-up cluster specification is an error that says so."""
+    spec = {"worker": {1: "127.0.0.1:0"}}
+    with sg.Server(spec) as worker, pytest.raises(UnavailableError, match="expects worker 0"):
+        connect(OnServers(worker=[worker.address]), connect_timeout_s=1.0)
+
+
+def test_coordinators_with_the_wrong_key_are_refused(
+    connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides prove the key before anything else is read."""
+    monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "the right key, long enough")
+    with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
+        cluster = OnServers(worker=[worker.address])
+        connect(cluster).close()
+        monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "another key, long enough")
+        with pytest.raises(UnavailableError, match="cluster key is another one"):
+            connect(cluster, connect_timeout_s=1.0)
+        monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "the right key, long enough")
+        assert connect(cluster).schedule(lambda: 1).fetch(timeout_s=30) == 1
+
+
+COORDINATOR = """
+import sys, threading
+import stratagem as sg
+sys.path.insert(0, sys.argv[2])
+from conftest import PlainStrategy
+from stratagem.cluster_resolver import SimpleClusterResolver
+spec = sg.ClusterSpec({"worker": [sys.argv[1]]})
+strategy = PlainStrategy(SimpleClusterResolver(spec))
+coordinator = sg.ClusterCoordinator(strategy)
+coordinator.schedule(lambda: None).fetch(timeout_s=30)
+print("working", flush=True)
+threading.Event().wait(60)
+"""
+
+
+def test_worker_outlives_a_killed_coordinator(connect: Callable[..., Any]) -> None:
+    """Coordinator gone (SIGKILL): the server notices and waits for a new one."""
+    with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COORDINATOR, worker.address, str(Path(__file__).parent)],
+            env={**os.environ, "PYTHONPATH": SRC},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "working\n"
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+        coordinator = connect(OnServers(worker=[worker.address]))
+        assert coordinator.schedule(lambda: "new").fetch(timeout_s=30) == "new"
+
+
+def test_port_in_use_is_an_error_at_once() -> None:
+    """And the first server is undisturbed."""
+    with sg.Server({"ps": ["127.0.0.1:0"]}) as first:
+        with pytest.raises(OSError, match="in use"):
+            sg.Server({"ps": [first.address]})
+        assert "serving" in repr(first)
+
+
+def test_join_returns_when_closed() -> None:
+    """From another thread."""
+    server = sg.Server({"ps": ["127.0.0.1:0"]})
+    closer = threading.Timer(0.1, server.close)
+    closer.start()
+    server.join()
+    closer.join()
+    assert "closed" in repr(server)

@@ -401,7 +401,13 @@ def _rows(part: Any) -> int:
 
 @final
 class OptionalElement:
-    """A step, or the news that there is none; see `DistributedIterator.get_next_as_optional`."""
+    """A step, or the news that there is none; see `DistributedIterator.get_next_as_optional`.
+
+    Example:
+        >>> from stratagem.data import OptionalElement
+        >>> OptionalElement(3).get_value(), OptionalElement().has_value()
+        (3, False)
+    """
 
     def __init__(self, value: Any = END) -> None:
         self._value = value
@@ -430,6 +436,18 @@ class DistributedIterator(ElementIterator):
     """The steps of a distributed dataset, and the position among them.
 
     Background threads end with the last step, an error, `close()`, or when it is dropped.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.OneDeviceStrategy("cpu:0") as strategy:
+        ...     iterator = iter(strategy.distribute_dataset(sg.data.Dataset.range(3).batch(2)))
+        ...     _ = iterator.get_next()
+        ...     position = iterator.state_dict()
+        >>> iterator.get_next()
+        tensor([2])
+        >>> iterator.load_state_dict(position)
+        >>> iterator.get_next()
+        tensor([2])
     """
 
     def _step(self) -> Any:

@@ -26,7 +26,13 @@ from stratagem._data.checksum import masked_crc32c
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that could not be read."""
+    """A record that could not be read: what a `Reader` yields in its place.
+
+    Example:
+        >>> from stratagem.data import Bad
+        >>> Bad("2 fields instead of 3")
+        Bad(reason='2 fields instead of 3')
+    """
 
     reason: str
 

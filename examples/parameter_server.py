@@ -1,0 +1,110 @@
+"""Parameter-server training: page 003's program, on real processes of this machine.
+
+The coordinator (this process) schedules steps; two workers run them; two parameter servers hold the
+variables, the embedding table cut in two. A checkpoint is written after every epoch: stop the program
+at any time and start it again.
+
+    python examples/parameter_server.py
+    python examples/parameter_server.py --epochs 2 --checkpoint /tmp/clicks.pt
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import stratagem as sg
+
+# Knobs.
+EPOCHS = 3
+STEPS_PER_EPOCH = 60
+BATCH = 64
+ITEMS = 500
+WIDTH = 8
+LEARNING_RATE = 0.05
+
+
+class Clicks(nn.Module):
+    """Will this user like that item? A table of items and a layer on top of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, WIDTH)
+        self.head = nn.Sequential(nn.Linear(2 * WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, pairs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.items(pairs).flatten(1)).squeeze(1)
+
+
+def dataset_fn() -> sg.data.Dataset:
+    """Runs on every worker: pairs of items, liked if both are even or both are odd."""
+    pairs = torch.randint(0, ITEMS, (4096, 2))
+    liked = (pairs.sum(1) % 2 == 0).float()
+    # Shuffled and repeated, so that all examples are visited about equally often.
+    return sg.data.Dataset.from_tensor_slices((pairs, liked)).shuffle().repeat().batch(BATCH)
+
+
+def main(epochs: int = EPOCHS, steps: int = STEPS_PER_EPOCH, checkpoint: str | None = None) -> float:
+    torch.manual_seed(0)
+    with sg.LocalCluster(workers=2, ps=2) as cluster:
+        strategy = sg.ParameterServerStrategy(
+            cluster.resolver,
+            variable_partitioner=sg.partitioners.MinSizePartitioner(
+                min_shard_bytes=4 << 10, max_shards=2
+            ),
+        )
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            distributed_dataset = coordinator.create_per_worker_dataset(dataset_fn)
+            with strategy.scope():
+                model = Clicks()
+                optimizer = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE)
+
+            first_epoch = load(checkpoint, model, optimizer)
+
+            def worker_fn(iterator):
+                def replica_fn(pairs, liked):
+                    optimizer.zero_grad()
+                    loss = nn.functional.binary_cross_entropy_with_logits(model(pairs), liked)
+                    loss.backward()
+                    optimizer.step()
+                    return loss.detach()
+
+                return strategy.run(replica_fn, args=next(iterator))
+
+            loss = float("nan")
+            for epoch in range(first_epoch, epochs):
+                iterator = iter(distributed_dataset)  # one fresh iterator on every worker
+                # Returns at once; any worker takes the next one.
+                losses = [coordinator.schedule(worker_fn, args=(iterator,)) for _ in range(steps)]
+                coordinator.join()
+                loss = float(sum(coordinator.fetch(losses)) / steps)
+                print(f"epoch {epoch}: loss {loss:.4f}")
+                save(checkpoint, model, optimizer, epoch)
+            return loss
+
+
+def save(path: str | None, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
+    if path is not None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        torch.save(state, path)
+
+
+def load(path: str | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restores the last checkpoint, if there is one; gives the epoch to begin with."""
+    if path is None or not Path(path).exists():
+        return 0
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    print(f"going on after epoch {state['epoch']}")
+    return int(state["epoch"]) + 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--steps", type=int, default=STEPS_PER_EPOCH)
+    parser.add_argument("--checkpoint", default=None)
+    arguments = parser.parse_args()
+    main(arguments.epochs, arguments.steps, arguments.checkpoint)

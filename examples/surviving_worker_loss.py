@@ -1,0 +1,62 @@
+"""Workers are killed while they train, and nothing is lost or counted twice.
+
+Schedules additions to one variable, kills a worker every now and then, and shows the sum: with
+`exactly_once=True` it is the number of additions, whatever happened.
+
+    python examples/surviving_worker_loss.py
+    python examples/surviving_worker_loss.py --additions 20000
+"""
+
+import argparse
+import itertools
+import threading
+
+import torch
+
+import stratagem as sg
+
+# Knobs.
+ADDITIONS = 5_000
+SECONDS_BETWEEN_KILLS = 0.4
+
+
+def main(additions: int = ADDITIONS) -> tuple[float, int]:
+    with sg.LocalCluster(workers=2, ps=1) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            total = sg.Variable(torch.zeros((), dtype=torch.float64))
+
+        def add_one():
+            total.assign_add(torch.ones((), dtype=torch.float64))
+
+        # Kills are frequent here: a closure may be unlucky more than three times.
+        options = sg.config.ClusterOptions(poison_limit=100)
+        with sg.ClusterCoordinator(strategy, options=options) as coordinator:
+            finished = threading.Event()
+            kills = 0
+
+            def kill_now_and_then():
+                nonlocal kills
+                for victim in itertools.cycle([0, 1]):
+                    if finished.wait(SECONDS_BETWEEN_KILLS):
+                        return
+                    cluster.kill_worker(victim)
+                    kills += 1
+
+            killer = threading.Thread(target=kill_now_and_then, name="killer")
+            killer.start()
+            try:
+                for _ in range(additions):
+                    coordinator.schedule(add_one, exactly_once=True)
+                coordinator.join()
+            finally:
+                finished.set()
+                killer.join()
+            print(f"{additions} additions, {kills} workers killed, sum {float(total):.0f}")
+            return float(total), kills
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--additions", type=int, default=ADDITIONS)
+    main(parser.parse_args().additions)

@@ -1,0 +1,73 @@
+"""The cluster examples run at small size and do what their texts say."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import parameter_server, surviving_worker_loss
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(120)
+def test_parameter_server_learns_and_goes_on_after_its_checkpoint(tmp_path, capsys):
+    """Page 003's program: two epochs, then a third by a second run."""
+    path = str(tmp_path / "state.pt")
+    first = parameter_server.main(epochs=2, steps=40, checkpoint=path)
+    second = parameter_server.main(epochs=3, steps=40, checkpoint=path)
+    assert "going on after epoch 1" in capsys.readouterr().out
+    assert second < first < 0.72
+
+
+def test_killed_workers_change_no_sum():
+    """Exactly as many additions as scheduled."""
+    total, kills = surviving_worker_loss.main(additions=1500)
+    assert total == 1500
+    assert kills >= 0
+
+
+def free_ports(count):
+    import socket
+
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+@pytest.mark.timeout(120)
+def test_three_terminals():
+    """The docstring's three commands: the chief learns the weight, twice, from the same servers."""
+    chief, ps, worker = (f"localhost:{port}" for port in free_ports(3))
+    cluster = {"chief": [chief], "ps": [ps], "worker": [worker]}
+
+    def start(kind):
+        setting = json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "examples" / "tf_config_cluster.py")],
+            env={**os.environ, "TF_CONFIG": setting, "PYTHONPATH": str(ROOT / "src")},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    servers = [start("ps"), start("worker")]
+    try:
+        for server in servers:
+            assert "waits for a chief" in server.stdout.readline()
+        for _ in range(2):
+            chief_process = start("chief")
+            out, _ = chief_process.communicate(timeout=60)
+            assert chief_process.returncode == 0
+            found = [float(n) for n in re.findall(r"-?\d+\.\d+", out.splitlines()[-1])]
+            assert found == pytest.approx([2.0, -3.0], abs=0.01)
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait(10)
+            server.stdout.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import report, rows
+from benchmarks import plots, report, rows
 from benchmarks.peer import environment
 from benchmarks.runner import Plan, run
 
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-peer", action="store_true", help="leave TensorFlow out")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: tries the machinery only")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--plots", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     given = parser.parse_args(arguments)
     console = Console()
@@ -76,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = report.markdown(chosen, results)
     path.with_suffix(".md").write_text(table + "\n")
     console.print(f"written: {path} and .md; took {results.seconds:.0f} s", markup=False)
+    if not given.tiny:
+        for picture in plots.draw(results, given.plots):
+            console.print(f"drawn: {picture}", markup=False)
     if given.only is None and not given.tiny and not given.no_peer:
         for page in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
             if report.include(page, report.markdown(rows.TABLE, results)):

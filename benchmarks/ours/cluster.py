@@ -27,7 +27,12 @@ class ClusterWork(Work):
         super().__init__()
         self.size = size
         self.scheduled = 0
-        self.cluster = sg.LocalCluster(workers=size["workers"], ps=size["servers"])
+        self.cluster = sg.LocalCluster(
+            workers=size["workers"],
+            ps=size["servers"],
+            # Threads instead of processes: for the test suite, never measured.
+            in_process=size.get("in_process", False),
+        )
         try:
             self.strategy = sg.ParameterServerStrategy(
                 self.cluster.resolver, variable_partitioner=self.partitioner()

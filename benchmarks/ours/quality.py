@@ -69,7 +69,9 @@ class Quality(Work):
         return self._curve(model, part), {}
 
     def _with_servers(self) -> tuple[list[dict[str, float]], dict[str, Any]]:
-        with sg.LocalCluster(workers=self.size["workers"], ps=2) as cluster:
+        size = self.size
+        in_process = size.get("in_process", False)
+        with sg.LocalCluster(workers=size["workers"], ps=2, in_process=in_process) as cluster:
             strategy = sg.ParameterServerStrategy(cluster.resolver)
             with sg.ClusterCoordinator(strategy) as coordinator:
                 with strategy.scope():

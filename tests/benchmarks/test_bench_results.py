@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks import report, rows
+from benchmarks import plots, report, rows
 from benchmarks.results import Check, Measurement, Results, lines
 
 MACHINE = {"name": "here", "processor": "a processor", "cores": 2}
@@ -124,3 +124,28 @@ def test_every_row_of_the_design_page_is_there():
     names = {row.name for row in rows.TABLE}
     assert {"empty", "mlp", "embedding", "read", "add", "one_device", "central"} <= names
     assert all(row.target is not None for row in rows.TABLE[:7])
+
+
+def test_every_curve_becomes_a_picture(tmp_path: Path):
+    """A curve with points, and the quality row with its curve, are drawn; what is missing is left out."""
+    processor = [{"main": 0.1, "worker 0": 0.5, "ps 0": 0.2}]
+    found = [
+        Measurement(row="workers", point=str(n), kind="ours", label="o", samples=[1.0 * n, 2.0 * n])
+        for n in (1, 2, 4)
+    ]
+    found[0].processor = processor
+    curve = [{"examples": 10.0 * n, "seconds": n, "auc": 0.5 + n / 10} for n in range(3)]
+    found.append(
+        Measurement(
+            row="quality",
+            point="one device",
+            kind="ours",
+            label="o",
+            samples=[0.7],
+            extra=[{"curve": curve, "best_auc": 0.9}],
+        )
+    )
+    found.append(Measurement(row="servers", point="1", kind="ours", label="o", missing="broke"))
+    drawn = plots.draw(results_with(*found), tmp_path)
+    assert [path.name for path in drawn] == ["workers.png", "quality.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)

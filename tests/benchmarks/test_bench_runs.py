@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from benchmarks import __main__ as command
 from benchmarks import rows
+from benchmarks.checks import compare
+from benchmarks.ours import side
 from benchmarks.peer import environment
 from benchmarks.runner import Plan, run
 from benchmarks.sides import SideFailed, SideProcess
@@ -23,7 +25,7 @@ def small(*names: str) -> tuple[rows.Row, ...]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["one_device", "central", "mlp", "embedding", "input"])
+@pytest.mark.parametrize("name", ["central", "mlp", "input"])
 def test_a_row_runs_and_does_the_plain_runs_work(name):
     """Ours and the limit give samples, the checks pass, and the peer that is not there is missing."""
     heard: list[str] = []
@@ -36,60 +38,67 @@ def test_a_row_runs_and_does_the_plain_runs_work(name):
     assert by_kind["peer"].missing == "no peer in the test suite"
     assert by_kind["peer"].samples == []
     assert len(heard) == plan.ticks
+    if name == "mlp":
+        tasks = {"main", "worker 0", "worker 1", "ps 0", "ps 1"}
+        assert set(by_kind["ours"].processor_per_1000()) == tasks
     if name != "input":
         assert any("plain run" in check.text for check in results.checks)
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["empty", "read", "add", "variables"])
-def test_a_cluster_row_runs(name):
-    """Every process of the cluster is accounted for by name."""
-    results = run(Plan(rows=small(name), peer="no peer"))
-    (ours,) = [m for m in results.measurements if m.kind == "ours"]
-    assert ours.missing is None
-    assert all(check.passed for check in results.checks), results.checks
-    assert set(ours.processor_per_1000()) == {"main", "worker 0", "worker 1", "ps 0", "ps 1"}
+@pytest.mark.parametrize("name", ["empty", "embedding", "read", "add", "variables"])
+def test_a_cluster_row_does_what_it_says(name):
+    """The row's own program, with threads for processes: its steps run and its facts compare well."""
+    (row,) = small(name)
+    size = {**row.points[0].size, "in_process": True}
+    made = side.make(name, size)
+    try:
+        facts = made.check()
+        assert made.sample(0.02)["value"] > 0
+    finally:
+        made.close()
+    assert all(check.passed for check in compare(name, {"ours": facts}, None))
 
 
-@pytest.mark.timeout(180)
 def test_quality_compares_the_same_examples():
     """One worker sees what one device sees: the same AUC at every point of the curve."""
-    row = ALL["quality"]
-    shrunk = [rows.tiny(replace(row, points=(point,))) for point in row.points[:2]]
-    results = run(Plan(rows=tuple(replace(r, repetitions=1) for r in shrunk), peer="no peer"))
-    alone, one_worker = [m.extra[0]["curve"] for m in results.measurements]
-    assert [p["auc"] for p in alone] == pytest.approx([p["auc"] for p in one_worker], abs=1e-6)
-    assert [p["examples"] for p in alone] == [p["examples"] for p in one_worker]
+    (row,) = small("quality")
+    alone, one_worker = (
+        side.make("quality", {**row.points[0].size, "workers": n, "in_process": True}).sample(0.0)
+        for n in (0, 1)
+    )
+    assert len(alone["curve"]) == 3
+    assert [p["auc"] for p in alone["curve"]] == pytest.approx(
+        [p["auc"] for p in one_worker["curve"]], abs=1e-6
+    )
 
 
 def test_a_side_that_cannot_do_a_row_says_why():
     with (
-        SideProcess("limit") as side,
+        SideProcess("limit") as process,
         pytest.raises(SideFailed, match="row 'no such' has no limit"),
     ):
-        side.ask("setup", timeout_s=60, row="no such", size={})
+        process.ask("setup", timeout_s=60, row="no such", size={})
 
 
 def test_a_side_that_is_killed_is_noticed_and_named():
-    with SideProcess("limit") as side:
-        side.ask("setup", timeout_s=60, row="mlp", size=MLP)
-        os.kill(side._process.pid, 9)
+    with SideProcess("limit") as process:
+        process.ask("setup", timeout_s=60, row="mlp", size=MLP)
+        os.kill(process._process.pid, 9)
         with pytest.raises(SideFailed, match="limit ended with -9 at 'sample'"):
-            side.ask("sample", timeout_s=60, seconds=0.01)
+            process.ask("sample", timeout_s=60, seconds=0.01)
 
 
 def test_a_silent_side_is_not_waited_for_longer_than_told():
-    with SideProcess("limit") as side:
-        side.ask("setup", timeout_s=60, row="mlp", size=MLP)
+    with SideProcess("limit") as process:
+        process.ask("setup", timeout_s=60, row="mlp", size=MLP)
         with pytest.raises(SideFailed, match=r"no answer to 'sample' in 0.2 s"):
-            side.ask("sample", timeout_s=0.2, seconds=30.0)
+            process.ask("sample", timeout_s=0.2, seconds=30.0)
 
 
 def test_a_side_that_breaks_down_while_measured_loses_its_samples():
     """Half a measurement is shown as missing: here the peer's Python is one without TensorFlow."""
-    row = small("one_device")[0]
-    results = run(Plan(rows=(row,), peer=Path(sys.executable)))
-    peers = [m for m in results.measurements if m.kind == "peer"]
+    row = replace(small("one_device")[0], sides=(rows.TRACED, rows.EAGER), parity=None)
+    peers = run(Plan(rows=(row,), peer=Path(sys.executable))).measurements
     assert [m.samples for m in peers] == [[], []]
     assert all("tensorflow" in (m.missing or "") for m in peers)
 

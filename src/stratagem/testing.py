@@ -180,9 +180,11 @@ def _cut(batch: Any, size: int) -> Any:
     if size == 1:
         return batch
     return pytree.tree_map(
-        lambda leaf: PerReplica(list(torch.tensor_split(leaf, size)))
-        if isinstance(leaf, Tensor) and leaf.dim() > 0
-        else leaf,
+        lambda leaf: (
+            PerReplica(list(torch.tensor_split(leaf, size)))
+            if isinstance(leaf, Tensor) and leaf.dim() > 0
+            else leaf
+        ),
         batch,
     )
 
@@ -194,9 +196,7 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
     return float((got.to(wanted.device, wide) - wanted.to(wide)).abs().nan_to_num(torch.inf).max())
 
 
-def _parted(
-    number: int, name: str, got: Tensor, wanted: Tensor, strategy: Strategy
-) -> str:
+def _parted(number: int, name: str, got: Tensor, wanted: Tensor, strategy: Strategy) -> str:
     apart = (got.to(wanted.device).double() - wanted.double()).abs().nan_to_num(torch.inf)
     place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
     at = tuple(place)

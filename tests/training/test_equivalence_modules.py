@@ -239,7 +239,11 @@ def test_adaptive_softmax_trains_the_same(strategy):
         for n in (5, 1, 7)
     ]
     sg.testing.assert_equivalent(
-        lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 20, [4, 10], div_value=2.0), sgd, loss_step, batches, strategy
+        lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 20, [4, 10], div_value=2.0),
+        sgd,
+        loss_step,
+        batches,
+        strategy,
     )
 
 

@@ -64,7 +64,13 @@ def test_the_list_of_optimizers_is_torchs():
 def test_optimizer_trains_the_same(name, strategy):
     # Adam-like optimizers divide by the root of tiny numbers: the first steps amplify rounding.
     sg.testing.assert_equivalent(
-        mlp, lambda model: make_optimizer(name, model), step, BATCHES, strategy, rtol=2e-3, atol=1e-4
+        mlp,
+        lambda model: make_optimizer(name, model),
+        step,
+        BATCHES,
+        strategy,
+        rtol=2e-3,
+        atol=1e-4,
     )
 
 
@@ -115,6 +121,7 @@ def test_a_closure_with_another_optimizer_is_refused_too(two):
 
 def test_several_optimizers_and_models_train_the_same(strategy):
     """Two models, two optimizers, one of them stepped every other batch."""
+
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
@@ -190,7 +197,10 @@ SCHEDULERS = {
     "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.ConstantLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [
+            torch.optim.lr_scheduler.ConstantLR(o, 0.1),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
         [2],
     ),
     "CosineAnnealingWarmRestarts": (

@@ -30,7 +30,9 @@ class Boom(Exception):
     """Something of the user's."""
 
 
-@pytest.mark.parametrize("where", ["before forward", "before backward", "before step", "after step"])
+@pytest.mark.parametrize(
+    "where", ["before forward", "before backward", "before step", "after step"]
+)
 def test_a_failing_replica_leaves_the_parameters_alone(where, several):
     """Its type, traceback and number arrive; others unwind; the next run trains as if nothing was."""
     model, optimizer = make(several)
@@ -102,7 +104,7 @@ def test_a_bare_parameter_is_refused_with_the_remedy(several):
         F.mse_loss(model(x) * bare, y).backward()
         optimizer.step()
 
-    with pytest.raises(sg.errors.ForeignParameterError, match="make it an nn.Parameter"):
+    with pytest.raises(sg.errors.ForeignParameterError, match=r"make it an nn\.Parameter"):
         several.run(step, args=cut(several, X, Y))
     assert torch.equal(bare, torch.ones(2))
 
@@ -207,11 +209,15 @@ def test_the_equivalence_check_explains_batchnorm_and_summed_replicas(make_strat
     def check(model_fn, strategy):
         with pytest.raises(AssertionError) as caught:
             sg.testing.assert_equivalent(
-                model_fn, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), step, [(X, Y)], strategy
+                model_fn,
+                lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+                step,
+                [(X, Y)],
+                strategy,
             )
         return str(caught.value)
 
-    normed = lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))  # noqa: E731
+    normed = lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     assert "statistics of each replica's own rows" in check(normed, make_strategy("central2"))
     summing = make_strategy("central2", gradient_aggregation="sum")
     assert "2 times plain training's" in check(lambda: nn.Linear(4, 2), summing)

@@ -224,7 +224,7 @@ def test_pickles_load_in_plain_pytorch_without_stratagem(strategy, tmp_path):
         "optimizer.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optimizer.step()\n"
         "print(float(sum(p.detach().double().sum() for p in model.parameters())))\n"
     )
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
@@ -249,6 +249,7 @@ def test_pickle_round_trip_in_process_gives_a_plain_model(two):
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_a_deep_copy_belongs_to_the_strategy_too(in_scope, strategy):
     """VAR-18: copies are independent and train like the original, recurrent weights included."""
+
     def lstm():
         return nn.ModuleDict({"a": nn.LSTM(4, 3, batch_first=True), "b": nn.Linear(3, 2)})
 
@@ -296,14 +297,18 @@ def test_other_precisions_and_data_swaps_are_followed(strategy):
     plain.double()
     plain_optimizer = sgd(plain)
     for _ in range(2):
-        strategy.run(lambda *b: step(model, optimizer, b), args=cut(strategy, X.double(), Y.double()))
+        strategy.run(
+            lambda *b: step(model, optimizer, b), args=cut(strategy, X.double(), Y.double())
+        )
         step(plain, plain_optimizer, (X.double(), Y.double()))
     assert_same(model, plain)
     for each in (model, plain):
         each[0].weight.data = torch.full_like(each[0].weight, 0.1)
         each.share_memory()
     for _ in range(2):
-        strategy.run(lambda *b: step(model, optimizer, b), args=cut(strategy, X.double(), Y.double()))
+        strategy.run(
+            lambda *b: step(model, optimizer, b), args=cut(strategy, X.double(), Y.double())
+        )
         step(plain, plain_optimizer, (X.double(), Y.double()))
     assert_same(model, plain)
 
@@ -395,7 +400,9 @@ def test_functional_call_and_transforms_work_in_replicas(strategy):
             return F.mse_loss(out, target[None])
 
         params = {name: p.detach() for name, p in model.named_parameters()}
-        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, x, y)["0.weight"]
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, x, y)[
+            "0.weight"
+        ]
 
     found = strategy.gather(strategy.run(per_row, args=cut(strategy, X, Y)), axis=0)
     torch.testing.assert_close(found, per_row(X, Y))
@@ -467,11 +474,13 @@ def test_a_module_built_inside_run_serves_but_is_not_trained(several):
     def use(x):
         return nn.Linear(4, 2)(x).shape
 
-    assert all(each[1] == 2 for each in several.local_results(several.run(use, args=cut(several, X))))
+    assert all(
+        each[1] == 2 for each in several.local_results(several.run(use, args=cut(several, X)))
+    )
 
     def train_it(x, y):
         model = nn.Linear(4, 2)
         step(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y))
 
-    with pytest.raises(sg.errors.ForeignParameterError, match="inside `with strategy.scope"):
+    with pytest.raises(sg.errors.ForeignParameterError, match=r"inside `with strategy\.scope"):
         several.run(train_it, args=cut(several, X, Y))

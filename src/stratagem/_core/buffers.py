@@ -22,7 +22,16 @@ from stratagem._core.homes import STALE, journal_of, version_of
 class BufferCopy:
     """One replica's copy of a buffer."""
 
-    __slots__ = ("home", "journal", "own", "replica_id", "source", "source_version", "tensor", "version")
+    __slots__ = (
+        "home",
+        "journal",
+        "own",
+        "replica_id",
+        "source",
+        "source_version",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, home: BufferHome, replica_id: int) -> None:
         self.home = home
@@ -53,7 +62,9 @@ class BufferCopy:
         # batch_norm and instance_norm write running statistics without counting a version.
         if source is None or own.numel() > COMPARED_ELEMENTS or not own.is_floating_point():
             return False
-        return not torch.equal(own, source if source.device == own.device else source.to(own.device))
+        return not torch.equal(
+            own, source if source.device == own.device else source.to(own.device)
+        )
 
 
 COMPARED_ELEMENTS = 65_536
@@ -143,15 +154,15 @@ class BufferHome:
                 self.central = merged
                 self._replace(merged)
         for copy in copies:
-            copy.source = copy.own = copy.tensor = None  # made anew from central when next asked for
+            copy.source = copy.own = copy.tensor = (
+                None  # made anew from central when next asked for
+            )
 
     def __repr__(self) -> str:
         return f"<BufferHome of shape {tuple(self.central.shape)}, {len(self._copies)} copies>"
 
 
-def _merge(
-    copies: Sequence[BufferCopy], weights: Sequence[float], device: torch.device
-) -> Tensor:
+def _merge(copies: Sequence[BufferCopy], weights: Sequence[float], device: torch.device) -> Tensor:
     tensors = [copy.tensor.detach().to(device) for copy in copies if copy.tensor is not None]
     first = tensors[0]
     alike = all(t.shape == first.shape and t.dtype == first.dtype for t in tensors)
@@ -164,5 +175,3 @@ def _merge(
     for copy, tensor in zip(copies[1:], tensors[1:], strict=True):
         merged.add_(tensor, alpha=weights[copy.replica_id] / total)
     return merged
-
-

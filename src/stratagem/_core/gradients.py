@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-
 from stratagem._core.homes import Journal
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ BACKWARD = "the end of backward()"
 
 _queue_callback = cast(
     "Callable[[Callable[[], None]], None]",
-    Variable._execution_engine.queue_callback,  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback,
 )
 
 
@@ -137,7 +136,9 @@ def aggregate(
     group = replica.group
     weights = group.row_weights
     # Closed over, not asked for inside: the meeting may run on any replica's thread.
-    plan: _Plan = group.meet(replica.id, label, homes, lambda brought: _plan(brought, weights, by_hand))
+    plan: _Plan = group.meet(
+        replica.id, label, homes, lambda brought: _plan(brought, weights, by_hand)
+    )
     dense, rest = plan
     me = replica.id
     if dense is not None:
@@ -219,7 +220,9 @@ def _fits_in_meeting(dense: _Dense) -> bool:
         elements += grad.numel()
         if elements > IN_MEETING_ELEMENTS or grad.requires_grad:
             return False
-        if others and any(grad.device != each[k].device or each[k].requires_grad for each in others):
+        if others and any(
+            grad.device != each[k].device or each[k].requires_grad for each in others
+        ):
             return False
     return True
 
@@ -281,7 +284,9 @@ def _combine_one(
         return None
     gradients = [grad.detach().to(device) for grad in gradients]
     if len({grad.layout for grad in gradients}) > 1:
-        gradients = [grad if grad.layout is torch.strided else grad.to_dense() for grad in gradients]
+        gradients = [
+            grad if grad.layout is torch.strided else grad.to_dense() for grad in gradients
+        ]
     result = gradients[0] * factors[0]
     for grad, factor in zip(gradients[1:], factors[1:], strict=True):
         result = torch.add(result, grad, alpha=factor)
@@ -331,9 +336,10 @@ def _after_hooks(
             post_hook(central)
         for leaf in leaves:
             leaf.base = None  # it is in central.grad now, or the hook did away with it
-        if central.grad is None:
+        left: Tensor | None = central.grad
+        if left is None:
             return [], []
-        grad = central.grad
+        grad = left
     return [grad], [1.0]
 
 

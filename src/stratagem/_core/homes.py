@@ -21,7 +21,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -42,7 +42,9 @@ class Journal:
         self.leaves: list[Leaf] = []
         self.copies: list[BufferCopy] = []
         self.accumulated: dict[ReplicatedHome, Leaf] = {}
-        self.put_aside: list[Leaf] = []  # leaves whose earlier gradients wait for the end of the pass
+        self.put_aside: list[
+            Leaf
+        ] = []  # leaves whose earlier gradients wait for the end of the pass
         self.queued = False  # the engine already knows that the replicas meet after this backward
 
     def __repr__(self) -> str:
@@ -77,13 +79,19 @@ class ParameterHome(abc.ABC):
 
     Attributes:
         central: the parameter that code outside any replica works with; its identity is stable.
+        remote: whether the parameter is kept by somebody else (a parameter server). Then every
+            ``optimizer.step()`` over it, in a replica or not, is the strategy's: its hook
+            ``_step_optimizer(optimizer, step)`` is called at once, without a meeting, and finds the
+            gradients where ``resolve`` handed out tensors.
 
     A strategy makes homes in its hook ``_adopt_parameter(module, name, parameter)``. Subclass this to
-    keep parameters elsewhere (on parameter servers, say).
+    keep parameters elsewhere. A tensor ``resolve`` hands out in central's place should be told to
+    `hands_out`, and `owns` should know it, so that an optimizer given it finds the home.
     """
 
     __slots__ = ("__weakref__", "central")
 
+    remote: ClassVar[bool] = False
     central: nn.Parameter
 
     def __init__(self, central: nn.Parameter) -> None:
@@ -101,6 +109,11 @@ class ParameterHome(abc.ABC):
     def hands_out(self, tensor: Tensor) -> None:
         """Let `home_of` find us by ``tensor`` too; we must keep it alive as long as ourselves."""
         _HOMES[id(tensor)] = self
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that looks after this parameter; None when it is gone, or does not matter."""
+        return None
 
     @abc.abstractmethod
     def copy_home(self, parameter: nn.Parameter) -> ParameterHome | None:

@@ -31,7 +31,6 @@ class Leaf:
         "central_grad_version",
         "central_version",
         "home",
-        
         "journal",
         "keeps_apart",
         "met",
@@ -49,7 +48,9 @@ class Leaf:
         self.central_version = version_of(home.central)
         self.met: Any = None  # the journal of the run in which its gradient was last aggregated
         self.aggregated: weakref.ref[Tensor] | None = None  # the gradient the replicas agreed on
-        self.central_grad: weakref.ref[Tensor] | None = None  # central's gradient we last agreed with
+        self.central_grad: weakref.ref[Tensor] | None = (
+            None  # central's gradient we last agreed with
+        )
         self.central_grad_version = -1
         self.base: Tensor | None = None  # gradient of earlier passes, kept apart during this one
         self.keeps_apart = False  # whether ``base`` is in use (see gradients)
@@ -103,6 +104,7 @@ class ReplicatedHome(ParameterHome):
         return ReplicatedHome(parameter, strategy, self.name)
 
     @property
+    @override
     def strategy(self) -> Any:
         """The strategy that looks after this parameter; None when it is gone."""
         return self._strategy()
@@ -159,7 +161,7 @@ class ReplicatedHome(ParameterHome):
             if data.device != replica.device:
                 data = data.to(replica.device, copy=True)
             tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
-            leaf = Leaf(self, replica.id, tensor)  # type: ignore[arg-type]
+            leaf = Leaf(self, replica.id, tensor)
             self._leaves[replica.id] = leaf
             self.hands_out(tensor)
             gradients.watch(leaf)
@@ -235,5 +237,3 @@ def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:
         own = grad.to(tensor.device) if grad.device != tensor.device else grad.clone()
     tensor.grad = own
     leaf.aggregated = weakref.ref(own)
-
-

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, ItemsView, ValuesView
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,6 @@ __all__ = [
     "install",
 ]
 
-_D = TypeVar("_D")
-
 
 class _ByContext(dict[str, Any]):
     """A dict whose values depend on who asks; holds what code outside any replica gets."""
@@ -54,10 +52,6 @@ class _ByContext(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         raise NotImplementedError
 
-    @overload
-    def get(self, name: str, /) -> Any: ...
-    @overload
-    def get(self, name: str, default: _D, /) -> Any | _D: ...
     @override
     def get(self, name: str, default: Any = None, /) -> Any:
         return self[name] if name in self else default
@@ -284,7 +278,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
     return home.central
 
 
-def _on_buffer(module: nn.Module, name: str, buffer: Tensor) -> Tensor | None:
+def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
     """The same for a buffer."""
     held: Any = module._buffers
     if buffer is None or not context.has_strategy():
@@ -334,5 +328,7 @@ def install() -> None:
     They cost a module built outside any scope one thread-local read per parameter.
     """
     if not _INSTALLED:
-        _INSTALLED.append(torch_module.register_module_parameter_registration_hook(_on_parameter))
-        _INSTALLED.append(torch_module.register_module_buffer_registration_hook(_on_buffer))
+        # Declared as returning nothing; what a hook returns is registered instead, says torch.
+        hooks: Any = torch_module
+        _INSTALLED.append(hooks.register_module_parameter_registration_hook(_on_parameter))
+        _INSTALLED.append(hooks.register_module_buffer_registration_hook(_on_buffer))

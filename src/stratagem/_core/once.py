@@ -45,7 +45,9 @@ def _once(plain: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _mean_arguments(brought: list[Any], weights: Sequence[float]) -> tuple[list[Any], dict[str, Any]]:
+def _mean_arguments(
+    brought: list[Any], weights: Sequence[float]
+) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of one call: a metric is the row-weighted mean of the replicas'."""
     present = [(each, weights[i]) for i, each in enumerate(brought) if each is not None]
     live = [(each, weight) for each, weight in present if weight > 0] or present
@@ -109,7 +111,7 @@ def _shadow(scaler: GradScaler, replica: Replica) -> _Shadow:
                 scaler._per_optimizer_states = shadow._per_optimizer_states
 
             replica.group.at_end(key, come_home)
-    return shadow  # type: ignore[no-any-return]
+    return shadow
 
 
 def _unscale(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -66,7 +66,7 @@ class GroupByReplica(dict[str, Any]):
     @property
     def central(self) -> list[Tensor]:
         """The parameters at home, whoever asks."""
-        return dict.__getitem__(self, "params")  # type: ignore[no-any-return]
+        return dict.__getitem__(self, "params")
 
     @override
     def __getitem__(self, key: str) -> Any:
@@ -147,15 +147,6 @@ def adopt(optimizer: Optimizer) -> None:
     if "step" not in held:
         held["step"] = types.MethodType(_step, optimizer)
         optimizer.register_state_dict_pre_hook(_at_home)
-        replica = current_replica()
-        if replica is not None and replica.group.size > 1:
-            held["_stratagem_lead"] = replica.group.meet(
-                replica.id, "creating an optimizer", optimizer, _first
-            )
-
-
-def _first(brought: list[Any]) -> list[Any]:
-    return [next(each for each in brought if each is not None)] * len(brought)
 
 
 def _at_home(optimizer: Optimizer) -> None:
@@ -168,10 +159,13 @@ def _at_home(optimizer: Optimizer) -> None:
 
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Perform a single optimization step; in a replica once for all of them."""
-    real = functools.partial(type(self).step, self)
     replica = current_replica()
-    if replica is None:
-        return real() if closure is None else real(closure)
+    remote = _remote_strategy(self)
+    if remote is not None:
+        return remote._step_optimizer(self, _real_step(self, closure))
+    homes = _homes(self)
+    if replica is None or not homes:
+        return _real_step(self, closure)()
     if closure is not None and replica.group.size > 1:
         raise UnsupportedOptimizer(
             f"{type(self).__name__}.step(closure) cannot run in {replica!r}: the closure would be "
@@ -179,44 +173,54 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             "optimizers that need a closure (LBFGS), or an optimizer without one."
         )
     _refuse_foreign(self, replica)
-    lead: Optimizer = self.__dict__.get("_stratagem_lead", self)
-    homes = _homes(self)
     group = replica.group
     live = [i for i, weight in enumerate(group.row_weights) if weight > 0]
-    if closure is not None:
-        real = functools.partial(real, closure)
 
-    def once(brought: list[Any]) -> list[Any]:
-        if any(brought):
+    def once(brought: list[tuple[Optimizer, bool] | None]) -> list[Any]:
+        present = [each for each in brought if each is not None]
+        if any(by_hand for _, by_hand in present):
             return [_BY_HAND] * len(brought)
-        return [_step_at_home(lead, homes, live, brought, real)] * len(brought)
+        # Made inside a replica, each has its own optimizer: the first one's keeps the state.
+        optimizer = present[0][0]
+        lead = next((i for i in live if brought[i] is not None), None)
+        if lead is None:
+            lead = next(i for i, each in enumerate(brought) if each is not None)
+        return [_step_at_home(optimizer, homes, lead, closure)] * len(brought)
 
     # Gradients set by hand came through no meeting; one replica's word is enough to have one.
     by_hand = any(
         not leaf.is_aggregated() for home in homes if (leaf := home.leaf(replica.id)) is not None
     )
-    result = group.meet(replica.id, STEP, by_hand, once)
+    result = group.meet(replica.id, STEP, (self, by_hand), once)
     if result is _BY_HAND:
         with torch.no_grad():
             gradients.aggregate(replica, homes, STEP, by_hand=True)
-        result = group.meet(replica.id, STEP, False, once)
+        result = group.meet(replica.id, STEP, (self, False), once)
     return result
 
 
 _BY_HAND = object()
 
 
+def _real_step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+    real = functools.partial(type(optimizer).step, optimizer)
+    return real if closure is None else functools.partial(real, closure)
+
+
 def _step_at_home(
     optimizer: Optimizer,
     homes: Sequence[ReplicatedHome],
-    live: Sequence[int],
-    brought: Sequence[Any],
-    real: Callable[[], Any],
+    lead: int,
+    closure: Callable[[], Any] | None,
 ) -> Any:
-    """Runs once, in cross-replica context: central gradients, then the real step."""
-    lead = next((i for i in live if brought[i] is not None), None)
-    if lead is None:
-        lead = next(i for i, each in enumerate(brought) if each is not None)
+    """Runs once, in cross-replica context: central gradients, then the real step.
+
+    Args:
+        optimizer: whose step it is.
+        homes: of its parameters.
+        lead: the replica whose leaves hold the gradients.
+        closure: for a lone replica.
+    """
     for home in homes:
         for leaf in home.leaves():
             leaf.refuse_writes()
@@ -226,11 +230,20 @@ def _step_at_home(
             home.central.grad = None
         else:
             home.publish(spoke)
-    strategy = homes[0].strategy
-    result = strategy._step_optimizer(optimizer, real)
+    result = homes[0].strategy._step_optimizer(optimizer, _real_step(optimizer, closure))
     for home in homes:
         home.stepped()
     return result
+
+
+def _remote_strategy(optimizer: Optimizer) -> Any:
+    """The strategy that keeps the parameters elsewhere and takes every step in hand; else None."""
+    for group in optimizer.param_groups:
+        if isinstance(group, GroupByReplica):
+            for home in group.homes:
+                if home is not None:
+                    return home.strategy if home.remote else None
+    return None
 
 
 def _homes(optimizer: Optimizer) -> list[ReplicatedHome]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import functools
 import threading
 from typing import Any
 
@@ -31,13 +30,15 @@ from stratagem._core.leaves import ReplicatedHome
 _COMPUTED = ("_g", "_v", "_orig")  # what old-style weight_norm and spectral_norm register
 
 
-def prepare(module: nn.Module, home: ParameterHome, name: str = "") -> None:
+def prepare(module: Any, home: ParameterHome, name: str = "") -> None:
     """Make ``module`` one of the special ones, if it is of a kind that needs it."""
+    mixin: type[_Special]
+    central: Any = home.central
     if isinstance(module, _Special):
-        mixin = None
-    elif isinstance(module, nn.RNNBase):
+        return
+    if isinstance(module, nn.RNNBase):
         mixin = _Recurrent
-    elif isinstance(module, LazyModuleMixin) and is_lazy(home.central):
+    elif isinstance(module, LazyModuleMixin) and is_lazy(central):
         mixin = _Lazy
     elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         mixin = _Renormalising
@@ -45,24 +46,22 @@ def prepare(module: nn.Module, home: ParameterHome, name: str = "") -> None:
         mixin = _Computing
     else:
         return
-    if mixin is not None:
-        module.__class__ = _special_class(type(module), mixin)
-    if isinstance(module, _Renormalising) and isinstance(home, ReplicatedHome):
+    if mixin is _Renormalising and isinstance(home, ReplicatedHome):
         home.may_be_written = True
+    module.__class__ = _special_class(type(module), mixin)
 
 
-@functools.cache
+_CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def _special_class(plain: type[nn.Module], mixin: type[_Special]) -> type[nn.Module]:
-    return type(
-        plain.__name__,
-        (mixin, plain),
-        {
-            "__module__": plain.__module__,
-            "__qualname__": plain.__qualname__,
-            "__doc__": plain.__doc__,
-            "_plain_class": plain,
-        },
-    )
+    found = _CLASSES.get((plain, mixin))
+    if found is None:
+        marks = ("__module__", "__qualname__", "__doc__")
+        content = {mark: getattr(plain, mark) for mark in marks}
+        found = type(plain.__name__, (mixin, plain), {**content, "_plain_class": plain})
+        _CLASSES[plain, mixin] = found
+    return found
 
 
 class _Special(nn.Module):
@@ -72,12 +71,15 @@ class _Special(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickle insists that copyreg.__newobj__ makes the object's own class; this one does not.
-        return copyreg._reconstructor, (self._plain_class, object, None), self.__getstate__()
+        state: Any = self
+        maker = vars(copyreg)["_reconstructor"]
+        return maker, (self._plain_class, object, None), state.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = type(self).__new__(type(self))
+        this: Any = self
+        twin: Any = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.__setstate__(copy.deepcopy(this.__getstate__(), memo))
         return twin
 
 
@@ -130,9 +132,9 @@ class _Renormalising(_Special):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the plain class, one replica at a time, so that no row is rescaled twice at once."""
         if current_replica() is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         with _RENORMALISING:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
 
 
 # One for all: such modules are rare, and a lock on the module would not pickle.
@@ -144,7 +146,11 @@ class _Computing(_Special):
 
     def __setattr__(self, name: str, value: Any) -> None:
         replica = current_replica()
-        if replica is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        if (
+            replica is not None
+            and isinstance(value, Tensor)
+            and not isinstance(value, nn.Parameter)
+        ):
             held = self.__dict__
             if name not in held["_parameters"] and name not in held["_buffers"]:
                 replica.group.notes[id(self), replica.id, name] = value

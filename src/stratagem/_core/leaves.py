@@ -104,7 +104,6 @@ class ReplicatedHome(ParameterHome):
         return ReplicatedHome(parameter, strategy, self.name)
 
     @property
-    @override
     def strategy(self) -> Any:
         """The strategy that looks after this parameter; None when it is gone."""
         return self._strategy()

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from stratagem import partitioners as partitioners
     from stratagem import testing as testing
     from stratagem._cluster.coordinator import ClusterCoordinator as ClusterCoordinator
-    from stratagem._cluster.coordinator import PerWorkerValues as PerWorkerValues
-    from stratagem._cluster.coordinator import RemoteValue as RemoteValue
     from stratagem._cluster.local import LocalCluster as LocalCluster
+    from stratagem._cluster.remote import PerWorkerValues as PerWorkerValues
+    from stratagem._cluster.remote import RemoteValue as RemoteValue
     from stratagem._cluster.server import Server as Server
     from stratagem._cluster.spec import ClusterSpec as ClusterSpec
     from stratagem._core.context import InputContext as InputContext
@@ -94,8 +94,8 @@ _HOME_OF = {
     "ReduceOp": "_core.reduction",
     # clusters
     "ClusterCoordinator": "_cluster.coordinator",
-    "RemoteValue": "_cluster.coordinator",
-    "PerWorkerValues": "_cluster.coordinator",
+    "RemoteValue": "_cluster.remote",
+    "PerWorkerValues": "_cluster.remote",
     "LocalCluster": "_cluster.local",
     "ClusterSpec": "_cluster.spec",
     "Server": "_cluster.server",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from benchmarks import plots, report, rows
 from benchmarks.results import Check, Measurement, Results, lines
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from benchmarks import __main__ as command
 from benchmarks import rows
 from benchmarks.checks import compare

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.pipelines_strategy import pipelines
 
 import stratagem as sg
 from stratagem._data import autoshard
@@ -18,6 +17,7 @@ from stratagem._data.iteration import DatasetIterator, Passes, Playback
 from stratagem._data.seeds import fresh_seed
 from stratagem._data.transforms import ShardNode
 from stratagem.data import SHARD_HINT, AutoShardPolicy, Dataset, DistributeOptions, Options
+from tests.data.pipelines_strategy import pipelines
 
 CPU = [torch.device("cpu")]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.pipelines_strategy import pipelines
 
 from stratagem._data.batching import BatchCursor, FusedBatchCursor
 from stratagem._data.iteration import DatasetIterator, Passes, Playback
 from stratagem.data import Dataset
+from tests.data.pipelines_strategy import pipelines
 
 
 def run(dataset, *, fuse, passes=2):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.data.pipelines_strategy import pipelines
 
 import stratagem as sg
 from stratagem.data import Dataset
+from tests.data.pipelines_strategy import pipelines
 
 
 def plain(element):

@@ -18,10 +18,12 @@ _VERDICTS = {"reached": "✓", "missed": "missed", "missing": "not measured", "n
 
 
 def number(value: float) -> str:
-    """Three significant figures, thousands separated."""
+    """About three significant figures, thousands separated."""
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def cell(measurement: Measurement | None) -> str:

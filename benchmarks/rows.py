@@ -245,6 +245,15 @@ CURVES = (
         axis="bytes added in a step",
     ),
     Row(
+        name="loader",
+        title="the same pipeline, as a multiple of torch's DataLoader",
+        unit="×",
+        sides=(OURS,),
+        points=(_point(tiny=False),),
+        checked=False,
+        repetitions=1,
+    ),
+    Row(
         name="wire",
         title="a small message there and back",
         unit="µs",
@@ -289,6 +298,7 @@ _TINY: dict[str, Any] = {
     "steps": 8,
     "parts": 2,
     "test_rows": 64,
+    "tiny": True,
 }
 
 

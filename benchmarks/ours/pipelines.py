@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import stratagem as sg
-from benchmarks import bench_wire, work
+from benchmarks import bench_input, bench_wire, work
 from benchmarks.protocol import Work
 
 
@@ -49,3 +49,18 @@ class Wire(Work):
     def sample(self, seconds: float) -> dict[str, Any]:
         figures = bench_wire.measure()
         return {"value": figures["round_trip_us"], "figures": figures}
+
+
+class Loader(Work):
+    """Our pipeline against torch's DataLoader; the price of distributing and reading ahead come along."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__()
+        self.tiny = size["tiny"]
+
+    def steps(self, count: int) -> None:
+        raise NotImplementedError("pipelines are measured by sample()")
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        figures = bench_input.measure(tiny=self.tiny)
+        return {"value": figures["rows"]["ratio"], "figures": figures}

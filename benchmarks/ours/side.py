@@ -25,6 +25,7 @@ WORK = {
     "startup": "cluster:StartUp",
     "recovery": "cluster:Recovery",
     "input": "pipelines:Input",
+    "loader": "pipelines:Loader",
     "wire": "pipelines:Wire",
     "quality": "quality:Quality",
 }

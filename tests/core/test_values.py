@@ -193,6 +193,16 @@ def test_other_containers():
     assert (pair.left, pair.right) == (2, 5)
     user = collections.UserDict(x=sg.PerReplica([1, 2]))
     assert split(user, 2)[0] == {"x": 1}
+
+    class Rows(list):
+        pass
+
+    rows = split(Rows([sg.PerReplica([1, 2]), 7]), 2)[1]
+    assert type(rows) is Rows
+    assert rows == [2, 7]
+    assert split(torch.Size([1, 2]), 2) is None
+    largest = torch.max(torch.eye(2), dim=0)
+    assert type(merge([largest, largest])) is type(largest)
     frozen = types.MappingProxyType({"x": sg.PerReplica([1, 2])})
     assert split(frozen, 2)[1]["x"] == 2
 

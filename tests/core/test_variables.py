@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
 import stratagem as sg
-from stratagem._core.context import current_replica
+from stratagem._core.context import Replica, current_replica
+from stratagem._core.devices import Device
+from stratagem._core.replicas import ReplicaGroup
 
 T = torch.tensor
 NONE, SUM, MEAN, FIRST = sg.VariableAggregation
@@ -546,6 +549,30 @@ def test_deepcopy_of_copies_keeps_each(mirrored):
     twin = copy.deepcopy(v)
     assert [float(part) for part in twin.values] == [1, 2]
     assert float(twin) == 3
+
+
+def test_pickling_is_refused_with_the_remedy(strategy):
+    """A variable lives with its strategy; its value can be saved."""
+    v = variable(strategy, [1.0])
+    with pytest.raises(TypeError, match="Save its value"):
+        pickle.dumps(v)
+    assert pickle.loads(pickle.dumps(v.read_value())).tolist() == [1]
+
+
+def test_a_replica_elsewhere_reads_a_copy_made_once():
+    """A leaf on another device is copied when the variable moved on, and only then."""
+    with torch.device("cpu"):
+        v = sg.Variable([1.0], trainable=True)
+    replica = Replica(1, ReplicaGroup(None, [Device()]), torch.device("meta"), None)
+    leaf = v._place.read_from(replica)
+    assert leaf.device.type == "meta"
+    assert leaf.requires_grad
+    version = leaf._version
+    assert v._place.read_from(replica) is leaf
+    assert leaf._version == version, "what autograd saved stays valid"
+    v.assign([2.0])
+    assert v._place.read_from(replica) is leaf
+    assert leaf._version > version
 
 
 def test_repr_shows_state(strategy):

@@ -120,7 +120,7 @@ def _known_kinds() -> frozenset[str]:
 
 def accelerators() -> tuple[Device, ...]:
     """Every accelerator of this machine that torch can use."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None:
         return ()
     kind = "GPU" if found.type == "cuda" else found.type.upper()

@@ -44,7 +44,7 @@ def _per_element(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 class Single(Place):
     """One tensor on one device: an ordinary variable."""
 
-    __slots__ = ("_device", "_leaves", "_tensor")
+    __slots__ = ("_copied", "_device", "_leaves", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, device: Device, *, tracks: bool) -> None:
         # A tensor of its own, also when made under inference_mode, which it will outlive.
@@ -52,7 +52,8 @@ class Single(Place):
             home = tensor.to(device.torch_device, copy=True)
         self._tensor = home.requires_grad_(tracks and home.is_floating_point())
         self._device = device
-        self._leaves: dict[int, torch.Tensor] = {}
+        self._leaves: dict[int, torch.Tensor] = {}  # by replica, see read_from
+        self._copied: dict[int, int] = {}  # version of the tensor that a leaf elsewhere holds
 
     @property
     @override
@@ -83,11 +84,15 @@ class Single(Place):
             if leaf is None:
                 leaf = self._leaves[replica.id] = home.detach().requires_grad_()
             return leaf
-        if leaf is None:
+        if leaf is None or leaf.device != replica.device:
             leaf = torch.empty_like(home, device=replica.device)
             self._leaves[replica.id] = leaf.requires_grad_(home.requires_grad)
-        with torch.no_grad():
-            leaf.copy_(home)
+            self._copied.pop(replica.id, None)
+        # Only when it moved on: copying again would invalidate what autograd saved of the leaf.
+        if self._copied.get(replica.id) != home._version:
+            with torch.no_grad():
+                leaf.copy_(home, non_blocking=True)
+            self._copied[replica.id] = home._version
         return leaf
 
     @override

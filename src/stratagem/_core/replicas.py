@@ -63,7 +63,7 @@ class Ambient:
         for kind, dtype, cache in self.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
         if device.type != "cpu":
-            stack.enter_context(torch.accelerator.device_index(device.index))
+            stack.enter_context(torch.get_device_module(device).device(device.index))
             stack.enter_context(device)
         return stack
 

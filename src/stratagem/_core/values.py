@@ -254,6 +254,8 @@ def _role(kind: type) -> str:
             role = "registered"
         elif issubclass(kind, Mapping):
             role = "mapping"
+        elif issubclass(kind, list | tuple) and kind is not torch.Size:
+            role = "sequence"
     _ROLE_OF[kind] = role
     return role
 
@@ -277,6 +279,8 @@ def open_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | 
         node = pytree.SUPPORTED_NODES[kind]
         children, spec = node.flatten_fn(tree)
         return list(children), lambda values: node.unflatten_fn(values, spec), len(children)
+    if role == "sequence":
+        return list(tree), kind, len(tree)
     keys = list(tree)
     return (
         [tree[key] for key in keys],

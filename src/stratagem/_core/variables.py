@@ -419,6 +419,13 @@ class Variable(Convertible):
     def __copy__(self) -> Variable:
         raise RuntimeError(f"variable {self.name!r} cannot be copied shallowly: use copy.deepcopy.")
 
+    @override
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"variable {self.name!r} cannot be pickled: it lives with its strategy. Save its value, "
+            "as in torch.save(variable.read_value(), path), and assign it after loading."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         frame_strategy = context.get_strategy() if context.has_strategy() else None
         if frame_strategy is not None and frame_strategy is not self._strategy:

@@ -195,7 +195,7 @@ def test_a_connection_cut_in_a_message_says_so(pair: tuple[Channel, Channel]) ->
     """Half a frame, then the end."""
     client, server = pair
     data = b"".join(frames.encode_frame(frames.NOTIFY, 0, b"x" * 100, []))
-    server._sock.send(data[:50])
+    server._stream.sock.send(data[:50])
     server.close()
     with pytest.raises(ConnectionLost, match="in the middle of a message"):
         client.receive(timeout_s=LIMIT_S)
@@ -230,7 +230,7 @@ def test_frames_beyond_the_limits_of_the_receiver_end_the_connection() -> None:
 def test_bytes_that_are_no_message_are_a_protocol_error(pair: tuple[Channel, Channel]) -> None:
     """A well-formed frame around nonsense."""
     client, server = pair
-    client._sock.send(b"".join(frames.encode_frame(frames.REQUEST, 1, b"\xc1\xff", [])))
+    client._stream.sock.send(b"".join(frames.encode_frame(frames.REQUEST, 1, b"\xc1\xff", [])))
     with pytest.raises(ProtocolError, match="no message of ours"):
         server.receive(timeout_s=LIMIT_S)
 
@@ -254,6 +254,22 @@ def test_unsent_buffers_can_be_kept(pair: tuple[Channel, Channel]) -> None:
         frame = received.result(LIMIT_S)
     assert frame is not None
     assert bytes(frame.buffer(0)[-1000:]) == b"a" * 1000
+
+
+@pytest.mark.parametrize("size", [10, frames.INPUT_BYTES, 1 << 22])
+def test_what_came_before_the_end_is_received(pair: tuple[Channel, Channel], size: int) -> None:
+    """A peer that sends its last word and hangs up is heard; then its end is noticed."""
+    client, server = pair
+    data = bytes(size)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(server.notify, Ok(), [data], timeout_s=LIMIT_S)
+        sent.add_done_callback(lambda _: server.close())
+        frame = client.receive(timeout_s=LIMIT_S)
+        sent.result(LIMIT_S)
+    assert frame is not None
+    assert len(frame.buffer(0)) == size
+    with pytest.raises(ConnectionLost, match="closed the connection"):
+        client.receive(timeout_s=LIMIT_S)
 
 
 def test_nobody_listening_is_named() -> None:

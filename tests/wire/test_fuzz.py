@@ -299,8 +299,7 @@ class Attacker:
         A last, honest request is answered after them, unless the server cut the connection.
         """
         channel = self.connected()
-        channel._outgoing.append(memoryview(data))
-        channel._outgoing_bytes += len(data)
+        channel._stream.append_bytes(data)
         try:
             channel.request(messages.Ping(), timeout_s=LIMIT_S)
         except DeadlineExceeded:
@@ -335,7 +334,7 @@ def test_broken_frames_at_a_parameter_server(target: Target, honest: PsClient) -
     for _ in range(BROKEN_FRAMES):
         attacker = Attacker(target.address)
         with attacker.connected() as channel:
-            sock = channel._sock
+            sock = channel._stream.sock
             try:
                 sock.send(broken(random_))
                 # A frame that announces more than it brings is waited for; this ends the waiting.
@@ -356,7 +355,7 @@ def test_half_frames_are_waited_for_without_harm(target: Target, honest: PsClien
         channel = connect(target.address, key=KEY, timeout_s=LIMIT_S)
         channel.request(messages.Hello(task="half"), timeout_s=LIMIT_S)
         data = absurd(random_)
-        channel._sock.send(data[: random_.randrange(len(data))])
+        channel._stream.sock.send(data[: random_.randrange(len(data))])
         attackers.append(channel)
     assert honest.versions(0) == {1: 1}
     for channel in attackers:

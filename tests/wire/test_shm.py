@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from stratagem._wire import messages, shm
+from stratagem._wire.arenas import LARGEST_SHARED_BYTES, Arena, Budget
 from stratagem._wire.messages import SegmentRef
-from stratagem._wire.shm import Arena, Budget, MappedSegment, Segment, open_segment
+from stratagem._wire.shm import MappedSegment, Segment, open_segment
 
 # A process that maps the segment it is told about and does what each line asks.
 PEER = """
@@ -275,7 +276,7 @@ def test_entries_never_overlap_and_are_aligned() -> None:
 
 def test_an_arena_has_a_limit_and_gives_memory_back() -> None:
     """MemoryError says how much is used; a large variable's memory goes when it is deleted."""
-    large = shm.LARGEST_SHARED_BYTES
+    large = LARGEST_SHARED_BYTES
     with Arena(Budget(2 * large), writable_by_peers=False) as arena:
         segment, _ = arena.place(large)
         arena.place(100)

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._wire import codec, messages, shm
+from stratagem._wire.arenas import Arena, Budget, memory_of_machine
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Operation, Setting, TensorRef
 
@@ -40,7 +41,7 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self.arena = shm.Arena(shm.Budget(shm.memory_of_machine()), writable_by_peers=True)
+        self.arena = Arena(Budget(memory_of_machine()), writable_by_peers=True)
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def prepare(self) -> None:

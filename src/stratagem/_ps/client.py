@@ -379,7 +379,9 @@ class PsClient:
         try:
             return self._control.ping(server, timeout_s=timeout_s)
         except ParameterServerLost as error:
-            raise self._links[server].declare_lost(f"does not answer: {error.__cause__}") from error
+            raise self._links[server].declare_lost(
+                f"did not answer a ping within {timeout_s:g} s ({error.__cause__})"
+            ) from error
 
     def stats(self, server: int, *, timeout_s: float = 5.0) -> dict[str, object]:
         """Numbers about a server, at most half a second old."""

@@ -94,7 +94,7 @@ class Door:
 
     def _greet(self, fd: int, channel: Channel) -> None:
         try:
-            frames = channel.receive_ready(1)
+            frames = channel.receive_ready()
             if not frames:
                 return
             hello = frames[0].message
@@ -117,7 +117,7 @@ class Door:
 
     def _serve(self, fd: int, channel: Channel) -> None:
         try:
-            frames = channel.receive_ready(1)
+            frames = channel.receive_ready()
         except WireError as error:
             self._drop(fd, channel, str(error), quiet=isinstance(error, ConnectionLost))
             return

@@ -198,6 +198,8 @@ class Link:
 
     def _recover(self, cause: ConnectionLost) -> None:
         """Connects again and repeats what is outstanding; ParameterServerLost if that fails."""
+        if self._lost is not None:  # declared so by somebody else while we waited
+            raise self._lost_error(self._lost) from cause
         if self._channel is not None:
             self._channel.close()
         deadline = time.monotonic() + _RECONNECT_S
@@ -212,7 +214,10 @@ class Link:
 
     def declare_lost(self, what: str) -> ParameterServerLost:
         """Somebody else found out that the server is lost; what waits here fails at once from now on."""
-        return self._lost_error(what)
+        lost = self._lost_error(what)
+        if self._channel is not None:
+            self._channel.close()  # wakes who waits for a reply
+        return lost
 
     def _lost_error(self, what: str) -> ParameterServerLost:
         self._lost = what

@@ -25,8 +25,10 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._ps.door import Door
+from stratagem._ps.leases import Leases
 from stratagem._ps.sessions import Session, SlotMaps
-from stratagem._wire import messages, shm
+from stratagem._wire import messages
+from stratagem._wire.arenas import Budget, memory_of_machine
 from stratagem._wire.channel import Channel
 from stratagem._wire.failures import failure_from
 from stratagem._wire.frames import Buffer, Limits
@@ -42,9 +44,6 @@ _TICK_S = 0.5
 
 UNSENT_LIMIT_BYTES = 1 << 26
 """Replies a connection may leave unread before its next request is looked at."""
-
-SESSION_LIMIT = 256
-"""Strategies at one time; a cluster is shared by a handful."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,17 +84,6 @@ class _Connection:
 
 
 @final
-class _Lease:
-    """Who keeps a session alive."""
-
-    def __init__(self, session: Session, lease_s: float) -> None:
-        self.session = session
-        self.lease_s = lease_s
-        self.owners: set[_Connection] = set()
-        self.orphaned_at: float | None = None
-
-
-@final
 class ParameterServer:
     """One parameter server: listens at once, works when `start` or `serve` is called.
 
@@ -123,9 +111,9 @@ class ParameterServer:
         shared = self._options.shared_memory
         self._shared = config.shared_memory_allowed() if shared is None else shared
         limit = self._options.memory_limit_bytes
-        self._budget = shm.Budget(limit if limit is not None else shm.memory_of_machine() * 9 // 10)
+        budget = Budget(limit if limit is not None else memory_of_machine() * 9 // 10)
         modules = self._options.optimizer_modules
-        self._modules = config.optimizer_modules() if modules is None else tuple(modules)
+        optimizer_modules = config.optimizer_modules() if modules is None else tuple(modules)
         self.task = task
         self.life = secrets.token_hex(8)
         listener = Listener(address, key=key, limits=self._options.limits)
@@ -136,7 +124,7 @@ class ParameterServer:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._arrivals: deque[_Connection] = deque()
         self._connections: set[_Connection] = set()
-        self._leases: dict[str, _Lease] = {}
+        self._leases = Leases(self.task, budget, optimizer_modules, shared_memory=self._shared)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
@@ -171,15 +159,14 @@ class ParameterServer:
                 while self._arrivals:
                     self._admit(self._arrivals.popleft())
                 now = time.monotonic()
-                self._end_leases(now)
+                for name, lease_s in self._leases.expired(now):
+                    self._end_session(name, f"its coordinator has been gone for {lease_s:g} s")
                 if now >= self._next_facts:
                     self._publish_facts()
         finally:
             for connection in list(self._connections):
                 self._forget(connection)
-            for lease in self._leases.values():
-                lease.session.close()
-            self._leases.clear()
+            self._leases.close_all()
             self._finished.set()
 
     def stop(self) -> None:
@@ -262,7 +249,7 @@ class ParameterServer:
             if connection.channel.wants_write:
                 connection.channel.flush()
             if not connection.inbox:  # else it has requests waiting for room: read no more
-                connection.inbox.extend(connection.channel.receive_ready(1))
+                connection.inbox.extend(connection.channel.receive_ready())
         except ConnectionLost as error:
             self._lose(connection, str(error), quiet=True)
         except WireError as error:
@@ -328,24 +315,13 @@ class ParameterServer:
     def _about_session(self, connection: _Connection, message: Message) -> Message | None:
         """Messages about the session as a whole; None for all others."""
         if isinstance(message, messages.OpenSession):
-            lease = self._leases.get(message.session)
-            if lease is None:
-                lease = _Lease(self._new_session(message.session), message.lease_s)
-                self._leases[message.session] = lease
-            lease.owners.add(connection)
-            lease.orphaned_at = None
-            connection.session = lease.session
+            connection.session = self._leases.open(message, owner=connection)
             return messages.Ok()
         if isinstance(message, messages.JoinSession):
-            if message.session not in self._leases:
-                raise NotFoundError(
-                    f"session {message.session!r} is not open on {self.task}: its coordinator closed "
-                    f"it, or the server was restarted"
-                )
-            connection.session = self._leases[message.session].session
+            connection.session = self._leases.find(message.session)
             return messages.Ok()
         if isinstance(message, messages.CloseSession):
-            self._close_session(message.session, "its coordinator closed it")
+            self._end_session(message.session, "its coordinator closed it")
             return messages.Ok()
         if isinstance(message, messages.Ping):
             return messages.Pong(served=self._served)
@@ -354,33 +330,14 @@ class ParameterServer:
             return messages.Stats(facts=self.facts)
         return None
 
-    def _new_session(self, name: str) -> Session:
-        if len(self._leases) >= SESSION_LIMIT:
-            raise MemoryError(
-                f"{self.task} already serves {len(self._leases)} sessions, which is its limit: close "
-                f"strategies that are not used any more"
-            )
-        return Session(
-            name,
-            budget=self._budget,
-            optimizer_modules=self._modules,
-            shared_memory=self._shared,
-        )
-
-    def _close_session(self, name: str, reason: str) -> None:
-        lease = self._leases.pop(name, None)
-        if lease is None:
+    def _end_session(self, name: str, reason: str) -> None:
+        session = self._leases.close(name)
+        if session is None:
             return
         _log.info("%s closes session %s: %s", self.task, name, reason)
         for connection in self._connections:
-            if connection.session is lease.session:
+            if connection.session is session:
                 connection.session = None
-        lease.session.close()
-
-    def _end_leases(self, now: float) -> None:
-        for name, lease in list(self._leases.items()):
-            if lease.orphaned_at is not None and now - lease.orphaned_at > lease.lease_s:
-                self._close_session(name, f"its coordinator has been gone for {lease.lease_s:g} s")
 
     def _lose(self, connection: _Connection, reason: str, *, quiet: bool = False) -> None:
         level = logging.INFO if quiet else logging.WARNING
@@ -390,16 +347,12 @@ class ParameterServer:
     def _forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
         self._selector.unregister(connection.channel)
-        for lease in self._leases.values():
-            if connection in lease.owners:
-                lease.owners.discard(connection)
-                if not lease.owners:
-                    lease.orphaned_at = time.monotonic()
+        self._leases.leave(connection, time.monotonic())
         connection.slots.close()
         connection.channel.close()
 
     def _publish_facts(self) -> None:
-        stores = [lease.session.store.stats() for lease in self._leases.values()]
+        stores = [session.store.stats() for session in self._leases.sessions()]
         self.facts = {
             "task": self.task,
             "sessions": len(self._leases),

@@ -17,6 +17,7 @@ from stratagem._ps.ledger import Admission, WriteId
 from stratagem._ps.stepping import Gradient, GroupSpec
 from stratagem._ps.store import InitOp, StateEntry, VariableStore
 from stratagem._wire import codec, messages, shm
+from stratagem._wire.arenas import Arena, Budget
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Message, SegmentRef, TensorRef
@@ -97,7 +98,7 @@ class Session:
 
     Example:
         >>> from stratagem._ps.sessions import Session
-        >>> from stratagem._wire.shm import Budget
+        >>> from stratagem._wire.arenas import Budget
         >>> session = Session("s1", budget=Budget(1 << 20))
         >>> session
         <Session 's1': 0 variables, 0 bytes, 0 writes>
@@ -108,13 +109,13 @@ class Session:
         self,
         name: str,
         *,
-        budget: shm.Budget,
+        budget: Budget,
         optimizer_modules: Sequence[str] = (),
         shared_memory: bool = True,
     ) -> None:
         self.name = name
         self._shared_memory = shared_memory
-        self._arena = shm.Arena(budget, writable_by_peers=False)
+        self._arena = Arena(budget, writable_by_peers=False)
         self._placed: tuple[shm.Segment, int, int] | None = None
         self._places: dict[int, tuple[shm.Segment, int, int]] = {}  # segment, offset, bytes
         self.store = VariableStore(self._allocate, optimizer_modules=optimizer_modules)

@@ -1,6 +1,6 @@
 """The connection between two processes: request and reply, notify, deadlines, close.
 
-Sockets live here and in `listener.py`. A channel moves messages (`messages.py`) with tensors beside them; what
+A channel moves messages (`messages.py`) with tensors beside them; what
 they mean is not known here. Everybody who talks to another process does it through a `Channel`.
 
 Two ways to use one, not to be mixed on one channel:
@@ -10,7 +10,7 @@ Two ways to use one, not to be mixed on one channel:
 - *Serving* (event loops): `fileno` in a selector, `receive_ready` when readable, `enqueue` and
   `flush`, `wants_write`. One thread at a time.
 
-Sockets are never blocking; every wait is a poll with a deadline.
+Sockets (`stream.py`) are never blocking; every wait is a poll with a deadline.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._wire import frames, messages
 from stratagem._wire.failures import exception_from
-from stratagem._wire.frames import Buffer, FrameParser, Limits
+from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClientHandshake, ClusterKey
 from stratagem._wire.messages import Frame, Message
+from stratagem._wire.stream import FrameStream, prepare, wait_for
 from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError
-
-_IOV_LIMIT = 512
-"""Pieces given to one sendmsg; the kernel takes 1024."""
 
 _POLL_SLICE_S = 0.5
 """How long a caller sleeps at most while another thread reads replies for it."""
@@ -56,27 +54,6 @@ def split_address(address: str) -> tuple[str, int]:
             f"as 'localhost:2222'"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def prepare(sock: socket.socket) -> None:
-    """Options of every connection: no delay, never block, notice a peer that vanished."""
-    sock.setblocking(False)
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A peer whose machine is gone sends no FIN: the kernel asks after 5 quiet seconds, every 2
-        # seconds, and gives up after 3 unanswered questions.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def wait_for(sock: socket.socket, events: int, deadline: float) -> bool:
-    """Waits until the socket is ready; False when the deadline (monotonic seconds) passed."""
-    poll = select.poll()
-    poll.register(sock, events)
-    left = deadline - time.monotonic()
-    return bool(poll.poll(max(0.0, left) * 1000.0))
 
 
 @final
@@ -119,13 +96,9 @@ class Channel:
             may_unpickle: whether failures may bring pickled exceptions: only where the other side is trusted
                 with running code here, as workers are by their coordinator.
         """
-        prepare(sock)
         self.peer = peer
-        self._sock = sock
+        self._stream = FrameStream(sock, peer=peer, limits=limits)
         self._may_unpickle = may_unpickle
-        self._parser = FrameParser(limits)
-        self._outgoing: deque[Buffer] = deque()
-        self._outgoing_bytes = 0
         self._send_lock = threading.Lock()
         self._arrival = threading.Condition(threading.Lock())
         self._has_reader = False
@@ -205,7 +178,7 @@ class Channel:
         """Sends several messages that have no reply, with as few system calls as possible."""
         with self._send_lock:
             for message, buffers in batch:
-                self._append(frames.NOTIFY, 0, message, buffers)
+                self._stream.append(frames.NOTIFY, 0, message, buffers)
             self._drain(timeout_s)
 
     def reply(
@@ -236,38 +209,23 @@ class Channel:
 
     def fileno(self) -> int:
         """For selectors."""
-        return self._sock.fileno()
+        return self._stream.sock.fileno()
 
-    def receive_ready(self, limit: int = 64) -> list[Frame]:
+    def receive_ready(self) -> list[Frame]:
         """Frames that are there now, after one read; empty if none is complete.
-
-        Args:
-            limit: soft limit: no further read is made; frames already read are all given.
 
         Raises:
             ConnectionLost: the other side closed, or is gone.
             ProtocolError: what it sends is not our protocol.
         """
-        found: list[Frame] = []
-        while len(found) < limit:
-            space = self._parser.space()
-            count = self._read_into(space)
-            if count < 0:
-                break
-            full = count == len(space)
-            self._parser.advance(count)
-            while (raw := self._parser.next_frame()) is not None:
-                found.append(messages.decode_frame(raw))
-            if not full:
-                break
-        return found
+        return self._stream.receive()
 
     def enqueue(
         self, kind: int, call: int, message: Message, buffers: Sequence[Buffer] = ()
     ) -> None:
         """Puts a frame in line; `flush` sends. The buffers must not change until they are sent."""
         with self._send_lock:
-            self._append(kind, call, message, buffers)
+            self._stream.append(kind, call, message, buffers)
 
     def enqueue_reply(self, frame: Frame, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """As `reply`, by `enqueue`."""
@@ -282,7 +240,7 @@ class Channel:
             ConnectionLost: the other side is gone.
         """
         with self._send_lock:
-            while self._outgoing:
+            while self._stream.outgoing:
                 if not self._send_some():
                     return False
             return True
@@ -290,18 +248,17 @@ class Channel:
     def keep_unsent(self) -> None:
         """Copies what is still in line, so that the caller may change the buffers it gave."""
         with self._send_lock:
-            if self._outgoing:
-                self._outgoing = deque(bytes(piece) for piece in self._outgoing)
+            self._stream.keep_unsent()
 
     @property
     def wants_write(self) -> bool:
         """True while something is in line."""
-        return bool(self._outgoing)
+        return bool(self._stream.outgoing)
 
     @property
     def outgoing_bytes(self) -> int:
         """Bytes in line, not yet taken by the socket."""
-        return self._outgoing_bytes
+        return self._stream.outgoing_bytes
 
     # -- end ----------------------------------------------------------------------------------
 
@@ -319,11 +276,11 @@ class Channel:
             has_reader = self._has_reader
             self._arrival.notify_all()
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that polls this socket
+            self._stream.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that polls this socket
         except OSError:
             pass  # already gone: nobody left to tell
         if not has_reader:
-            self._sock.close()
+            self._stream.sock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -341,7 +298,7 @@ class Channel:
         state = "closed" if self._closed else "lost" if self._lost else "open"
         return (
             f"<Channel to {self.peer} {state}, {len(self._awaited)} awaited, "
-            f"{self._outgoing_bytes} bytes in line>"
+            f"{self._stream.outgoing_bytes} bytes in line>"
         )
 
     # -- inside -------------------------------------------------------------------------------
@@ -379,7 +336,7 @@ class Channel:
             self._has_reader = False
             self._arrival.notify_all()
             if self._closed:  # close() left the socket to us
-                self._sock.close()
+                self._stream.sock.close()
 
     def _read_once(self, deadline: float) -> bool:
         """One read, its frames handed to whom they belong; False when the deadline passed first."""
@@ -402,30 +359,9 @@ class Channel:
         except (ConnectionLost, ProtocolError) as error:
             self._lost = error
 
-    def _read_into(self, space: memoryview) -> int:
-        """Bytes read; -1 when none are there now."""
-        try:
-            count = self._sock.recv_into(space)
-        except (BlockingIOError, InterruptedError):
-            return -1
-        except OSError as error:
-            raise ConnectionLost(f"the connection to {self.peer} broke: {error}") from error
-        if count == 0:
-            how = "" if self._parser.is_between_frames else " in the middle of a message"
-            raise ConnectionLost(f"{self.peer} closed the connection{how}")
-        return count
-
     def _lost_error(self) -> Exception:
         assert self._lost is not None
         return type(self._lost)(*self._lost.args)
-
-    def _append(self, kind: int, call: int, message: Message, buffers: Sequence[Buffer]) -> None:
-        for piece in frames.encode_frame(kind, call, messages.encode(message), buffers):
-            view = memoryview(piece)
-            if view.ndim != 1 or view.format != "B":
-                view = view.cast("B")
-            self._outgoing.append(view)
-            self._outgoing_bytes += view.nbytes
 
     def _send(
         self,
@@ -436,13 +372,13 @@ class Channel:
         timeout_s: float | None,
     ) -> None:
         with self._send_lock:
-            self._append(kind, call, message, buffers)
+            self._stream.append(kind, call, message, buffers)
             self._drain(timeout_s)
 
     def _drain(self, timeout_s: float | None) -> None:
         """Sends everything in line. Reads meanwhile, so that two sides sending to each other never stall."""
         deadline = None
-        while self._outgoing:
+        while self._stream.outgoing:
             if self._send_some():
                 continue
             if deadline is None:
@@ -457,7 +393,7 @@ class Channel:
                 self._has_reader = True
         try:
             events = select.POLLOUT | (select.POLLIN if reads else 0)
-            ready = wait_for(self._sock, events, deadline)
+            ready = wait_for(self._stream.sock, events, deadline)
             if ready and reads:
                 self._take_in()
         finally:
@@ -474,31 +410,15 @@ class Channel:
 
     def _send_some(self) -> bool:
         """One send; False when the socket takes nothing now."""
-        if self._closed or self._lost is not None:
-            if self._lost is not None:
-                raise self._lost_error()
+        if self._lost is not None:
+            raise self._lost_error()
+        if self._closed:
             raise ConnectionLost(f"the channel to {self.peer} is closed")
-        pieces = self._outgoing
         try:
-            if len(pieces) == 1:
-                sent = self._sock.send(pieces[0])
-            else:
-                few = pieces if len(pieces) <= _IOV_LIMIT else list(pieces)[:_IOV_LIMIT]
-                sent = self._sock.sendmsg(few)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError as error:
-            self._lost = ConnectionLost(f"the connection to {self.peer} broke: {error}")
-            raise self._lost_error() from error
-        self._outgoing_bytes -= sent
-        while sent:
-            first = memoryview(pieces[0])
-            if sent < first.nbytes:
-                pieces[0] = first[sent:]
-                break
-            sent -= first.nbytes
-            pieces.popleft()
-        return True
+            return self._stream.send_some()
+        except ConnectionLost as error:
+            self._lost = error
+            raise
 
 
 def connect(

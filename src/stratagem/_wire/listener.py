@@ -17,9 +17,10 @@ from typing import Self, final
 
 from typing_extensions import override
 
-from stratagem._wire.channel import Channel, prepare, split_address
+from stratagem._wire.channel import Channel, split_address
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
+from stratagem._wire.stream import prepare
 from stratagem.errors import WireError
 
 _log = logging.getLogger("stratagem.wire")

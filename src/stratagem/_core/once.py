@@ -5,7 +5,7 @@ would change R times. So ``scheduler.step()`` and ``scaler.update()`` in a repli
 and are done once; ``scaler.unscale_`` and ``scaler.step`` work on a shadow of the scaler, one per replica,
 since each replica unscales its own gradients. Outside replicas they are torch's own methods.
 
-torch offers no hook here either, so `install` wraps the methods: see docs/design/0002.
+torch offers no hook here either, so `install` wraps the methods: see docs/design/0004-wrapped-torch-methods.md.
 """
 
 from __future__ import annotations

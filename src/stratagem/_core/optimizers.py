@@ -7,7 +7,7 @@ meet, hands the aggregated gradient to the central parameters and runs the real 
 strategy's hook ``_step_optimizer``. Outside replicas everything is plain PyTorch. State stays at home.
 
 torch has no hook for "an optimizer was made", so `install` wraps ``Optimizer.__init__`` and
-``__setstate__``: docs/design/0002 says why this one exception to "no monkeypatching" is made.
+``__setstate__``: docs/design/0004-wrapped-torch-methods.md says why this exception to "no monkeypatching" is made.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""The torch methods we wrap are torch's own outside replicas (docs/design/0004-wrapped-torch-methods.md)."""
+
+import pickle
+
+import torch
+from torch import nn
+
+import stratagem as sg
+
+
+def test_plain_optimizers_are_left_alone():
+    """Over parameters without a home: no instance attributes, ordinary groups."""
+    sg.OneDeviceStrategy("cpu:0")  # everything is installed now
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    assert "step" not in vars(optimizer)
+    assert type(optimizer.param_groups) is list
+    assert type(optimizer.param_groups[0]) is dict
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert type(again.param_groups) is list
+
+
+def test_one_device_leaves_modules_and_optimizers_plain():
+    """Nothing stands between the user and PyTorch: that is how it is as fast."""
+    strategy = sg.OneDeviceStrategy("cpu:0")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for module in model:
+        assert type(module._parameters) is dict
+        assert type(module._buffers) is dict
+    assert type(model[2]) is nn.LSTM
+    assert "step" not in vars(optimizer)
+
+
+def test_modules_made_outside_a_scope_stay_plain():
+    with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            pass
+        model = nn.Linear(2, 2)
+    assert type(model._parameters) is dict
+
+
+def test_schedulers_and_scalers_outside_replicas_are_torchs():
+    sg.OneDeviceStrategy("cpu:0")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    for k in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.5 ** (k + 1)
+        assert scaler.get_scale() == 2.0 ** (k + 2)
+    assert "step" not in scheduler.state_dict()
+
+
+def test_a_strategy_and_its_models_can_be_collected():
+    """Homes, leaves, hooks and optimizers keep nobody alive who is forgotten."""
+    import gc
+    import weakref
+
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    strategy.run(step, args=(sg.PerReplica([torch.ones(1, 2), torch.ones(1, 2)]),))
+    gone = [weakref.ref(strategy), weakref.ref(model), weakref.ref(optimizer)]
+    del strategy, model, optimizer, step
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]
+
+
+def test_a_model_outlives_its_strategy():
+    """Outside run it is an ordinary model, also when the strategy is gone."""
+    import gc
+
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    strategy.run(model, args=(sg.PerReplica([torch.randn(3, 2), torch.randn(3, 2)]),))
+    strategy.close()
+    del strategy
+    gc.collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    model(torch.randn(4, 2)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import subprocess
@@ -13,6 +14,8 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import stratagem as sg
 from stratagem._core import context
@@ -32,6 +35,13 @@ def strategy(request):
 @pytest.fixture
 def two():
     with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three():
+    with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as made:
+        made.run(lambda: None)  # its threads are the module's, not the first test's
         yield made
 
 
@@ -606,3 +616,61 @@ def test_representations():
     assert repr(ReplicaGroup(None, [Device()])) == "<ReplicaGroup of 1>"
     two = ReplicaGroup(None, [Device(), Device()])
     assert repr(two) == "<ReplicaGroup of 2 [0 waiting at None, 0 ended, 0 failed]>"
+
+
+# ------------------------------------------------------------------ everything at once
+
+
+class BoomError(Exception):
+    """Raised by a replica on purpose."""
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    plans=st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=3, max_size=3),
+    rows=st.lists(st.integers(0, 2), min_size=3, max_size=3),
+)
+def test_whatever_replicas_do_the_run_ends_and_the_next_one_works(three, plans, rows):
+    """Any mixture of meeting, failing, leaving early and having no rows: never a hang."""
+    batch = sg.PerReplica([torch.zeros(n) for n in rows])
+
+    def step(_):
+        meetings, fails = plans[me()]
+        for turn in range(meetings):
+            meet(turn, lambda brought: brought)
+        if fails:
+            raise BoomError
+        return "done"
+
+    present = [i for i in range(3) if rows[i] or not any(rows)]
+    lengths = {plans[i][0] for i in present}
+    absent = [i for i in range(3) if i not in present]
+    fine = (
+        len(lengths) == 1
+        and not any(fails for _, fails in plans)
+        and all(plans[i][0] <= min(lengths) for i in absent)
+    )
+    if fine:
+        assert three.run(step, args=(batch,)) == "done"
+    else:
+        with pytest.raises((BoomError, sg.errors.ReplicaMismatch)) as caught:
+            three.run(step, args=(batch,))
+        if isinstance(caught.value, BoomError):
+            assert any(fails for _, fails in plans)
+    assert three.run(me).values == (0, 1, 2)
+
+
+def test_ctrl_c_ends_a_run(two):
+    """KeyboardInterrupt reaches the caller while replicas work, and they unwind."""
+
+    def step():
+        if me() == 0:
+            _thread.interrupt_main()
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            meet(0, lambda brought: brought)
+        return "never interrupted"
+
+    with pytest.raises(KeyboardInterrupt):
+        two.run(step)
+    assert two.run(me).values == (0, 1)

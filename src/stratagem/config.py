@@ -159,6 +159,21 @@ def wire_timeout_s() -> float:
     return seconds_from_environment("STRATAGEM_WIRE_TIMEOUT_S", 60.0)
 
 
+def remote_table_bytes() -> int:
+    """From which size on a tensor made under a parameter-server scope is not built here.
+
+    1 GiB: what any coordinator has; above it a parameter is initialised on the servers, shard by
+    shard. Set ``STRATAGEM_REMOTE_TABLE_BYTES`` to change it.
+    """
+    text = environment("STRATAGEM_REMOTE_TABLE_BYTES", str(1 << 30))
+    if text is None or not text.isdecimal() or int(text) == 0:
+        raise ValueError(
+            f"STRATAGEM_REMOTE_TABLE_BYTES={text!r} is not a size: expected a positive number of "
+            "bytes, such as 1073741824."
+        )
+    return int(text)
+
+
 def shared_memory_allowed() -> bool:
     """Whether tasks on one host may share memory; ``STRATAGEM_SHARED_MEMORY=0`` forces sockets.
 

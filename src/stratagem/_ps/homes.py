@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,12 @@ from typing_extensions import override
 
 from stratagem._core.homes import ParameterHome, version_of
 from stratagem._core.partition import Partitioner, number_of_shards
+from stratagem._ps.big_tables import planned_of
 from stratagem._ps.client import PsClient
+from stratagem._ps.mapping import Place
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.remote import RemoteVariable
+from stratagem._ps.store import InitOp
 
 TABLE_ROWS = 8192
 """A matrix with this many rows is treated as a table even in a module of the user's own: below it a
@@ -35,7 +38,16 @@ dense gradient of 16 columns (512 KiB) costs less than looking up rows."""
 class Kept:
     """One local tensor and the variable on the servers it stands for."""
 
-    __slots__ = ("_may_be_cut", "_name", "_pushed", "description", "owner", "remote", "tensor")
+    __slots__ = (
+        "_may_be_cut",
+        "_name",
+        "_pushed",
+        "description",
+        "owner",
+        "plan",
+        "remote",
+        "tensor",
+    )
 
     def __init__(
         self, owner: CoordinatorVariables, tensor: Tensor, name: str, *, may_be_cut: bool = True
@@ -47,6 +59,16 @@ class Kept:
         self._name = name
         self._may_be_cut = may_be_cut
         self._pushed = -1
+        # A table too large to be built here has a plan instead of values.
+        self.plan = planned_of(tensor)
+        if self.plan is not None and self.plan.is_local:
+            raise ValueError(
+                f"parameter {name!r} was built from a large tensor that something else than an "
+                "initialiser has used: it is in memory already. Make it without touching it first, or "
+                "raise STRATAGEM_REMOTE_TABLE_BYTES."
+            )
+        if self.plan is not None:
+            self.plan.adopt(name, owner.flush)
         self.place()
 
     def place(self) -> None:
@@ -57,14 +79,17 @@ class Kept:
 
     def is_changed(self) -> bool:
         """Whether the local tensor was written since the servers were told."""
+        if self.plan is not None:
+            return False
         return version_of(self.tensor) != self._pushed
 
-    def reach(self) -> RemoteVariable:
-        """The variable on its servers, where it must yet be created; values follow by `send`."""
+    def reach(self) -> list[tuple[Place, str, Sequence[InitOp]]]:
+        """The shards to be created on the servers; values follow by `send`, unless planned."""
         self.place()
         assert self.description is not None
         self.remote = RemoteVariable(self.description, self.owner.client)
-        return self.remote
+        recipes = None if self.plan is None else self.plan.settle_in(self.remote)
+        return self.remote.wanted(recipes)
 
     def send(self) -> None:
         """Write the local values to the servers."""
@@ -77,7 +102,7 @@ class Kept:
     def refresh(self) -> None:
         """Take over the servers' values if they moved on and nothing was changed here."""
         remote = self.remote
-        if remote is None or self.is_changed() or self.owner.closed:
+        if remote is None or self.plan is not None or self.is_changed() or self.owner.closed:
             return
         if remote.versions() != remote.seen:
             # Through `.data`: this is no change of the user's, so no version is counted.
@@ -232,7 +257,7 @@ class CoordinatorVariables:
         every = [home.kept for home in self._homes if not is_lazy(home.kept.tensor)]
         new = [kept for kept in every if kept.remote is None]
         if new:
-            self.client.create_all([one for kept in new for one in kept.reach().wanted()])
+            self.client.create_all([one for kept in new for one in kept.reach()])
         for kept in every:
             if kept.is_changed():
                 kept.send()

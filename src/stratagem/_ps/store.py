@@ -149,7 +149,7 @@ class VariableStore:
         """Run in-place initialisations in order; returns the new version."""
         stored = self._find(variable)
         for operation in operations:
-            _initialise(stored.tensor, operation)
+            initialise(stored.tensor, operation)
         return self._moved(stored)
 
     def write_rows(self, variable: int, start: int, values: Tensor) -> int:
@@ -345,7 +345,8 @@ def _check_ids(stored: StoredVariable, ids: Tensor) -> None:
         )
 
 
-def _initialise(tensor: Tensor, operation: InitOp) -> None:
+def initialise(tensor: Tensor, operation: InitOp) -> None:
+    """Run one initialisation in place."""
     generator = torch.Generator().manual_seed(operation.seed)
     name, args = operation.name, operation.args
     if name == "zeros":

@@ -24,6 +24,7 @@ from stratagem._core import context, devices, reduction
 from stratagem._core.partition import Partitioner
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._ps import variables as ps_variables
+from stratagem._ps.big_tables import BigTables
 from stratagem._ps.client import PsClient
 from stratagem._ps.coordinator_views import CoordinatorViews
 from stratagem._ps.homes import CoordinatorVariables
@@ -161,6 +162,10 @@ class ParameterServerStrategy(Strategy):
             )
             self._views = CoordinatorViews(self, lambda: setup)
         return self._views
+
+    @override
+    def _scope_entered(self) -> AbstractContextManager[object]:
+        return BigTables(config.remote_table_bytes())
 
     @override
     def _close(self) -> None:

@@ -343,6 +343,12 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(documented) == sorted(expected)
 
 
+def test_every_public_name_is_in_the_changelog() -> None:
+    """Whoever adds a name tells the people who upgrade."""
+    page = (SOURCE.parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [name for name in sg._HOME_OF if f"`{name}`" not in page] == []
+
+
 # Loading.
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Killer:
             self._cluster.kill_worker(draw.randrange(2))
             self.kills += 1
 
-    def __enter__(self) -> Killer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -62,7 +62,9 @@ def add_under_fire(cluster: LocalCluster, *, exactly_once: bool) -> tuple[float,
 
         before = sg.metrics.snapshot().counters.get("coordinator.closures_repeated", 0)
         with Killer(cluster) as killer:
-            values = [coordinator.schedule(add, exactly_once=exactly_once) for _ in range(ADDITIONS)]
+            values = [
+                coordinator.schedule(add, exactly_once=exactly_once) for _ in range(ADDITIONS)
+            ]
             coordinator.join(timeout_s=55)
         completed = sum(value.status.value == "ready" for value in values)
         again = sg.metrics.snapshot().counters["coordinator.closures_repeated"] - before

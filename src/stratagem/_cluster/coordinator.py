@@ -150,7 +150,10 @@ class ClusterCoordinator:
         [0, 1, 4, 9]
     """
 
-    _of: ClassVar[weakref.WeakKeyDictionary[Any, ClusterCoordinator]] = weakref.WeakKeyDictionary()
+    # Weak on both sides: a coordinator (its errors' tracebacks, for one) may lead to its strategy.
+    _of: ClassVar[weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]]] = (
+        weakref.WeakKeyDictionary()
+    )
     _of_lock = threading.Lock()
 
     def __new__(cls, strategy: Any, *, options: ClusterOptions | None = None) -> Self:
@@ -160,11 +163,13 @@ class ClusterCoordinator:
                 f"{strategy!r} has no cluster: ClusterCoordinator needs a ParameterServerStrategy."
             )
         with cls._of_lock:
-            found = cls._of.get(strategy)
+            known = cls._of.get(strategy)
+            found = known() if known is not None else None
             if found is None:
                 found = super().__new__(cls)
                 found._begin(strategy, options or ClusterOptions.from_environment())
-                cls._of[strategy] = found
+                cls._of[strategy] = weakref.ref(found)
+        assert isinstance(found, cls)
         return found
 
     def __init__(self, strategy: Any, *, options: ClusterOptions | None = None) -> None:

@@ -124,6 +124,7 @@ class Worker:
         with context.worker_index(self.index):
             while (session := self._sessions.get()) is not None:
                 session.work()
+                del session  # an idle worker holds nothing of its last coordinator
                 if self._output is not None:
                     self._output.detach()
 

@@ -218,7 +218,13 @@ def _tasks_on(
 
 
 class ExecutableLocation(enum.Enum):
-    """Where the program that asks Kubernetes runs."""
+    """Where the program that asks Kubernetes runs.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.cluster_resolver.ExecutableLocation.OFF_CLUSTER.value
+        1
+    """
 
     WITHIN_CLUSTER = 0
     OFF_CLUSTER = 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -665,7 +665,7 @@ def test_ctrl_c_ends_a_run(two):
 
     def step():
         if me() == 0:
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             meet(0, lambda brought: brought)

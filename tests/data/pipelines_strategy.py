@@ -1,4 +1,4 @@
-"""Random pipelines for hypothesis: shared by the tests of positions and of fusing."""
+"""Random pipelines for hypothesis, and the steps they are made of: shared by several tests."""
 
 from __future__ import annotations
 
@@ -16,79 +16,77 @@ def _torch_noise(x):
     return x + torch.randint(0, 5, ()) * 1000
 
 
-def _sources():
-    sizes = st.integers(0, 12)
-    return st.one_of(
-        sizes.map(lambda n: ("range", lambda: Dataset.range(n))),
-        sizes.map(lambda n: ("slices", lambda: Dataset.from_tensor_slices(torch.arange(n) * 10))),
-        sizes.map(lambda n: ("generator", lambda: Dataset.from_generator(lambda: iter(range(n))))),
-        sizes.map(lambda n: ("zip", lambda: Dataset.zip(Dataset.range(n), Dataset.range(5)).map(lambda a, b: a * 7 + b))),
-        sizes.map(lambda n: ("concatenate", lambda: Dataset.range(n).concatenate(Dataset.range(20, 23)))),
-    )  # fmt: skip
+def _twice(x):
+    return Dataset.from_tensors(x).repeat(2)
 
 
-ROWS_ONLY = st.one_of(
-    st.just(("shuffle", lambda d: d.shuffle(seed=3))),
-    st.just(("shuffle_unseeded", lambda d: d.shuffle())),
-    st.integers(1, 6).map(lambda n: (f"shuffle({n})", lambda d: d.shuffle(n, seed=5))),
-    st.just(("shuffle_fixed", lambda d: d.shuffle(seed=9, reshuffle_each_iteration=False))),
-    st.integers(0, 3).map(lambda n: (f"repeat({n})", lambda d: d.repeat(n))),
-    st.integers(0, 9).map(lambda n: (f"take({n})", lambda d: d.take(n))),
-    st.integers(0, 4).map(lambda n: (f"skip({n})", lambda d: d.skip(n))),
-    st.tuples(st.integers(1, 3), st.integers(0, 2)).map(
-        lambda t: (f"shard({t[0]},{t[1] % t[0]})", lambda d: d.shard(t[0], t[1] % t[0]))
+SOURCES = {
+    "range": Dataset.range,
+    "slices": lambda n: Dataset.from_tensor_slices(torch.arange(n) * 10),
+    "generator": lambda n: Dataset.from_generator(lambda: iter(range(n))),
+    "zip": lambda n: Dataset.zip(Dataset.range(n), Dataset.range(20)).map(lambda a, b: a * 7 + b),
+    "concatenate": lambda n: Dataset.range(n).concatenate(Dataset.range(20, 23)),
+}
+
+# Steps that only choose rows: they run on row numbers over in-memory sources.
+ROW_STEPS = {
+    "shuffle": lambda d: d.shuffle(seed=3),
+    "shuffle_unseeded": lambda d: d.shuffle(),
+    "shuffle(1)": lambda d: d.shuffle(1, seed=5),
+    "shuffle(3)": lambda d: d.shuffle(3, seed=5),
+    "shuffle(6)": lambda d: d.shuffle(6),
+    "shuffle_fixed": lambda d: d.shuffle(seed=9, reshuffle_each_iteration=False),
+    "repeat(0)": lambda d: d.repeat(0),
+    "repeat(2)": lambda d: d.repeat(2),
+    "repeat(3)": lambda d: d.repeat(3),
+    "take(0)": lambda d: d.take(0),
+    "take(7)": lambda d: d.take(7),
+    "take(11)": lambda d: d.take(11),
+    "take(-1)": lambda d: d.take(-1),
+    "skip(1)": lambda d: d.skip(1),
+    "skip(4)": lambda d: d.skip(4),
+    "shard(2,1)": lambda d: d.shard(2, 1),
+    "shard(3,0)": lambda d: d.shard(3, 0),
+}
+
+OTHER_STEPS = {
+    "map": lambda d: d.map(lambda x: x + 1),
+    "map_noise": lambda d: d.map(_noise, seed=4),
+    "map_noise_unseeded_parallel": lambda d: d.map(_noise, 2),
+    "map_torch_parallel": lambda d: d.map(_torch_noise, 3),
+    "filter": lambda d: d.filter(lambda x: x % 3 != 0),
+    "filter_noise": lambda d: d.filter(lambda x, rng: rng.python.random() < 0.7, seed=1),
+    "cache": lambda d: d.cache(),
+    "prefetch(1)": lambda d: d.prefetch(1),
+    "prefetch(3)": lambda d: d.prefetch(3),
+    "batch_unbatch(3)": lambda d: d.batch(3).unbatch(),
+    "enumerate": lambda d: d.enumerate().map(lambda i, x: i * 100 + x),
+    "interleave": lambda d: d.interleave(_twice, 2, 1),
+    "interleave_blocks": lambda d: d.interleave(
+        lambda x: Dataset.from_tensors(x).repeat(5).map(_noise), 3, 2
     ),
-)
+    "interleave_parallel": lambda d: d.interleave(_twice, 2, 1, num_parallel_calls=2),
+}
 
-_OTHERS = st.one_of(
-    st.just(("map", lambda d: d.map(lambda x: x + 1))),
-    st.just(("map_noise", lambda d: d.map(_noise, seed=4))),
-    st.just(("map_noise_unseeded_parallel", lambda d: d.map(_noise, 2))),
-    st.just(("map_torch_parallel", lambda d: d.map(_torch_noise, 3))),
-    st.just(("filter", lambda d: d.filter(lambda x: x % 3 != 0))),
-    st.just(("cache", lambda d: d.cache())),
-    st.integers(0, 3).map(lambda n: (f"prefetch({n})", lambda d: d.prefetch(n))),
-    st.integers(1, 4).map(lambda n: (f"batch_unbatch({n})", lambda d: d.batch(n).unbatch())),
-    st.just(("enumerate", lambda d: d.enumerate().map(lambda i, x: i * 100 + x))),
-    st.sampled_from([None, 2]).map(
-        lambda p: (
-            f"interleave({p})",
-            lambda d: d.interleave(
-                lambda x: Dataset.from_tensors(x).repeat(2), 2, 1, num_parallel_calls=p
-            ),
-        )
-    ),
-)
-
-_LAST = st.one_of(
-    st.none(),
-    st.tuples(st.integers(1, 4), st.booleans()).map(
-        lambda t: (f"batch{t}", lambda d: d.batch(t[0], drop_remainder=t[1]))
-    ),
-)
+ALL_STEPS = {**ROW_STEPS, **OTHER_STEPS}
 
 
 @st.composite
 def pipelines(draw, *, rows_only=False):
     """(description, builder): the builder makes the same dataset anew each time."""
-    if rows_only:
-        n = draw(st.integers(0, 14))
-        source = (
-            f"slices({n})",
-            lambda: Dataset.from_tensor_slices((torch.arange(n), torch.arange(n) * 2)),
-        )
-        steps = draw(st.lists(ROWS_ONLY, max_size=5))
-    else:
-        source = draw(_sources())
-        steps = draw(st.lists(st.one_of(ROWS_ONLY, _OTHERS), max_size=5))
-    last = draw(_LAST)
-    if last is not None:
-        steps = [*steps, last]
+    size = draw(st.one_of(st.integers(8, 15), st.integers(0, 15)))
+    sources = ["slices"] if rows_only else sorted(SOURCES)
+    source = draw(st.sampled_from(sources))
+    known = ROW_STEPS if rows_only else ALL_STEPS
+    names = draw(st.lists(st.sampled_from(sorted(known)), max_size=4))
+    last = draw(st.one_of(st.none(), st.tuples(st.integers(1, 4), st.booleans())))
 
     def build():
-        dataset = source[1]()
-        for _, step in steps:
-            dataset = step(dataset)
-        return dataset
+        dataset = SOURCES[source](size)
+        if rows_only:
+            dataset = Dataset.from_tensor_slices((torch.arange(size), torch.arange(size) * 2))
+        for name in names:
+            dataset = known[name](dataset)
+        return dataset if last is None else dataset.batch(last[0], drop_remainder=last[1])
 
-    return " > ".join([source[0], *(name for name, _ in steps)]), build
+    return " > ".join([f"{source}({size})", *names, f"batch{last}" if last else ""]), build

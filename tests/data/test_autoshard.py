@@ -127,7 +127,7 @@ def test_files_side_by_side_cannot_be_shared_by_file(files):
         worker(dataset, 2, 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     pipeline=pipelines(),
     workers=st.integers(1, 4),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import stratagem as sg
 from stratagem.data import Dataset
-from tests.data.pipelines_strategy import pipelines
+from tests.data.pipelines_strategy import ALL_STEPS, SOURCES, pipelines
 
 
 def plain(element):
@@ -28,7 +28,50 @@ def through_a_file(state):
     return torch.load(buffer, weights_only=True)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def resumed_rest(build, stop):
+    """(the rest without interruption, the rest after resuming in a fresh dataset)."""
+    torch.manual_seed(3)
+    with iter(build()) as iterator:
+        for _, _ in zip(range(stop), iterator, strict=False):
+            pass
+        state = through_a_file(iterator.state_dict())
+        rest = [plain(x) for x in iterator]
+    torch.manual_seed(4)
+    with iter(build()) as resumed:
+        resumed.load_state_dict(state)
+        return rest, [plain(x) for x in resumed]
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["rows", "batches"])
+@pytest.mark.parametrize("step", sorted(ALL_STEPS))
+def test_each_step_resumes_wherever_it_stopped(step, batched):
+    """Over a source that is fused and one that is not."""
+    for source in ("slices", "generator"):
+
+        def build(source=source):
+            dataset = ALL_STEPS[step](SOURCES[source](12))
+            return dataset.batch(2) if batched else dataset
+
+        torch.manual_seed(3)
+        length = len(list(build()))
+        for stop in sorted({*range(min(length, 13)), length - 1, length}):
+            rest, resumed = resumed_rest(build, stop)
+            assert resumed == rest, (source, stop)
+
+
+@pytest.mark.parametrize("first", sorted(ALL_STEPS))
+def test_every_pair_of_steps_resumes(first):
+    """After five elements, in the midst of most of them."""
+    for second in sorted(ALL_STEPS):
+
+        def build(second=second):
+            return ALL_STEPS[second](ALL_STEPS[first](SOURCES["generator"](12)))
+
+        rest, resumed = resumed_rest(build, 5)
+        assert resumed == rest, second
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=pipelines(), stop=st.integers(0, 30), seed=st.integers(0, 3))
 def test_resuming_continues_with_exactly_the_next_element(pipeline, stop, seed):
     """Save after `stop` elements, resume in a fresh dataset: the same rest, epoch after included."""
@@ -50,7 +93,7 @@ def test_resuming_continues_with_exactly_the_next_element(pipeline, stop, seed):
     assert [plain(x) for x in fresh] == [plain(x) for x in original], name
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=pipelines(), seed=st.integers(0, 3))
 def test_the_same_seed_gives_the_same_elements_in_every_run(pipeline, seed):
     """Threads included: two runs never differ."""
@@ -63,7 +106,7 @@ def test_the_same_seed_gives_the_same_elements_in_every_run(pipeline, seed):
     assert runs[0] == runs[1]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=pipelines(), stops=st.lists(st.integers(0, 6), max_size=4))
 def test_resuming_again_and_again(pipeline, stops):
     """Saving right after loading, several times, loses nothing."""

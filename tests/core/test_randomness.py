@@ -218,6 +218,39 @@ def test_rng_functions_in_a_replica(two):
     assert before.shape == torch.get_rng_state().shape
 
 
+def test_training_with_dropout_repeats_bit_for_bit(two):
+    """Issue 2.3: model, optimizer and dropout; the same seed gives the same weights to the bit."""
+
+    def train():
+        torch.manual_seed(5)
+        with two.scope():
+            model = torch.nn.Sequential(
+                torch.nn.Linear(8, 16),
+                torch.nn.Dropout(0.5),
+                torch.nn.RReLU(),
+                torch.nn.Linear(16, 1),
+            )
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        losses = []
+        for _ in range(5):
+            x = torch.randn(6, 8)
+            parts = sg.PerReplica([x[:4], x[4:]])
+            losses.append(two.reduce("sum", two.run(step, args=(parts,)), axis=None))
+        return torch.stack(losses), [p.detach().clone() for p in model.parameters()]
+
+    (losses, weights), (again, same) = train(), train()
+    assert torch.equal(losses, again)
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+
+
 def test_meetings_draw_from_the_default_generator(two):
     """What is done once for all replicas uses the one stream, repeatably."""
 

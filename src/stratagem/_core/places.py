@@ -91,7 +91,7 @@ class Single(Place):
         # Only when it moved on: copying again would invalidate what autograd saved of the leaf.
         if self._copied.get(replica.id) != home._version:
             with torch.no_grad():
-                leaf.copy_(home, non_blocking=True)
+                leaf.copy_(home)
             self._copied[replica.id] = home._version
         return leaf
 

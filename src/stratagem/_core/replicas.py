@@ -27,6 +27,11 @@ STRAGGLER_LIMIT_S = 2.0
 """After a limit has passed or Ctrl-C, how long a replica may take to end before it is left behind."""
 
 
+LOOK_UP_S = 0.5
+"""How often the waiting caller looks up: a Ctrl-C that arrives just before it starts to wait does not
+interrupt the wait, and would otherwise be noticed only at its end."""
+
+
 class _Unwound(BaseException):
     """Ends a replica whose run has failed elsewhere; never leaves this module."""
 
@@ -63,8 +68,7 @@ class Ambient:
         for kind, dtype, cache in self.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
         if device.type != "cpu":
-            stack.enter_context(torch.get_device_module(device).device(device.index))
-            stack.enter_context(device)
+            _compute_on(device, stack)
         return stack
 
 
@@ -187,7 +191,8 @@ class ReplicaGroup:
             if replica.device.type == "cpu" and torch._C._len_torch_function_stack() == 0:
                 result = fn(*args, **kwargs)
             else:
-                with replica.device:
+                with contextlib.ExitStack() as stack:
+                    _compute_on(replica.device, stack)
                     result = fn(*args, **kwargs)
         self._end_well()
         return result
@@ -196,10 +201,10 @@ class ReplicaGroup:
         """The caller's part: run meetings that belong on this thread until all replicas ended."""
         deadline: float | None = None
         while True:
-            limit_s = self.timeout_s if deadline is None else deadline - time.monotonic()
+            limit_s = LOOK_UP_S if deadline is None else deadline - time.monotonic()
             if limit_s <= 0:
                 return
-            self._caller.acquire(timeout=limit_s)
+            self._caller.acquire(timeout=min(limit_s, LOOK_UP_S))
             if self._done == self.size:
                 return
             if self._on_caller and not self._broken:
@@ -438,6 +443,13 @@ class _Job:
         finally:
             if stack is not None:
                 stack.close()
+
+
+def _compute_on(device: torch.device, stack: contextlib.ExitStack) -> None:
+    """New tensors, and an accelerator's current device, are this one until the stack is closed."""
+    if device.type != "cpu":
+        stack.enter_context(torch.get_device_module(device).device(device.index))
+    stack.enter_context(device)
 
 
 def merge_call(

@@ -302,6 +302,18 @@ def test_reset_joins_what_grew() -> None:
         assert arena.segments() == [only]
 
 
+@pytest.mark.parametrize("size", [100, LARGEST_SHARED_BYTES])
+def test_slots_of_every_step_are_the_same_memory(size: int) -> None:
+    """No new segment, so no new pages and nothing to announce, however large the gradients are."""
+    with Arena(Budget(1 << 30), writable_by_peers=True) as arena:
+        seen = []
+        for _ in range(4):
+            arena.reset()
+            places = [arena.place(size) for _ in range(2)]
+            seen.append([(segment.number, offset) for segment, offset in places])
+        assert seen[-1] == seen[-2]
+
+
 def test_pages_cost_memory_only_when_written() -> None:
     """A segment's size is room, not memory."""
     with Segment(1, 1 << 32, writable_by_peers=False) as segment:

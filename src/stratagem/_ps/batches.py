@@ -43,6 +43,8 @@ class Slots:
     def __init__(self) -> None:
         self.arena = Arena(Budget(memory_of_machine()), writable_by_peers=True)
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._refs: tuple[messages.SegmentRef, ...] = ()
+        self._known: list[shm.Segment] = []
 
     def prepare(self) -> None:
         """Makes the first segment, so that servers can be asked whether they can map it."""
@@ -71,7 +73,11 @@ class Slots:
 
     def refs(self) -> tuple[messages.SegmentRef, ...]:
         """How servers on this host find the slots."""
-        return tuple(segment.ref() for segment in self.arena.segments())
+        segments = self.arena.segments()
+        if segments != self._known:
+            self._known = segments
+            self._refs = tuple(segment.ref() for segment in segments)
+        return self._refs
 
     def close(self) -> None:
         """Gives the memory up. Repeatable."""
@@ -152,10 +158,11 @@ class WriteBatch:
 
     def copy_in(self) -> None:
         """Copies all tensors into the slots; called by the client when it sends."""
-        if self._to:
-            with torch.no_grad():
-                torch._foreach_copy_(self._to, self._from)
-            self._to, self._from = [], []
+        if len(self._to) == 1:
+            self._to[0].copy_(self._from[0])
+        elif self._to:
+            torch._foreach_copy_(self._to, self._from)
+        self._to, self._from = [], []
 
     @override
     def __repr__(self) -> str:
@@ -179,7 +186,7 @@ class WriteBatch:
         view, ref = self._slots.place(shape, tensor.dtype)
         if tensor.numel():
             self._to.append(view)
-            self._from.append(tensor.detach())
+            self._from.append(tensor.detach() if tensor.requires_grad else tensor)
         if part.shares_memory:
             return ref
         part.buffers.append(codec.bytes_of(view))

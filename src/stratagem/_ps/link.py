@@ -85,6 +85,7 @@ class Link:
         self.sequence = 0
         self.server_shares_memory = False
         self._membership = membership
+        self._timeout_s = config.wire_timeout_s()
         self._channel: Channel | None = None
         self._life: str | None = None
         self._pending: list[Pending] = []
@@ -122,7 +123,7 @@ class Link:
             ParameterServerLost: the server is gone, came back empty, or did not reply in time.
             Exception: what the server raised.
         """
-        timeout_s = config.wire_timeout_s() if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         try:
             while True:

@@ -45,6 +45,14 @@ _TICK_S = 0.5
 UNSENT_LIMIT_BYTES = 1 << 26
 """Replies a connection may leave unread before its next request is looked at."""
 
+_FOR_THE_SERVER = (
+    messages.OpenSession,
+    messages.JoinSession,
+    messages.CloseSession,
+    messages.Ping,
+    messages.AskStats,
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
@@ -290,8 +298,10 @@ class ParameterServer:
     def _answer(self, connection: _Connection, frame: Frame) -> None:
         buffers: Sequence[Buffer] = ()
         try:
-            message = self._about_session(connection, frame.message)
-            if message is None:
+            message: Message
+            if isinstance(frame.message, _FOR_THE_SERVER):
+                message = self._about_session(connection, frame.message)
+            else:
                 if connection.session is None:
                     raise NotFoundError(
                         f"{connection.task} has joined no session on {self.task}: it was closed, or "
@@ -312,8 +322,8 @@ class ParameterServer:
         if buffers and not connection.channel.flush():
             connection.channel.keep_unsent()
 
-    def _about_session(self, connection: _Connection, message: Message) -> Message | None:
-        """Messages about the session as a whole; None for all others."""
+    def _about_session(self, connection: _Connection, message: Message) -> Message:
+        """Messages about sessions as a whole, and about the server."""
         if isinstance(message, messages.OpenSession):
             connection.session = self._leases.open(message, owner=connection)
             return messages.Ok()
@@ -325,10 +335,8 @@ class ParameterServer:
             return messages.Ok()
         if isinstance(message, messages.Ping):
             return messages.Pong(served=self._served)
-        if isinstance(message, messages.AskStats):
-            self._publish_facts()
-            return messages.Stats(facts=self.facts)
-        return None
+        self._publish_facts()
+        return messages.Stats(facts=self.facts)
 
     def _end_session(self, name: str, reason: str) -> None:
         session = self._leases.close(name)

@@ -94,7 +94,8 @@ class Arena:
         return segment, offset
 
     def _find_room(self, size: int) -> tuple[Segment, int]:
-        if size >= LARGEST_SHARED_BYTES:
+        # Slots are placed anew every step: they reuse the room there is, whatever their size.
+        if size >= LARGEST_SHARED_BYTES and not self._writable_by_peers:
             segment = self._add_segment(size + ENTRY_BYTES)
         else:
             segment = self._current or self._add_common(size)

@@ -13,7 +13,7 @@ import torch
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster, RemoteValue
-from stratagem._cluster.coordinator import ClosureRecord
+from stratagem._cluster.engine import ClosureRecord
 from stratagem._cluster.remote import PerWorkerValues, RemoteValueStatus
 from stratagem.errors import ClosureCancelled, ClosureInputError, DeadlineExceeded, StratagemError
 
@@ -401,9 +401,9 @@ def test_released_resources_are_forgotten_by_the_workers(coordinator: ClusterCoo
     coordinator.join()
     resource = coordinator.create_per_worker_resource(hold)
     coordinator.schedule(lambda r: None, args=(resource,)).fetch()
-    assert len(coordinator._resources) == 1
+    assert len(coordinator._engine.resources) == 1
     del resource
-    wait_until(lambda: not coordinator._resources)
+    wait_until(lambda: not coordinator._engine.resources)
 
 
 def install_shelf() -> None:

@@ -111,10 +111,12 @@ def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -
             coordinator.join(timeout_s=40)
             assert {value.fetch() for value in values} == {1}
             assert float(total) == 30
-            lives = coordinator._lives[0]
+            lives = coordinator._engine.lives[0]
             cluster.kill_worker(0, signal.SIGCONT)
             # It wakes inside the closure, adds (refused), and is taken back with a new life.
-            wait_until(lambda: coordinator._lives[0] > lives and coordinator._queue.is_up(0))
+            wait_until(
+                lambda: coordinator._engine.lives[0] > lives and coordinator._engine.queue.is_up(0)
+            )
             assert float(total) == 30
             assert coordinator.schedule(lambda: 5).fetch(timeout_s=30) == 5
 

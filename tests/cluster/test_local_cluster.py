@@ -164,6 +164,6 @@ def test_fifty_idle_workers_can_connect(connect: Any) -> None:
     """Issue 4, section 5: fifty workers, two servers, one machine."""
     with LocalCluster(workers=50, ps=2) as cluster:
         coordinator = connect(cluster, heartbeat_limit_s=20.0)
-        assert coordinator._queue.workers_up() == 50
+        assert coordinator._engine.queue.workers_up() == 50
         values = [coordinator.schedule(lambda n: n, args=(n,)) for n in range(200)]
         assert coordinator.fetch(values) == list(range(200))

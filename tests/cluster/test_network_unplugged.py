@@ -84,7 +84,7 @@ if can_make_networks():
                     )
 
                 coordinator = connect(Cluster, heartbeat_limit_s=3.0)
-                assert coordinator._queue.workers_up() == 2
+                assert coordinator._engine.queue.workers_up() == 2
 
                 def where() -> int:
                     __import__("time").sleep(0.2)
@@ -96,8 +96,8 @@ if can_make_networks():
                 ip("link", "set", cable, "down")
                 coordinator.join(timeout_s=30)
                 assert len(coordinator.fetch(values)) == 6
-                assert "no sign of life" in str(coordinator._links[1].last_error) or (
-                    not coordinator._queue.is_up(1)
+                assert "no sign of life" in str(coordinator._engine.links[1].last_error) or (
+                    not coordinator._engine.queue.is_up(1)
                 )
         finally:
             far.kill()

@@ -53,9 +53,9 @@ def test_lost_server_is_noticed_when_nothing_runs() -> None:
         with ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
             coordinator.join()
             cluster.kill_ps(0)
-            with coordinator._changed:
-                assert coordinator._changed.wait_for(
-                    lambda: coordinator._queue.error is not None, timeout=5.0
+            with coordinator._engine.changed:
+                assert coordinator._engine.changed.wait_for(
+                    lambda: coordinator._engine.queue.error is not None, timeout=5.0
                 ), "not noticed within five seconds"
             with pytest.raises(ParameterServerLost):
                 coordinator.done()

@@ -82,7 +82,7 @@ def test_closure_of_a_lost_worker_runs_elsewhere(
     ((worker, life),) = views.fences
     assert life == 1
     assert cluster.wait_restarted(worker, before[worker]) != before[worker]
-    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
 
 
 def test_worker_is_lost_between_closures_too(cluster: LocalCluster, connect: Any) -> None:
@@ -93,7 +93,7 @@ def test_worker_is_lost_between_closures_too(cluster: LocalCluster, connect: Any
     cluster.kill_worker(0)
     cluster.wait_restarted(0, old)
     coordinator.join()
-    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
     assert coordinator.fetch([coordinator.schedule(lambda n: n, args=(n,)) for n in range(9)]) == [
         *range(9)
     ]
@@ -117,7 +117,7 @@ def test_closure_that_kills_three_workers_is_named(cluster: LocalCluster, connec
     with pytest.raises(ClosurePoisonous):
         value.fetch()
     assert innocent.fetch() == "fine"
-    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
     assert coordinator.schedule(lambda: 2).fetch(timeout_s=30) == 2
 
 
@@ -170,7 +170,7 @@ def test_user_error_wins_over_a_loss(cluster: LocalCluster, connect: Any, tmp_pa
         slow.fetch()
     assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
     del old
-    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
 
 
 def test_no_worker_at_all_is_an_error_not_a_hang(connect: Any) -> None:
@@ -178,7 +178,7 @@ def test_no_worker_at_all_is_an_error_not_a_hang(connect: Any) -> None:
     with LocalCluster(workers=1, ps=1, restart=False) as cluster:
         coordinator = connect(cluster, worker_wait_s=0.5)
         cluster.kill_worker(0)
-        wait_until(lambda: coordinator._queue.workers_up() == 0)
+        wait_until(lambda: coordinator._engine.queue.workers_up() == 0)
         value = coordinator.schedule(lambda: 1)
         with pytest.raises(UnavailableError, match="no worker has answered"):
             coordinator.join(timeout_s=30)
@@ -233,7 +233,7 @@ def test_random_kills_lose_no_closure(cluster: LocalCluster, connect: Any) -> No
         thread.join()
     assert coordinator.fetch(values) == list(range(1000))
     assert len(killed) >= 3
-    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
 
 
 def test_coordinator_sees_a_loss_by_eof_not_by_waiting(cluster: LocalCluster, connect: Any) -> None:
@@ -241,6 +241,6 @@ def test_coordinator_sees_a_loss_by_eof_not_by_waiting(cluster: LocalCluster, co
     coordinator: ClusterCoordinator = connect(cluster, heartbeat_limit_s=1000.0)
     old = cluster.pid("worker", 1)
     cluster.kill_worker(1)
-    wait_until(lambda: coordinator._links[1].last_error is not None)
+    wait_until(lambda: coordinator._engine.links[1].last_error is not None)
     cluster.wait_restarted(1, old)
-    wait_until(lambda: coordinator._queue.workers_up() == 2)
+    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)

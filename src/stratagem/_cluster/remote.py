@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -42,9 +41,11 @@ class RemoteValue:
 
     Example:
         >>> import stratagem as sg
-        >>> with sg.testing.in_process_coordinator() as coordinator:
-        ...     value = coordinator.schedule(lambda a, b: a + b, args=(1, 2))
-        ...     value.fetch(timeout_s=30)
+        >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+        ...     with sg.ClusterCoordinator(strategy) as coordinator:
+        ...         value = coordinator.schedule(lambda a, b: a + b, args=(1, 2))
+        ...         value.fetch(timeout_s=30)
         3
     """
 
@@ -130,13 +131,17 @@ class PerWorkerValues:
 
     Example:
         >>> import stratagem as sg
-        >>> with sg.testing.in_process_coordinator() as coordinator:
-        ...     counters = coordinator.create_per_worker_resource(lambda: [40])
-        ...     coordinator.schedule(lambda mine: mine[0] + 2, args=(counters,)).fetch(timeout_s=30)
+        >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+        ...     with sg.ClusterCoordinator(strategy) as coordinator:
+        ...         counters = coordinator.create_per_worker_resource(lambda: [40])
+        ...         coordinator.schedule(lambda mine: mine[0] + 2, args=(counters,)).fetch(
+        ...             timeout_s=30
+        ...         )
         42
     """
 
-    __slots__ = ("__weakref__", "_iterators", "_resource", "_values")
+    __slots__ = ("__weakref__", "_resource", "_values")
 
     def __init__(self, values: Sequence[RemoteValue]) -> None:
         for value in values:
@@ -147,7 +152,6 @@ class PerWorkerValues:
                 )
         self._values = tuple(values)
         self._resource = 0
-        self._iterators = False
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
@@ -258,8 +262,3 @@ def _to_numpy(leaf: Any) -> Any:
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.float()
     return tensor.numpy()[()]
-
-
-def now() -> float:
-    """Seconds on the clock all phases are measured with."""
-    return time.perf_counter()

@@ -1,7 +1,7 @@
-"""Two threads beside a coordinator: one watches workers, one watches servers.
+"""Two threads beside a coordinator's engine: one watches workers, one watches servers.
 
-They only notice; what follows is decided by the coordinator. Sends that must not happen under the
-coordinator's lock (recalls) are made here.
+They only notice; what follows is decided by the engine. Sends that must not happen under the
+engine's lock (recalls) are made here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stratagem._wire import messages
 from stratagem.errors import ParameterServerLost
 
 if TYPE_CHECKING:
-    from stratagem._cluster.coordinator import ClusterCoordinator
+    from stratagem._cluster.engine import Engine
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -32,10 +32,10 @@ TICK_S = 0.1
 
 @final
 class Watch:
-    """The watching threads of one coordinator."""
+    """The watching threads of one engine."""
 
-    def __init__(self, coordinator: ClusterCoordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._recalls: deque[Recall] = deque()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -76,45 +76,51 @@ class Watch:
             self._wake.clear()
             while self._recalls:
                 action = self._recalls.popleft()
-                link = self._coordinator._links[action.worker]
+                link = self._engine.links[action.worker]
                 link.notify(messages.Recall(closures=action.closures))
             now = time.monotonic()
-            self._guard(lambda: self._coordinator.tick(now))  # noqa: B023 - called at once
-            if now - beat_at >= self._coordinator.options.heartbeat_s:
+            self._guard(lambda: self._engine.tick(now))  # noqa: B023 - called at once
+            if now - beat_at >= self._engine.options.heartbeat_s:
                 beat_at = now
-                self._guard(self._coordinator.beat)
+                self._guard(self._engine.beat)
             self._look_for_workers(now)
             self._look_for_progress(now)
 
     def _watch_servers(self) -> None:
-        options = self._coordinator.options
+        options = self._engine.options
         while not self._stop.wait(options.heartbeat_s):
-            self._guard(lambda: self._coordinator.views.check_servers(options.heartbeat_limit_s))
+            self._guard(lambda: self._engine.views.check_servers(options.heartbeat_limit_s))
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
         except ParameterServerLost as error:
             if not self._stop.is_set():
-                self._coordinator.server_lost(error)
+                self._engine.server_lost(error)
         except Exception:  # noqa: BLE001 - a watcher that ended would be missed by nobody, until it is needed
             if not self._stop.is_set():
                 _log.exception("watching failed")
 
     def _look_for_workers(self, now: float) -> None:
-        if not self._coordinator.waiting_without_workers():
+        queue = self._engine.queue
+        with self._engine.lock:
+            alone = not queue.idle and queue.workers_up() == 0
+        if not alone:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
-        elif now - self._alone_since > self._coordinator.options.worker_wait_s:
-            self._coordinator.no_workers(now - self._alone_since)
+        elif now - self._alone_since > self._engine.options.worker_wait_s:
+            self._engine.no_workers(now - self._alone_since)
             self._alone_since = None
 
     def _look_for_progress(self, now: float) -> None:
         """The watchdog (WDG-1): says what everybody does when nothing gets done."""
-        limit_s = self._coordinator.options.watchdog_s
-        finished = self._coordinator.finished
-        if limit_s <= 0 or finished != self._seen or not self._coordinator.is_busy():
+        limit_s = self._engine.options.watchdog_s
+        finished = self._engine.finished
+        with self._engine.lock:
+            busy = not self._engine.queue.idle
+            work = repr(self._engine.queue)
+        if limit_s <= 0 or finished != self._seen or not busy:
             self._seen = finished
             self._idle_since = now
         elif now - self._idle_since >= limit_s:
@@ -123,7 +129,7 @@ class Watch:
             _log.warning(
                 "no closure finished for %g s: %s%s",
                 now - self._idle_since,
-                self._coordinator.describe_work(),
+                work,
                 stacks.getvalue(),
             )
             self._idle_since = now

@@ -1,6 +1,8 @@
 """The torch methods we wrap are torch's own outside replicas (docs/design/0004-wrapped-torch-methods.md)."""
 
+import gc
 import pickle
+import weakref
 
 import torch
 from torch import nn
@@ -60,30 +62,28 @@ def test_schedulers_and_scalers_outside_replicas_are_torchs():
 
 def test_a_strategy_and_its_models_can_be_collected():
     """Homes, leaves, hooks and optimizers keep nobody alive who is forgotten."""
-    import gc
-    import weakref
 
-    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def use():
+        strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x):
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
+        def step(x):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
 
-    strategy.run(step, args=(sg.PerReplica([torch.ones(1, 2), torch.ones(1, 2)]),))
-    gone = [weakref.ref(strategy), weakref.ref(model), weakref.ref(optimizer)]
-    del strategy, model, optimizer, step
+        strategy.run(step, args=(sg.PerReplica([torch.ones(1, 2), torch.ones(1, 2)]),))
+        return [weakref.ref(strategy), weakref.ref(model), weakref.ref(optimizer)]
+
+    gone = use()
     gc.collect()
     assert [each() for each in gone] == [None, None, None]
 
 
 def test_a_model_outlives_its_strategy():
     """Outside run it is an ordinary model, also when the strategy is gone."""
-    import gc
-
     strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -484,3 +484,40 @@ def test_a_module_built_inside_run_serves_but_is_not_trained(several):
 
     with pytest.raises(sg.errors.ForeignParameterError, match=r"inside `with strategy\.scope"):
         several.run(train_it, args=cut(several, X, Y))
+
+
+def test_a_loaded_model_joins_by_becoming_a_submodule(strategy):
+    """Pre-trained parts made elsewhere, wired into a model under the scope, train like the rest."""
+    torch.manual_seed(0)
+    backbone = pickle.loads(pickle.dumps(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8).eval())))
+
+    def wired():
+        return nn.Sequential(copy.deepcopy(backbone), nn.Tanh(), nn.Linear(8, 2))
+
+    sg.testing.assert_equivalent(wired, sgd, step, [(X, Y), (X[:5], Y[:5])], strategy)
+
+
+def test_an_optimizer_made_before_its_model_joined_is_refused(several):
+    late = nn.Linear(4, 2)
+    optimizer = sgd(late)
+    with several.scope():
+        model = nn.Sequential(late)
+    with pytest.raises(sg.errors.ForeignParameterError, match="made before its parameters"):
+        several.run(lambda x, y: step(model, optimizer, (x, y)), args=cut(several, X, Y))
+
+
+def test_averaged_models_follow_outside_run(strategy):
+    """Exponential moving averages are updated outside run; inside, the write is refused."""
+    model, optimizer = make(strategy)
+    with strategy.scope():
+        average = torch.optim.swa_utils.AveragedModel(model)
+    plain, plain_optimizer = train_plainly(0)
+    plain_average = torch.optim.swa_utils.AveragedModel(plain)
+    for _ in range(3):
+        train(strategy, model, optimizer, steps=1)
+        average.update_parameters(model)
+        step(plain, plain_optimizer, (X, Y))
+        plain_average.update_parameters(plain)
+    assert_same(average, plain_average)
+    found = strategy.gather(strategy.run(average, args=cut(strategy, X)), axis=0)
+    torch.testing.assert_close(found, plain_average(X), rtol=1e-4, atol=1e-6)

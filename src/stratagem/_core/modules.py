@@ -301,6 +301,20 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
     return home.central  # type: ignore[no-any-return]
 
 
+def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """A module made elsewhere (loaded, copied) becomes part of one made here: so do its tensors."""
+    if child is None or not context.has_strategy() or current_replica() is not None:
+        return
+    for each in child.modules():
+        if not isinstance(each._parameters, ParametersByReplica):
+            for key, parameter in list(each._parameters.items()):
+                if parameter is not None:
+                    _on_parameter(each, key, parameter)
+        if not isinstance(each._buffers, BuffersByReplica):
+            for key, buffer in list(each._buffers.items()):
+                _on_buffer(each, key, buffer)
+
+
 def _created_together(
     replica: Replica, label: str, module: nn.Module, value: Any, adopt: Callable[[Any], Any]
 ) -> Any:
@@ -332,3 +346,4 @@ def install() -> None:
         hooks: Any = torch_module
         _INSTALLED.append(hooks.register_module_parameter_registration_hook(_on_parameter))
         _INSTALLED.append(hooks.register_module_buffer_registration_hook(_on_buffer))
+        _INSTALLED.append(hooks.register_module_module_registration_hook(_on_module))

@@ -34,9 +34,9 @@ STEP = "optimizer.step()"
 """Where replicas meet; it stands in messages."""
 
 _REMEDY = (
-    "Create the model inside `with strategy.scope():` (a bare tensor: make it an nn.Parameter of an "
-    "nn.Module created there), so that each replica gets its own view of it and gradients are "
-    "aggregated; or train it outside run()."
+    "Create the model inside `with strategy.scope():` (one made elsewhere: make it a submodule of one "
+    "created there; a bare tensor: make it an nn.Parameter of an nn.Module created there), so that "
+    "each replica gets its own view of it and gradients are aggregated; or train it outside run()."
 )
 
 
@@ -284,6 +284,12 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     replica = current_replica()
     if replica is not None and replica.group.size > 1:
         _refuse_foreign(optimizer, replica)
+        if any(home_of(each) is not None for g in optimizer.param_groups for each in g["params"]):
+            raise ForeignParameterError(
+                f"{type(optimizer).__name__}.step() in {replica!r}: the optimizer was made before its "
+                "parameters came under the strategy. Make the optimizer after the model is in its "
+                "place, inside `with strategy.scope():`."
+            )
 
 
 # ------------------------------------------------------------------ installing

@@ -1,0 +1,193 @@
+"""Modules under a scope: dicts that answer by context, homes, and modules with tensors elsewhere."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem._core.homes import ParameterHome, home_of
+from stratagem._core.modules import BuffersByReplica, ParametersByReplica
+
+
+@pytest.fixture
+def two():
+    with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def replica_id():
+    return int(sg.get_replica_context().replica_id_in_sync_group)
+
+
+def test_lookups_give_each_replica_a_leaf_over_the_central_memory(two):
+    with two.scope():
+        linear = nn.Linear(3, 2)
+    assert isinstance(linear._parameters, ParametersByReplica)
+    leaves = two.local_results(two.run(lambda: linear.weight))
+    assert len({id(leaf) for leaf in leaves}) == 2
+    for leaf in leaves:
+        assert type(leaf) is nn.Parameter
+        assert leaf is not linear.weight
+        assert leaf.data_ptr() == linear.weight.data_ptr()
+        assert home_of(leaf) is home_of(linear.weight)
+    again = two.local_results(two.run(lambda: linear.weight))
+    assert all(a is b for a, b in zip(leaves, again, strict=True))
+
+
+def test_every_way_to_look_agrees(two):
+    """attribute, getattr, [], get, items, values, parameters(): the same leaf."""
+    with two.scope():
+        linear = nn.Linear(3, 2)
+
+    def look():
+        held = linear._parameters
+        found = [
+            linear.weight, held["weight"], held.get("weight"), dict(held.items())["weight"],
+            next(iter(held.values())), next(linear.parameters()), held.copy()["weight"],
+            dict(linear.named_parameters())["weight"],
+        ]  # fmt: skip
+        return all(each is linear.weight for each in found), held.get("none", 7), len(held)
+
+    assert two.run(look) == (True, 7, 2)
+    assert look() == (True, 7, 2)
+
+
+def test_tied_weights_share_one_home(two):
+    """Tied in the constructor's way and by assignment after the scope has closed."""
+    with two.scope():
+        a, b = nn.Linear(3, 3), nn.Linear(3, 3)
+    b.weight = a.weight
+    assert home_of(a.weight) is home_of(b.weight)
+    assert two.run(lambda: a.weight is b.weight) is True
+    twin = copy.deepcopy(nn.ModuleList([a, b]))
+    assert twin[0].weight is twin[1].weight
+    assert home_of(twin[0].weight) is not home_of(a.weight)
+    assert two.run(lambda: twin[0].weight is twin[1].weight) is True
+
+
+def test_a_swap_in_one_replica_is_not_seen_by_the_other(two):
+    """torch.func.functional_call puts tensors in parameters' places for the length of a call."""
+    with two.scope():
+        linear = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(linear.weight)
+    context = sg.get_replica_context
+
+    def look():
+        mine = torch.full((1, 1), 10.0 + replica_id())
+        before = linear.weight
+        linear._parameters["weight"] = mine
+        context().all_reduce("sum", torch.zeros(1))  # both have swapped now
+        seen = linear.weight is mine
+        linear._parameters["weight"] = before
+        return seen, float(linear.weight.detach())
+
+    assert two.run(look) == (True, 1.0)
+    assert float(linear.weight.detach()) == 1.0
+
+
+def test_requires_grad_follows_in_both_directions(two):
+    with two.scope():
+        linear = nn.Linear(2, 2)
+    linear.weight.requires_grad_(False)
+    assert two.run(lambda: linear.weight.requires_grad) is False
+    two.run(lambda: id(linear.requires_grad_(True)))
+    assert linear.weight.requires_grad
+    two.run(lambda: id(linear.bias.requires_grad_(False)))
+    assert not linear.bias.requires_grad
+
+
+def test_marks_on_parameters_reach_the_leaves(two):
+    with two.scope():
+        linear = nn.Linear(2, 2)
+    linear.weight.decay = 0.5
+    assert two.run(lambda: linear.weight.decay) == 0.5
+
+
+def test_recurrent_modules_stay_what_they_are_called(two):
+    with two.scope():
+        lstm = nn.LSTM(2, 3)
+    assert isinstance(lstm, nn.LSTM)
+    assert repr(lstm) == "LSTM(2, 3)"
+    flat = two.local_results(two.run(lambda: list(lstm._flat_weights)))
+    for weights in flat:
+        assert all(
+            home_of(w) is home_of(c) for w, c in zip(weights, lstm.parameters(), strict=True)
+        )
+    assert not {id(w) for w in flat[0]} & {id(w) for w in flat[1]}
+
+
+def test_lazy_modules_are_initialised_once_with_pytorchs_numbers(two):
+    torch.manual_seed(3)
+    plain = nn.LazyLinear(2)
+    plain(torch.ones(1, 4))
+    with two.scope():
+        lazy = nn.LazyLinear(2)
+    torch.manual_seed(3)
+    two.run(lazy, args=(sg.PerReplica([torch.ones(2, 4), torch.ones(1, 4)]),))
+    assert type(lazy) is nn.Linear
+    assert torch.equal(lazy.weight, plain.weight)
+
+
+def test_embeddings_with_max_norm_rescale_each_row_once(two):
+    with two.scope():
+        table = nn.Embedding(4, 2, max_norm=1.0)
+    with torch.no_grad():
+        table.weight.fill_(3.0)
+    ids = torch.tensor([0, 1, 1, 2])
+    two.run(table, args=(sg.PerReplica([ids, ids]),))
+    norms = table.weight.detach().norm(dim=1)
+    torch.testing.assert_close(norms[:3], torch.ones(3), atol=1e-3, rtol=0)
+    assert float(norms[3]) == pytest.approx(3 * 2**0.5)
+
+
+def test_deepcopy_inside_a_replica_is_the_replicas_own(two):
+    with two.scope():
+        linear = nn.Linear(2, 2)
+
+    def copied():
+        mine = copy.deepcopy(linear)
+        with torch.no_grad():
+            mine.weight.fill_(replica_id())
+        return type(mine._parameters) is dict, float(mine.weight.detach().sum())
+
+    plain, sums = two.run(copied)
+    assert plain is True
+    assert two.local_results(sums) == (0.0, 4.0)
+
+
+def test_a_home_of_another_kind_answers_lookups(two):
+    """Contract 3: parameter servers bring homes of their own."""
+
+    class Counting(ParameterHome):
+        asked = 0
+
+        def resolve(self):
+            Counting.asked += 1
+            return self.central
+
+        def copy_home(self, parameter):
+            return None
+
+    linear = nn.Linear(2, 2)
+    home = Counting(linear.weight)
+    assert home_of(linear.weight) is home
+    held = ParametersByReplica(dict(linear._parameters))
+    linear._parameters = held
+    assert linear.weight is home.central
+    assert Counting.asked == 1
+    assert type(copy.deepcopy(linear)._parameters) is ParametersByReplica
+    assert home_of(copy.deepcopy(linear).weight) is None
+
+
+def test_buffers_dict_answers_and_deletes(two):
+    with two.scope():
+        norm = nn.BatchNorm1d(2)
+    assert isinstance(norm._buffers, BuffersByReplica)
+    assert list(norm._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    del norm.running_mean
+    assert "running_mean" not in norm._buffers
+    assert norm._buffers.pop("running_mean", None) is None
+    norm.register_buffer("running_mean", torch.zeros(2))
+    assert torch.equal(norm.running_mean, torch.zeros(2))

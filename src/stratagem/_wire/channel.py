@@ -100,7 +100,9 @@ class Channel:
         self._stream = FrameStream(sock, peer=peer, limits=limits)
         self._may_unpickle = may_unpickle
         self._send_lock = threading.Lock()
-        self._arrival = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # of everything below
+        self._arrival = threading.Condition(self._lock)
+        self._sleepers = 0
         self._has_reader = False
         self._next_call = 0
         self._awaited: set[int] = set()
@@ -131,14 +133,14 @@ class Channel:
         self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None
     ) -> int:
         """Sends a request without waiting for its reply; gives the number to `collect` it by."""
-        with self._arrival:
+        with self._lock:
             self._next_call = self._next_call % 0xFFFFFFFF + 1
             call = self._next_call
             self._awaited.add(call)
         try:
             self._send(frames.REQUEST, call, message, buffers, timeout_s)
         except BaseException:
-            with self._arrival:
+            with self._lock:
                 self._awaited.discard(call)
             raise
         return call
@@ -153,7 +155,7 @@ class Channel:
         try:
             frame = self._await(lambda: self._replies.pop(call, None), deadline)
         finally:
-            with self._arrival:
+            with self._lock:
                 self._awaited.discard(call)
         if frame is None:
             raise DeadlineExceeded(
@@ -269,7 +271,7 @@ class Channel:
 
     def close(self) -> None:
         """Ends the connection; the other side sees it at once. May be called again, from any thread."""
-        with self._arrival:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -306,7 +308,7 @@ class Channel:
     def _await(self, take: Callable[[], Frame | None], deadline: float) -> Frame | None:
         """Waits until `take` gives a frame. One waiting thread reads for all, the others sleep."""
         while True:
-            with self._arrival:
+            with self._lock:
                 while True:
                     frame = take()
                     if frame is not None:
@@ -315,42 +317,36 @@ class Channel:
                         raise self._lost_error()
                     if self._closed:
                         raise ConnectionLost(f"the channel to {self.peer} is closed")
+                    left = deadline - time.monotonic()
                     if not self._has_reader:
                         break
-                    left = deadline - time.monotonic()
                     if left <= 0:
                         return None
+                    self._sleepers += 1
                     self._arrival.wait(min(left, _POLL_SLICE_S))
+                    self._sleepers -= 1
                 self._has_reader = True
-            in_time = True
             try:
-                in_time = self._read_once(deadline)
+                if not self._readable.poll(left * 1000.0 if left > 0 else 0):
+                    return None  # the deadline passed; nobody else has read meanwhile
+                self._take_in()
             finally:
                 self._end_reading()
-            if not in_time:
-                with self._arrival:
-                    return take()
 
     def _end_reading(self) -> None:
-        with self._arrival:
+        with self._lock:
             self._has_reader = False
-            self._arrival.notify_all()
+            if self._sleepers:
+                self._arrival.notify_all()
             if self._closed:  # close() left the socket to us
                 self._stream.sock.close()
-
-    def _read_once(self, deadline: float) -> bool:
-        """One read, its frames handed to whom they belong; False when the deadline passed first."""
-        left = deadline - time.monotonic()
-        if not self._readable.poll(max(0.0, left) * 1000.0):
-            return False
-        self._take_in()
-        return True
 
     def _take_in(self) -> None:
         """Reads what is there. The caller is the one reader."""
         try:
-            for frame in self.receive_ready():
-                with self._arrival:
+            found = self._stream.receive()
+            with self._lock:
+                for frame in found:
                     if frame.kind in (frames.REPLY, frames.FAILURE):
                         if frame.call in self._awaited:  # else its caller gave up: too late
                             self._replies[frame.call] = frame
@@ -387,7 +383,7 @@ class Channel:
             self._wait_to_send(deadline, timeout_s or 0.0)
 
     def _wait_to_send(self, deadline: float, timeout_s: float) -> None:
-        with self._arrival:
+        with self._lock:
             reads = not self._has_reader
             if reads:
                 self._has_reader = True

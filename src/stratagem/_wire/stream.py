@@ -74,7 +74,12 @@ class FrameStream:
 
     def append(self, kind: int, call: int, message: Message, buffers: Sequence[Buffer]) -> None:
         """Puts a frame in line; its buffers must not change until they are sent."""
-        for piece in frames.encode_frame(kind, call, messages.encode(message), buffers):
+        pieces = frames.encode_frame(kind, call, messages.encode(message), buffers)
+        if not buffers:
+            self.outgoing.append(pieces[0])
+            self.outgoing_bytes += len(pieces[0])
+            return
+        for piece in pieces:
             self.append_bytes(piece)
 
     def append_bytes(self, piece: Buffer) -> None:
@@ -103,6 +108,9 @@ class FrameStream:
         except OSError as error:
             raise ConnectionLost(f"the connection to {self.peer} broke: {error}") from error
         self.outgoing_bytes -= sent
+        if self.outgoing_bytes == 0:
+            pieces.clear()
+            return True
         while sent:
             first = memoryview(pieces[0])
             if sent < first.nbytes:

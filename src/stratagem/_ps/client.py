@@ -93,7 +93,8 @@ class PsClient:
         unique = f"#{secrets.token_hex(4)}" if membership.is_owner else ""
         self._writer = membership.task + unique
         self._links = [Link(task, address, membership) for task, address in servers]
-        self._control = ControlConnections(servers, key=membership.key)
+        lost = [link.declare_lost for link in self._links]
+        self._control = ControlConnections(servers, key=membership.key, lost=lost)
         self._lock = threading.RLock()
         self._slots = Slots()
         self._unsettled: list[tuple[int, Pending]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from typing_extensions import override
@@ -34,8 +34,23 @@ class ControlConnections:
         0.0
     """
 
-    def __init__(self, servers: Sequence[tuple[str, str]], *, key: ClusterKey | None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[tuple[str, str]],
+        *,
+        key: ClusterKey | None,
+        lost: Sequence[Callable[[str], ParameterServerLost]] = (),
+    ) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            servers: task and address of each.
+            key: the cluster's key.
+            lost: for each server, called with the reason when it does not answer; gives the error
+                to raise, which knows the server's variables.
+        """
         self._servers = tuple(servers)
+        self._on_lost = tuple(lost)
         self._key = key
         self._channels: list[Channel | None] = [None] * len(servers)
         self._locks = [threading.Lock() for _ in servers]
@@ -78,6 +93,9 @@ class ControlConnections:
                 stale = self._channels[server]
                 if stale is not None:
                     stale.close()
+                if self._on_lost:
+                    reason = f"did not answer within {timeout_s:g} s: {error}"
+                    raise self._on_lost[server](reason) from error
                 raise ParameterServerLost(
                     f"parameter server {task} at {address!r} did not answer within "
                     f"{timeout_s:g} s: {error}. Start it again, create the strategy anew and "

@@ -1,6 +1,8 @@
 """State between coordinator, workers and servers: what each sees of the others' changes."""
 
 import copy
+import gc
+import time
 
 import pytest
 import torch
@@ -165,6 +167,30 @@ class TestModels:
                 trained = copy.deepcopy(model.state_dict())
         torch.testing.assert_close(dict(model.state_dict()), dict(trained))
         assert model(X).shape == (4, 2)
+
+    def test_forgotten_models_are_freed_on_the_servers(self, strategy, coordinator):
+        """A program that makes models for weeks does not fill its servers."""
+
+        def held():
+            facts = [strategy._variables.client.stats(server) for server in (0, 1)]
+            return sum(int(fact["bytes"]) for fact in facts)
+
+        def wait_for(condition):
+            deadline = time.monotonic() + 20
+            while not condition() and time.monotonic() < deadline:
+                coordinator.schedule(lambda: None).fetch()
+            return condition()
+
+        models = list(make(strategy, lambda: nn.Linear(64, 64)))
+        shape = run(coordinator, lambda model=models[0]: model.weight.shape)
+        assert shape == (64, 64)
+        assert wait_for(lambda: held() >= 64 * 64 * 4)
+        models.clear()
+        for number in range(300):  # pushes the function that named the model out of memory
+            coordinator.schedule(lambda number=number: number)
+        coordinator.join(timeout_s=30)
+        gc.collect()
+        assert wait_for(lambda: held() == 0)
 
     def test_a_module_made_inside_a_function_is_its_own(self, coordinator):
         def work():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -212,6 +213,8 @@ class CoordinatorVariables:
         self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
             weakref.WeakValueDictionary()
         )
+        self._forgotten: deque[Kept] = deque()
+        self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
 
     def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
         """Where a new variable goes."""
@@ -228,6 +231,12 @@ class CoordinatorVariables:
         """Where a new `Variable` of known shards goes."""
         return self._placement.place(name, shape, dtype, shards=shards, beside=self.beside)
 
+    def new_remote(self, description: Description) -> RemoteVariable:
+        """A variable on the servers, not created there yet; it lets go of them when we close."""
+        remote = RemoteVariable(description, self.client)
+        self._remotes.add(remote)
+        return remote
+
     def adopt_parameter(
         self, module: nn.Module, name: str, parameter: nn.Parameter
     ) -> CoordinatorHome:
@@ -237,7 +246,7 @@ class CoordinatorVariables:
     def new_home(self, parameter: nn.Parameter, name: str, use: Use) -> CoordinatorHome:
         """A home for a parameter."""
         home = CoordinatorHome(Kept(self, parameter, name), name, use)
-        self._homes.add(home)
+        self._keep(home)
         return home
 
     def adopt_buffer(
@@ -248,12 +257,25 @@ class CoordinatorVariables:
         norm = nn.modules.batchnorm._NormBase
         counts = name == "num_batches_tracked" and isinstance(module, norm)
         home = CoordinatorBuffer(kept, strategy, counts=counts)
-        self._homes.add(home)
+        self._keep(home)
         self._buffers[id(buffer)] = home
         return home
 
+    def _keep(self, home: CoordinatorHome | CoordinatorBuffer) -> None:
+        self._homes.add(home)
+        # May run in any thread, at any time: it only notes what `flush` is to free.
+        weakref.finalize(home, self._forgotten.append, home.kept).atexit = False
+
     def flush(self) -> None:
-        """Create what is new on the servers, and write there what was changed here."""
+        """Create what is new on the servers, write what was changed here, free what is forgotten."""
+        forgotten = []
+        while self._forgotten:
+            forgotten.append(self._forgotten.popleft())
+        gone = [
+            place for kept in forgotten if kept.remote is not None for place in kept.remote.places
+        ]
+        if gone:
+            self.client.delete(gone)
         every = [home.kept for home in self._homes if not is_lazy(home.kept.tensor)]
         new = [kept for kept in every if kept.remote is None]
         if new:
@@ -278,6 +300,8 @@ class CoordinatorVariables:
             self.closed = True
             for home in list(self._homes):
                 home.kept.remote = None  # and with it the mapped memory of the servers
+            for remote in list(self._remotes):
+                remote.release()
             self.client.close()
 
     @override

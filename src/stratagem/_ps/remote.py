@@ -69,6 +69,11 @@ class RemoteVariable:
         shared = tuple(one for one in found if one is not None)
         return shared if len(shared) == len(found) else None
 
+    def release(self) -> None:
+        """Let go of the servers' memory; the session is over."""
+        self.__dict__.pop("mapped", None)
+        self._assembled = None
+
     # -------------------------------------------------------------- reading
 
     def versions(self) -> tuple[int, ...]:

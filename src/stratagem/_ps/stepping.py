@@ -111,6 +111,7 @@ class ServerOptimizer:
             number: nn.Parameter(tensor, requires_grad=False)
             for number, tensor in parameters.items()
         }
+        self._tensors = dict(parameters)
         self._group_of = {
             number: index for index, group in enumerate(groups) for number in group.variables
         }
@@ -139,14 +140,16 @@ class ServerOptimizer:
         touched: list[nn.Parameter] = []
         compact: list[Gradient] = []
         plain: list[Gradient] = []
+        suffice = [self._rows_suffice(group) for group in self._optimizer.param_groups]
+        is_sgd = self._class is torch.optim.SGD
         try:
             for gradient in gradients:
                 parameter = self._find(gradient.variable)
-                if self._rows_suffice(gradient):
+                if suffice[self._group_of[gradient.variable]]:
                     if gradient.ids is not None:
                         compact.append(gradient)
                         continue
-                    if self._class is torch.optim.SGD:
+                    if is_sgd:
                         plain.append(gradient)
                         continue
                 parameter.grad = _full_gradient(parameter, gradient)
@@ -191,9 +194,8 @@ class ServerOptimizer:
             )
         return self._parameters[variable]
 
-    def _rows_suffice(self, gradient: Gradient) -> bool:
+    def _rows_suffice(self, group: Mapping[str, Any]) -> bool:
         """True if a zero gradient changes nothing, so that updating only some rows is enough."""
-        group = self._optimizer.param_groups[self._group_of[gradient.variable]]
         if self._class is torch.optim.SGD:
             return not group["momentum"] and not group["weight_decay"]
         if self._class is torch.optim.Adagrad:
@@ -209,7 +211,7 @@ class ServerOptimizer:
         """
         by_group: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for gradient in gradients:
-            parameter = self._find(gradient.variable).detach()
+            parameter = self._tensors[gradient.variable]
             parameters, values = by_group.setdefault(self._group_of[gradient.variable], ([], []))
             parameters.append(parameter)
             values.append(_full_gradient(parameter, gradient))

@@ -249,7 +249,7 @@ def create(
     tracks = request.tracks_gradient()
 
     def made(part: Description, value: Tensor, asked: VariableRequest) -> Variable:
-        remote = RemoteVariable(part, owner.client)
+        remote = owner.new_remote(part)
         owner.client.create_all(remote.wanted())
         remote.put(value)
         place = RemotePlace(remote, tracks=tracks, strategy=strategy, cache=cache)
@@ -299,7 +299,7 @@ def create_per_worker(
     for worker in range(workers):
         name = f"{request.name}/worker_{worker}"
         where = owner.place_variable(name, tuple(value.shape), value.dtype, 1)
-        remote = RemoteVariable(where, owner.client)
+        remote = owner.new_remote(where)
         owner.client.create_all(remote.wanted())
         remote.put(value)
         remotes.append(remote)

@@ -253,9 +253,16 @@ class WorkerVariables:
     ) -> RemoteVariable | None:
         dense = self._dense.get(id(parameter))
         if dense is not None:
-            if parameter.grad is None:
+            grad, remote = parameter.grad, dense.remote
+            if grad is None:
                 return None
-            pieces, remote = dense.gradients(), dense.remote
+            if len(remote.places) == 1 and not grad.is_sparse:  # the usual case, kept short
+                place = remote.places[0]
+                by_server.setdefault(place.server, []).append(
+                    PushedGradient(variable=place.variable, values=grad)
+                )
+                return remote
+            pieces = dense.gradients()
         else:
             known = self._tables.get(id(parameter))
             if known is None:

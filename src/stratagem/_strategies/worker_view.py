@@ -32,7 +32,6 @@ from stratagem._ps.variables import ReadCache, RemotePlace
 from stratagem._ps.workers import WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._wire.handshake import ClusterKey
-from stratagem.errors import ContextError
 
 
 def cluster_key() -> ClusterKey | None:
@@ -277,7 +276,7 @@ class WorkerStrategy(Strategy):
 
     @override
     def _create_variable(self, request: VariableRequest) -> Any:
-        raise ContextError(
+        raise ValueError(
             f"variable {request.name!r} is being made inside a scheduled function: it would belong "
             "to one worker's run of it. Make it on the coordinator, inside `with strategy.scope():`."
         )

@@ -11,8 +11,8 @@ from rich.table import Table
 from benchmarks.results import Line, Measurement, Results, lines
 from benchmarks.rows import Row
 
-BEGIN = "<!-- benchmark table: begin (written by `make bench`) -->"
-END = "<!-- benchmark table: end -->"
+BEGIN = "<!-- bench:begin -->"
+END = "<!-- bench:end -->"
 _HEAD = ("work", "TF 2.21", "limit", "Stratagem", "× TF", "of limit", "target")
 _VERDICTS = {"reached": "✓", "missed": "missed", "missing": "not measured", "none": ""}
 

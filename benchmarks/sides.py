@@ -54,6 +54,7 @@ class SideProcess:
             start_new_session=True,
         )
         self._unread = b""
+        self._stuck = False
         self._processes: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -99,6 +100,7 @@ class SideProcess:
             selector.register(pipe, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(timeout_s):
+                    self._stuck = True
                     raise SideFailed(
                         f"{self.kind} gave no answer to {operation!r} in {timeout_s:g} s"
                     )
@@ -122,7 +124,7 @@ class SideProcess:
 
     def close(self) -> None:
         """End the side and everything it started. May be called twice."""
-        if self._process.poll() is None:
+        if self._process.poll() is None and not self._stuck:
             try:
                 self.ask("close", timeout_s=CLOSE_TIMEOUT_S)
                 self._process.wait(CLOSE_TIMEOUT_S)

@@ -131,7 +131,6 @@ class Traffic(Work):
 
 def make(row: str, size: dict[str, Any]) -> Work:
     """The limit of a row."""
-    torch.set_num_threads(1)
     if row in {"mlp", "one_device", "central", "workers", "servers"}:
         return Mlp(size)
     if row in {"embedding", "table"}:
@@ -148,4 +147,5 @@ def make(row: str, size: dict[str, Any]) -> Work:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(serve(make))

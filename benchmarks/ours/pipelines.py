@@ -16,7 +16,6 @@ class Input(Work):
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
-        torch.set_num_threads(1)
         self.amount_per_step = size["batch"] / 1e6
         columns = torch.from_numpy(work.input_rows(size))
         dataset = sg.data.Dataset.from_tensor_slices(columns).shuffle(None, seed=1).repeat()
@@ -41,7 +40,6 @@ class Wire(Work):
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
-        torch.set_num_threads(1)
 
     def steps(self, count: int) -> None:
         raise NotImplementedError("the wire is measured by sample()")

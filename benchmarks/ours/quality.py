@@ -27,7 +27,6 @@ class Quality(Work):
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
-        torch.set_num_threads(1)
         self.size = size
         self.world = ClickWorld(seed=1)
         self.train = self.world.sample(size["steps"] * size["batch"], seed=2)

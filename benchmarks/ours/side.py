@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import Any
 
+import torch
+
 from benchmarks.protocol import Work, serve
 
 # Row -> module and class; loaded when asked for, so that a row never waits for another row's parts.
@@ -39,4 +41,5 @@ def make(row: str, size: dict[str, Any]) -> Work:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(serve(make))

@@ -18,7 +18,6 @@ class SingleWork(Work):
 
     def __init__(self, strategy: sg.Strategy, size: dict[str, Any]) -> None:
         super().__init__()
-        torch.set_num_threads(1)
         self.strategy, self.size, self.done = strategy, size, 0
         with strategy.scope():
             self.model = models.Mlp(size)

@@ -42,8 +42,10 @@ def _run(command: list[str]) -> None:
             command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerMissing(f"{command[-1]} cannot be installed: {error}") from error
+        raise PeerMissing(f"the peer cannot be installed: {error}") from error
     if done.returncode != 0:
-        words = [line for line in done.stderr.strip().splitlines() if "ERROR" in line]
+        words = [
+            line for line in (done.stderr + done.stdout).splitlines() if "error" in line.lower()
+        ]
         reason = words[-1] if words else f"{' '.join(command)} ended with {done.returncode}"
-        raise PeerMissing(f"{command[-1]} cannot be installed: {reason}")
+        raise PeerMissing(f"the peer cannot be installed: {reason}")

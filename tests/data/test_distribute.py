@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import threading
 
@@ -153,6 +154,18 @@ def test_tensors_that_disagree_in_length_are_named(two):
 def test_something_that_is_no_dataset(two):
     with pytest.raises(TypeError, match="int 5 is not a dataset"):
         two.distribute_dataset(5)
+
+
+def test_a_distributed_dataset_is_not_distributed_again(two):
+    with pytest.raises(TypeError, match="distributed already"):
+        two.distribute_dataset(two.distribute_dataset(Dataset.range(2).batch(2)))
+
+
+def test_other_mappings_are_nests_too(two):
+    """Such as the tokenizer outputs of Hugging Face, which are UserDicts."""
+    (step,) = two.distribute_dataset([collections.UserDict({"ids": torch.arange(3)})])
+    assert isinstance(step, collections.UserDict)
+    assert parts(two, step["ids"]) == [[0, 1], [2]]
 
 
 def test_run_takes_the_steps(two):

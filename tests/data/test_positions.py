@@ -163,6 +163,32 @@ def test_a_source_shorter_than_the_position_is_an_error():
         fresh.load_state_dict(iterator.state_dict())
 
 
+def test_text_in_a_position_survives_a_file():
+    """Text is no tensor, and torch.load refuses NumPy arrays."""
+
+    def build():
+        names = Dataset.from_tensor_slices((["a", "bb", "c", "d", "e"], [1, 2, 3, 4, 5]))
+        return (
+            names.map(lambda n, i: (n, i))
+            .shuffle(3, seed=1)
+            .batch(2)
+            .prefetch(2)
+            .map(lambda n, i: (n, i), 2)
+        )
+
+    def text(elements):
+        return [(list(names), numbers.tolist()) for names, numbers in elements]
+
+    with iter(build()) as iterator:
+        next(iterator)
+        state = through_a_file(iterator.state_dict())
+        rest = text(iterator)
+    assert rest
+    with iter(build()) as resumed:
+        resumed.load_state_dict(state)
+        assert text(resumed) == rest
+
+
 def test_parallelism_may_change_between_saving_and_resuming():
     """The threads are no part of the position."""
 

@@ -91,6 +91,8 @@ def distribute_dataset(
             "InputReplicationMode.PER_REPLICA needs a dataset for each replica. Use "
             "strategy.distribute_datasets_from_function(dataset_fn, options)."
         )
+    if isinstance(dataset, DistributedDataset):
+        raise TypeError(f"{dataset!r} is distributed already. Pass the dataset it was made of.")
     found = as_dataset(dataset)
     share = autoshard.share(
         found.node,

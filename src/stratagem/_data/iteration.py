@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self, final
 
 from typing_extensions import override
 
+from stratagem._data import nests
 from stratagem._data.node import END, Cursor, Frame, Node, Run, Skipped
 from stratagem._data.seeds import fresh_seed, mix
 from stratagem.errors import DataError
@@ -213,7 +214,7 @@ class Playback:
         """The position after the last element delivered."""
         if self._closed:
             raise self._closed_error()
-        own = None if self._ended else self._source.state()
+        own = None if self._ended else nests.to_plain(self._source.state())
         return {**self.one_pass.state(own), "ended": self._ended}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -226,7 +227,7 @@ class Playback:
         self._source = self._wrapped()
         self._ended = state["ended"]
         if not self._ended:
-            self._source.restore(own)
+            self._source.restore(nests.from_plain(own))
 
     def close(self) -> None:
         """End threads, close files; idempotent."""

@@ -1,6 +1,6 @@
 """Nests of leaves: how an element is walked, converted, stacked, cut.
 
-An *element* is a nest: tuples, named tuples, lists and dicts around leaves. A leaf is a
+An *element* is a nest: tuples, named tuples, lists, dicts and other mappings around leaves. A leaf is a
 `torch.Tensor`, a NumPy array of something torch has no dtype for (text, bytes, objects), or any
 other object, which travels untouched. Everything here is a pure function; datasets and the
 distribution of batches over replicas are built on it.
@@ -9,7 +9,7 @@ distribution of batches over replicas are built on it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from stratagem.errors import DataError, UnequalRows
 
 def is_nest(value: object) -> bool:
     """Whether `value` is a container this module looks into."""
-    return isinstance(value, tuple | list | dict)
+    return isinstance(value, tuple | list | dict | Mapping)
 
 
 def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
@@ -36,10 +36,10 @@ def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
         return [map_leaves(fn, item) for item in nest]
     if isinstance(nest, tuple):
         return rebuild_tuple(nest, [map_leaves(fn, item) for item in nest])
-    if isinstance(nest, dict):
-        return rebuild_dict(nest, {key: map_leaves(fn, item) for key, item in nest.items()})
     if isinstance(nest, list):
         return [map_leaves(fn, item) for item in nest]
+    if isinstance(nest, Mapping):
+        return rebuild_dict(nest, {key: map_leaves(fn, item) for key, item in nest.items()})
     return fn(nest)
 
 
@@ -48,10 +48,12 @@ def rebuild_tuple(like: tuple[Any, ...], items: list[Any]) -> Any:
     return type(like)(*items) if is_namedtuple(like) else tuple(items)
 
 
-def rebuild_dict(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """A dict of the same kind where the kind can be built from a dict, else a plain one."""
+def rebuild_dict(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same kind where the kind can be built from a dict, else a plain one."""
+    if type(like) is dict:
+        return items
     try:
-        return type(like)(items)
+        return type(like)(items)  # type: ignore[call-arg]
     except TypeError:  # such as defaultdict, whose first argument is a factory
         return items
 
@@ -68,13 +70,13 @@ def leaves(nest: Any) -> list[Any]:
         return [nest]
     if not is_nest(nest):
         return [nest]
-    items = nest.values() if isinstance(nest, dict) else nest
+    items = nest.values() if isinstance(nest, Mapping) else nest
     return [leaf for item in items for leaf in leaves(item)]
 
 
 def named_leaves(nest: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves with a name such as ``[0]['ids']``, for messages."""
-    if isinstance(nest, dict):
+    if isinstance(nest, Mapping):
         for key, item in nest.items():
             yield from named_leaves(item, f"{name}[{key!r}]")
     elif isinstance(nest, tuple | list):
@@ -95,7 +97,7 @@ def zip_leaves(fn: Callable[[list[Any]], Any], nests: Sequence[Any]) -> Any:
                 "elements of different structure cannot be put together: "
                 f"{describe(first)} and {describe(other)}. Make every element the same nest."
             )
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         merged = {}
         for key in first:
             missing = [n for n in nests if key not in n]
@@ -112,7 +114,7 @@ def zip_leaves(fn: Callable[[list[Any]], Any], nests: Sequence[Any]) -> Any:
 
 def describe(nest: Any) -> str:
     """A short text of an element's structure: shapes and dtypes, not values."""
-    if isinstance(nest, dict):
+    if isinstance(nest, Mapping):
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in nest.items()) + "}"
     if isinstance(nest, tuple | list):
         return f"{type(nest).__name__}({', '.join(describe(v) for v in nest)})"
@@ -163,7 +165,7 @@ def to_element(value: Any) -> Any:
         return value
     if kind is tuple:
         return tuple([to_element(item) for item in value])
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return rebuild_dict(value, {key: to_element(item) for key, item in value.items()})
     if isinstance(value, tuple):
         return rebuild_tuple(value, [to_element(item) for item in value])
@@ -174,7 +176,7 @@ def to_element(value: Any) -> Any:
 
 def to_columns(value: Any) -> Any:
     """A user's value for `from_tensor_slices`: a list is one array (stacked), not a nest."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return rebuild_dict(value, {key: to_columns(item) for key, item in value.items()})
     if isinstance(value, tuple):
         return rebuild_tuple(value, [to_columns(item) for item in value])
@@ -205,6 +207,33 @@ def stack_list(items: list[Any]) -> Any:
             f"a list is stacked into one array, and this one of {len(items)} items cannot be: "
             f"{error}. Use a tuple for arrays that belong side by side."
         ) from error
+
+
+def to_plain(nest: Any) -> Any:
+    """A nest without NumPy arrays, which ``torch.load(weights_only=True)`` refuses: text as lists."""
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return {_ARRAY: leaf.tolist(), "dtype": leaf.dtype.str}
+        return leaf
+
+    return map_leaves(plain, nest)
+
+
+def from_plain(nest: Any) -> Any:
+    """What `to_plain` was given."""
+    if isinstance(nest, dict):
+        if _ARRAY in nest:
+            return np.array(nest[_ARRAY], dtype=nest["dtype"])
+        return rebuild_dict(nest, {key: from_plain(item) for key, item in nest.items()})
+    if isinstance(nest, list):
+        return [from_plain(item) for item in nest]
+    if isinstance(nest, tuple):
+        return rebuild_tuple(nest, [from_plain(item) for item in nest])
+    return nest
+
+
+_ARRAY = "stratagem.array"  # key that marks a NumPy array in a saved position
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -272,7 +301,7 @@ def _pick(tree: Any, like: Any, part: int) -> Any:
     """From a nest with a list of parts for each leaf, the nest of one part."""
     if not is_nest(like):
         return tree[part]
-    if isinstance(like, dict):
+    if isinstance(like, Mapping):
         return rebuild_dict(like, {key: _pick(tree[key], like[key], part) for key in like})
     items = [_pick(t, each, part) for t, each in zip(tree, like, strict=True)]
     return items if isinstance(like, list) else rebuild_tuple(like, items)

@@ -153,3 +153,25 @@ def test_untouched_buffers_cost_nothing_at_the_end_of_a_run(two):
 
     two.run(use, args=(sg.PerReplica(cut(4, 2)),))
     assert touched == [(2, 3), (2, 3)]
+
+
+class Late(nn.Module):
+    """Registers a buffer at the first call and writes it in place."""
+
+    def forward(self, x):
+        if "seen" not in self._buffers:
+            self.register_buffer("seen", torch.zeros(()))
+        self.seen.add_(len(x))
+        return self.seen.clone()
+
+
+def test_a_buffer_registered_inside_run_is_each_replicas_own_at_once(two):
+    """RUN-9: created once, yet the writes of this very run stay apart until its end."""
+    with two.scope():
+        module = Late()
+    parts = sg.PerReplica(cut(4, 2))
+    inside = two.local_results(two.run(module, args=(parts,)))
+    assert [float(each) for each in inside] == [4.0, 2.0]
+    assert float(module.seen) == pytest.approx(4 * 4 / 6 + 2 * 2 / 6)
+    inside = two.local_results(two.run(module, args=(parts,)))
+    assert float(inside[0] - inside[1]) == pytest.approx(2.0)

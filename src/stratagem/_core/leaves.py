@@ -110,9 +110,8 @@ class ReplicatedHome(ParameterHome):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is central or one of the leaves."""
-        return tensor is self.central or any(
-            leaf.tensor is tensor for leaf in self._leaves.values()
-        )
+        # A list, made at once: another replica may be adding its leaf.
+        return tensor is self.central or any(leaf.tensor is tensor for leaf in self.leaves())
 
     def leaf(self, replica_id: int) -> Leaf | None:
         """The leaf of one replica, if it ever asked."""

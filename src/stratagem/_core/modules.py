@@ -188,7 +188,8 @@ class BuffersByReplica(_ByContext):
         if home is not None:
             replica = current_replica()
             if replica is not None and replica.strategy is home.strategy and not is_lazy(value):
-                home.put(replica, value)
+                if value is not home.central:  # else: just registered in this run, for all replicas
+                    home.put(replica, value)
                 return
             if value is None:
                 del self.homes[name]
@@ -255,50 +256,59 @@ def _move(tensor: Tensor, device: torch.device) -> None:
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """torch is about to register a parameter: find or make its home. The parameter to register."""
+    """Torch is about to register a parameter: find or make its home. The parameter to register."""
     home = home_of(parameter)
-    if home is None:
-        if not context.has_strategy():
-            return None
-        strategy = context.get_strategy()
-        replica = current_replica()
-        if replica is None or replica.group.size == 1:
-            home = strategy._adopt_parameter(module, name, parameter)
-        else:
-            label = f"creating parameter {name!r}"
-            adopt = functools.partial(strategy._adopt_parameter, module, name)
-            home = _created_together(replica, label, module, parameter, adopt)
-        if home is None:
-            return None
+    if home is not None:
+        _settle_parameter(module, name, home)
+        return home.central
+    if not context.has_strategy():
+        return None
+    strategy, replica = context.get_strategy(), current_replica()
+
+    def adopt(made: nn.Parameter) -> ParameterHome | None:
+        found: ParameterHome | None = strategy._adopt_parameter(module, name, made)
+        if found is not None:
+            _settle_parameter(module, name, found)
+        return found
+
+    if replica is None or replica.group.size == 1:
+        home = adopt(parameter)
+    else:
+        label = f"creating parameter {name!r}"
+        home = _created_together(replica, label, module, parameter, adopt)
+    return None if home is None else home.central
+
+
+def _settle_parameter(module: nn.Module, name: str, home: ParameterHome) -> None:
     special_modules.prepare(module, home, name)
     held = module._parameters
     if not isinstance(held, ParametersByReplica):
         module._parameters = held = ParametersByReplica(held)
     held.settle_in(name, home)
-    return home.central
 
 
 def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
     """The same for a buffer."""
-    held: Any = module._buffers
     if buffer is None or not context.has_strategy():
         return None
-    if isinstance(held, BuffersByReplica) and name in held.homes:
+    if isinstance(module._buffers, BuffersByReplica) and name in module._buffers.homes:
         return None  # another tensor for a name that has a home: __setitem__ knows what to do
-    strategy = context.get_strategy()
-    replica = current_replica()
+    strategy, replica = context.get_strategy(), current_replica()
+
+    def adopt(made: Tensor) -> Any:
+        found = strategy._adopt_buffer(module, name, made)
+        if found is not None:
+            held: Any = module._buffers
+            if not isinstance(held, BuffersByReplica):
+                module._buffers = held = BuffersByReplica(held)
+            held.settle_in(name, found)
+        return found
+
     if replica is None or replica.group.size == 1:
-        home = strategy._adopt_buffer(module, name, buffer)
+        home = adopt(buffer)
     else:
-        adopt = functools.partial(strategy._adopt_buffer, module, name)
         home = _created_together(replica, f"creating buffer {name!r}", module, buffer, adopt)
-    if home is None:
-        return None
-    held = module._buffers
-    if not isinstance(held, BuffersByReplica):
-        module._buffers = held = BuffersByReplica(held)
-    held.settle_in(name, home)
-    return home.central  # type: ignore[no-any-return]
+    return None if home is None else home.central
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:

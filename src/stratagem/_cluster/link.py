@@ -92,6 +92,7 @@ class WorkerLink:
         self._workers = workers
         self._key = key
         self._channel: Channel | None = None
+        self._opening: Channel | None = None  # while a life is being opened, for close()
         self._why: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -134,7 +135,9 @@ class WorkerLink:
     def close(self, timeout_s: float) -> None:
         """Leaves the worker and ends the thread. May be called again."""
         self._stop.set()
-        channel = self._channel
+        channel, opening = self._channel, self._opening
+        if opening is not None:
+            opening.close()
         if channel is not None:
             try:
                 channel.notify(messages.Leave(), timeout_s=1.0)
@@ -180,7 +183,10 @@ class WorkerLink:
             limits=Limits(),
             may_unpickle=True,
         )
+        self._opening = channel
         try:
+            if self._stop.is_set():
+                raise WireError("closed")
             outgoing = Outgoing()
             incarnation = self._owner.next_incarnation(self.index)
             opening = messages.OpenWorker(
@@ -200,6 +206,8 @@ class WorkerLink:
         except BaseException:
             channel.close()
             raise
+        finally:
+            self._opening = None
         with self.sending:
             self.functions.clear()
             self.tokens.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self, final
 
@@ -237,6 +237,11 @@ class PsClient:
         return dict(reply.versions)
 
     # -- writes -------------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """To be held from `batch` to `settle` where several threads write; reads take it too."""
+        return self._lock
 
     def batch(self) -> WriteBatch:
         """A new batch of writes. One at a time: fill it, send it, then ask for the next."""

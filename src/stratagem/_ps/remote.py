@@ -170,10 +170,11 @@ class RemoteVariable:
 
     def assign(self, operation: str, value: Tensor) -> None:
         """``set``, ``add`` or ``sub`` all rows; returns when it is done."""
-        batch = self._client.batch()
-        self.add_assign(batch, operation, value)
-        self._client.send(batch)
-        self._client.settle()
+        with self._client.lock:
+            batch = self._client.batch()
+            self.add_assign(batch, operation, value)
+            self._client.send(batch)
+            self._client.settle()
 
     def add_assign(self, batch: WriteBatch, operation: str, value: Tensor) -> None:
         """The same, as part of a batch."""
@@ -182,7 +183,14 @@ class RemoteVariable:
 
     def scatter(self, operation: str, ids: Tensor, values: Tensor) -> None:
         """Combine rows (``add sub mul div min max update``), duplicates and all."""
-        batch = self._client.batch()
+        with self._client.lock:
+            batch = self._client.batch()
+            self._add_scatter(batch, operation, ids, values)
+            if not batch.is_empty:
+                self._client.send(batch)
+                self._client.settle()
+
+    def _add_scatter(self, batch: WriteBatch, operation: str, ids: Tensor, values: Tensor) -> None:
         if len(self.places) == 1:
             batch.scatter(self.places[0].server, self.places[0].variable, operation, ids, values)
         else:
@@ -200,9 +208,6 @@ class RemoteVariable:
                         ids[begin:end] - offset,
                         values[begin:end],
                     )
-        if not batch.is_empty:
-            self._client.send(batch)
-            self._client.settle()
 
     def update_rows(self, ids: Tensor, values: Tensor) -> None:
         """Overwrite rows."""

@@ -220,7 +220,7 @@ class WorkerVariables:
             optimizer: whose parameters' gradients are sent.
             initial: settings the servers know; others are sent along.
         """
-        with self._push_time.measure():
+        with self._push_time.measure(), self.client.lock:
             batch = self.client.batch()
             by_server: dict[int, list[PushedGradient]] = {}
             touched: list[RemoteVariable] = []
@@ -282,11 +282,14 @@ class WorkerVariables:
         return remote
 
     def _send_buffers(self) -> None:
-        batch = self.client.batch()
-        for buffer in self._buffers:
-            buffer.add_change(batch)
-        if not batch.is_empty:
-            self.client.send(batch)
+        if not self._buffers:
+            return
+        with self.client.lock:
+            batch = self.client.batch()
+            for buffer in self._buffers:
+                buffer.add_change(batch)
+            if not batch.is_empty:
+                self.client.send(batch)
 
     def _note_staleness(
         self, touched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]

@@ -1,0 +1,131 @@
+"""A variable on real servers, in pieces or not: reading, writing, several threads, no shared memory."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stratagem._ps.client import PsClient
+from stratagem._ps.link import Membership
+from stratagem._ps.placement import Placement
+from stratagem._ps.remote import RemoteVariable
+from stratagem._ps.server import ParameterServer
+from stratagem._ps.workers import WorkerVariables
+from stratagem.errors import ForeignParameterError
+
+VALUE = torch.arange(22.0).reshape(11, 2)
+
+
+@pytest.fixture(params=[True, False], ids=["shared memory", "connection"])
+def client(request):
+    """A client of two servers that run in this process."""
+    who = Membership(session="test", task="/job:chief/task:0", is_owner=True)
+    with (
+        ParameterServer("127.0.0.1:0").start() as one,
+        ParameterServer("127.0.0.1:0").start() as two,
+    ):
+        servers = [("/job:ps/task:0", one.address), ("/job:ps/task:1", two.address)]
+        with PsClient(servers, who, shared_memory=request.param) as made:
+            yield made
+
+
+@pytest.fixture(params=[1, 3], ids=["whole", "three shards"])
+def remote(client, request):
+    where = Placement(2).place("w", (11, 2), torch.float32, shards=request.param)
+    made = RemoteVariable(where, client)
+    client.create_all(made.wanted())
+    made.put(VALUE)
+    yield made
+    made.release()
+
+
+def test_reading_and_writing(remote):
+    torch.testing.assert_close(remote.read(), VALUE)
+    torch.testing.assert_close(remote.whole(), VALUE)
+    ids = torch.tensor([0, 3, 4, 10])
+    torch.testing.assert_close(remote.rows(ids), VALUE[ids])
+    assert remote.rows(torch.tensor([], dtype=torch.int64)).shape == (0, 2)
+    before = remote.versions()
+    remote.assign("add", torch.ones(11, 2))
+    assert all(now == then + 1 for now, then in zip(remote.versions(), before, strict=True))
+    torch.testing.assert_close(remote.whole(), VALUE + 1)
+    remote.scatter("update", torch.tensor([10, 0, 10]), torch.tensor([[1.0, 1], [2, 2], [3, 3]]))
+    assert remote.rows(torch.tensor([0, 10])).tolist() == [[2, 2], [3, 3]]
+    remote.update_rows(torch.tensor([5]), torch.tensor([[9.0, 9.0]]))
+    assert remote.read()[5].tolist() == [9.0, 9.0]
+
+
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(ids=st.lists(st.integers(0, 10), max_size=12))
+def test_scatter_is_that_of_a_plain_tensor(remote, ids):
+    remote.put(VALUE)
+    rows = torch.tensor(ids, dtype=torch.int64)
+    remote.scatter("add", rows, torch.ones(len(ids), 2))
+    torch.testing.assert_close(remote.read(), VALUE.index_add(0, rows, torch.ones(len(ids), 2)))
+
+
+def test_several_threads_may_write(remote):
+    """A batch is one thread's from its beginning to its acknowledgement."""
+
+    def work(row):
+        for _ in range(50):
+            remote.assign("add", torch.ones(11, 2))
+            remote.scatter("add", torch.tensor([row]), torch.full((1, 2), 2.0))
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    expected = VALUE + 150
+    expected[:3] += 100
+    torch.testing.assert_close(remote.read(), expected)
+
+
+class TestWorkerVariables:
+    def test_a_leaf_in_one_piece_shows_the_servers_writes(self, client, remote):
+        variables = WorkerVariables(client)
+        leaf = variables.parameter(remote.description, requires_grad=True, as_table=False)
+        with variables.closure(None):
+            torch.testing.assert_close(leaf.detach(), VALUE)
+        remote.assign("add", torch.ones(11, 2))
+        with variables.closure(None):
+            torch.testing.assert_close(leaf.detach(), VALUE + 1)
+        variables.close()
+
+    def test_writes_into_a_leaf_are_undone_and_reported(self, client, remote):
+        variables = WorkerVariables(client)
+        leaf = variables.parameter(remote.description, requires_grad=True, as_table=False)
+        with pytest.raises(ForeignParameterError, match="'w'"):
+            with variables.closure(None), torch.no_grad():
+                leaf.zero_()
+        with variables.closure(None):
+            torch.testing.assert_close(leaf.detach(), VALUE)
+        assert "1 parameters" in repr(variables)
+        variables.close()
+
+    def test_buffers_send_what_changed_and_counts_add_up(self, client):
+        place = Placement(2)
+        where = [place.place(name, (), torch.int64) for name in ("count", "last")]
+        for one in where:
+            made = RemoteVariable(one, client)
+            client.create_all(made.wanted())
+            made.put(torch.tensor(5))
+            made.release()
+        one, two = WorkerVariables(client), WorkerVariables(client)
+        counts = [w.buffer(where[0], counts=True) for w in (one, two)]
+        lasts = [w.buffer(where[1], counts=False) for w in (one, two)]
+        with one.closure(None), two.closure(None):
+            counts[0].add_(1)
+            counts[1].add_(2)
+            lasts[0].fill_(7)
+        read = [RemoteVariable(one_, client).read() for one_ in where]
+        assert [int(value) for value in read] == [8, 7]
+        with two.closure(None):
+            assert (int(counts[1]), int(lasts[1])) == (8, 7)
+        one.close()
+        two.close()

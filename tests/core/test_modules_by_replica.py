@@ -191,3 +191,17 @@ def test_buffers_dict_answers_and_deletes(two):
     assert norm._buffers.pop("running_mean", None) is None
     norm.register_buffer("running_mean", torch.zeros(2))
     assert torch.equal(norm.running_mean, torch.zeros(2))
+
+
+def test_models_may_be_made_without_memory_first(two):
+    """torch.device("meta") and to_empty(), as large models are built."""
+    with two.scope():
+        with torch.device("meta"):
+            linear = nn.Linear(3, 2)
+    linear.to_empty(device="cpu")
+    nn.init.ones_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    found = two.run(linear, args=(sg.PerReplica([torch.ones(2, 3), torch.ones(1, 3)]),))
+    assert torch.equal(two.gather(found, axis=0), torch.full((3, 2), 3.0))
+    leaves = two.local_results(two.run(lambda: linear.weight))
+    assert leaves[0] is not leaves[1]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import stratagem as sg
 
@@ -184,6 +185,7 @@ MODULES = {
     ),
     "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), plain, rows(4)),
     "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), plain, rows(4)),
+    "pruned": (lambda: prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5), plain, rows(4)),
     "parameter containers": (Lists, plain, rows(4)),
     "tied": (Tied, plain, rows(3, high=11)),
     "complex": (lambda: nn.Linear(4, 3, dtype=torch.complex64), plain, rows(4, dtype=torch.complex64)),

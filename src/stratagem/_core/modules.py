@@ -248,7 +248,7 @@ def _is_alone(strategy: Any, device: torch.device) -> bool:
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device and not is_lazy(tensor):
+    if tensor.device != device and not is_lazy(tensor) and not tensor.is_meta:
         tensor.data = tensor.data.to(device)
 
 

@@ -228,9 +228,17 @@ def _await_quiet(before: State) -> list[str]:
 
 
 def _is_strangers(one: str) -> bool:
-    """Names in /dev/shm may belong to other programs on this machine."""
+    """Names in /dev/shm may belong to other programs on this machine, other test sessions too."""
     prefix = "shared memory /dev/shm/"
-    return one.startswith(prefix) and _mapped_elsewhere(one.removeprefix(prefix))
+    if not one.startswith(prefix):
+        return False
+    name = one.removeprefix(prefix)
+    # torch and others put the number of the process that made a segment into its name.
+    numbers = [int(digits) for digits in re.findall(r"\d{2,}", name)]
+    makers = [n for n in numbers if n != os.getpid() and _stat(n) is not None]
+    if any(not _is_ours(pid) for pid in makers):
+        return True
+    return _mapped_elsewhere(name)
 
 
 def _changed(before: State) -> list[str]:

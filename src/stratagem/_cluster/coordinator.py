@@ -194,7 +194,7 @@ class ClusterCoordinator:
         self._refuse_if_closed("schedule")
         began = time.perf_counter()
         call = engine.sender.pack(fn, args, kwargs)
-        value = RemoteValue(engine.changed, call.function.name)
+        value = RemoteValue(engine.bell, call.function.name)
         closure = Closure(0, call, value, began, exactly_once)
         with engine.changed:
             self._ready_to_schedule()
@@ -275,7 +275,7 @@ class ClusterCoordinator:
         engine = self._engine
         call = engine.sender.pack(fn, args, kwargs)
         name = f"resource {call.function.name}"
-        values = PerWorkerValues([RemoteValue(engine.changed, name) for _ in engine.links])
+        values = PerWorkerValues([RemoteValue(engine.bell, name) for _ in engine.links])
         engine.add_resource(call, values)
         return values
 

@@ -27,7 +27,7 @@ from stratagem import metrics
 from stratagem._cluster import output
 from stratagem._cluster.closures import Action, ClosureQueue, Fate, Recall, Settle
 from stratagem._cluster.link import WorkerLink
-from stratagem._cluster.remote import PerWorkerValues
+from stratagem._cluster.remote import Bell, PerWorkerValues
 from stratagem._cluster.sending import Call, Closure, Sender
 from stratagem._cluster.shipping import Encoded
 from stratagem._cluster.spec import ClusterSpec
@@ -102,7 +102,8 @@ class Engine:
         self.views = views
         self.sender = Sender(views)
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self.bell = Bell(self.lock)
+        self.changed = self.bell.condition
         self.queue = ClosureQueue(
             len(tasks), limit=options.queue_limit, poison_limit=options.poison_limit
         )
@@ -185,6 +186,7 @@ class Engine:
         with link.sending:
             while True:
                 with self.lock:
+                    was_full = self.queue.full
                     numbers = self.queue.take(link.index)
                     if not numbers:
                         return
@@ -195,6 +197,9 @@ class Engine:
                 sent_at = time.perf_counter()
                 for closure in closures:
                     closure.sent_at = sent_at
+                if was_full:
+                    with self.changed:
+                        self.changed.notify_all()  # schedule() may wait for room
                 if not link.send(batch):
                     return
 
@@ -252,7 +257,9 @@ class Engine:
                 self._locked_set_window(link, finished)
                 self.finished += len(finished)
                 self._counters["completed"].add(len(finished))
-            self.changed.notify_all()
+            # With a hundred batches a second, waking a join for each would cost more than the rest.
+            if self.bell.waiting_for_values or self.queue.idle or self.queue.error is not None:
+                self.changed.notify_all()
             # What came back (retries, recalls) may be for somebody who has nothing at all.
             hungriest = self.queue.hungriest()
         if hungriest is not None and hungriest != link.index:
@@ -280,6 +287,9 @@ class Engine:
             self.views.fence(link.index, link.incarnation)
         except ParameterServerLost as error:
             self.server_lost(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, join must not wait for it
+            _log.exception("fencing %s failed: what it ran is not repeated", link.task)
+            self._stop(error)
         with self.changed:
             self._locked_do(self.queue.fenced(link.index))
             self.changed.notify_all()
@@ -314,10 +324,12 @@ class Engine:
             f"closures wait, but no worker has answered for {waited_s:g} s ({self.why_down()}).",
             task="/job:worker",
         )
+        self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        """Something is wrong that is nobody's closure: the next call raises it."""
         with self.changed:
-            self.errors.append(
-                ClosureRecord(closure=None, function="", worker=error.task, error=error)
-            )
+            self.errors.append(ClosureRecord(closure=None, function="", worker="", error=error))
             self._locked_do(self.queue.stop(error))
             self.changed.notify_all()
 

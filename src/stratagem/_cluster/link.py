@@ -24,7 +24,7 @@ from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost, StratagemError, WireError
+from stratagem.errors import ParameterServerLost, WireError
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -238,7 +238,8 @@ class WorkerLink:
                 self._owner.worker_reports(self, frames)
         except (WireError, ParameterServerLost) as error:
             return self._why or error
-        except StratagemError as error:
+        except Exception as error:  # noqa: BLE001
+            # A mistake of ours or of the strategy: this life ends, the thread must not.
             _log.exception("%s: handling its reports failed", self.task)
             return error
         return self._why or WireError("closed")

@@ -24,6 +24,28 @@ if TYPE_CHECKING:
     from stratagem._cluster.coordinator import ClusterCoordinator
 
 
+@final
+class Bell:
+    """A condition that knows who waits for what, so that nobody is woken for nothing.
+
+    Args:
+        lock: guards everything the waiters look at.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.condition = threading.Condition(lock)
+        self.waiting_for_values = 0
+        """Threads inside `RemoteValue.get`: they want to see every result."""
+
+    def wait_for_value(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Waits, with the lock held, until a value is there; False when the time is over."""
+        self.waiting_for_values += 1
+        try:
+            return self.condition.wait_for(ready, timeout_s)
+        finally:
+            self.waiting_for_values -= 1
+
+
 class RemoteValueStatus(enum.Enum):
     """Where a remote value stands (RMV-1)."""
 
@@ -49,10 +71,10 @@ class RemoteValue:
         3
     """
 
-    __slots__ = ("__weakref__", "_changed", "_error", "_name", "_raw", "_status", "_value")
+    __slots__ = ("__weakref__", "_bell", "_error", "_name", "_raw", "_status", "_value")
 
-    def __init__(self, changed: threading.Condition, name: str) -> None:
-        self._changed = changed
+    def __init__(self, bell: Bell, name: str) -> None:
+        self._bell = bell
         self._name = name
         self._status = RemoteValueStatus.NOT_READY
         self._error: BaseException | None = None
@@ -75,7 +97,7 @@ class RemoteValue:
             DeadlineExceeded: not there within `timeout_s`.
             Exception: what the function raised.
         """
-        with self._changed:
+        with self._bell.condition:
             self._wait(timeout_s)
             if self._error is not None:
                 raise self._error
@@ -93,7 +115,7 @@ class RemoteValue:
         return map_leaves(_to_numpy, self.get(timeout_s))
 
     def _wait(self, timeout_s: float | None) -> None:
-        if not self._changed.wait_for(
+        if self._status is RemoteValueStatus.NOT_READY and not self._bell.wait_for_value(
             lambda: self._status is not RemoteValueStatus.NOT_READY, timeout_s
         ):
             raise DeadlineExceeded(f"{self._name} was not there within {timeout_s:g} s.")

@@ -29,7 +29,7 @@ from stratagem._cluster.remote import PerWorkerValues, RemoteValue
 from stratagem._cluster.views import CoordinatorViews
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest_of, pack, ship_by_value
-from stratagem._wire.frames import Buffer
+from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.messages import Message, Packed
 from stratagem.errors import StratagemError
 
@@ -52,9 +52,39 @@ class Shipment:
 
 
 @dataclass(slots=True, eq=False)
+class _Check:
+    """One thing a function captures, as it was when the function was packed."""
+
+    holder: Any  # a cell, or the globals
+    name: str | None
+    found: Any
+    version: int  # of a tensor; -1 for everything else
+
+    def holds(self) -> bool:
+        """Whether it is still the same."""
+        if self.name is not None:
+            now = self.holder.get(self.name, _MISSING)
+        else:
+            now = self.holder.cell_contents
+        return now is self.found and (self.version < 0 or self.found._version == self.version)
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """What is noted while a function is looked at."""
+
+    alive: list[object]  # the marks hold ids: what they belong to must not be freed meanwhile
+    checks: list[_Check]
+    quick: bool = True  # whether the checks are all there is to it
+
+
+@dataclass(slots=True, eq=False)
 class _Entry:
     shipment: Shipment
-    alive: list[object]  # the marks hold ids: what they belong to must not be freed meanwhile
+    look: _Look
+
+
+_MISSING: Final = object()
 
 
 class _ChangeableError(Exception):
@@ -68,6 +98,7 @@ class Shipper:
     def __init__(self, views: CoordinatorViews) -> None:
         self._views = views
         self._known: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._recent: dict[int, _Entry] = {}
         self._by_digest: OrderedDict[bytes, Shipment] = OrderedDict()
         self._tokens: list[Hashable] = []
         self._holds: list[object] = []
@@ -77,21 +108,27 @@ class Shipper:
 
     def function(self, function: Callable[..., object]) -> Shipment:
         """The packed function; the same shipment as before if nothing it sees has changed."""
-        alive: list[object] = []
+        recent = self._recent.get(id(function))
+        if recent is not None and all(check.holds() for check in recent.look.checks):
+            return recent.shipment
+        look = _Look([function], [])
         try:
-            mark = self._mark(function, alive, 0)
+            mark = self._mark(function, look, 0)
         except _ChangeableError:
             self._packed_again.add()
             return self._pack_function(function)
-        entry = self._known.get(mark)
-        if entry is None:
-            entry = _Entry(self._pack_function(function), [function, *alive])
-            self._known[mark] = entry
-            if len(self._known) > FUNCTION_LIMIT:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(mark)
-        return entry.shipment
+        known = self._known.get(mark)
+        shipment = known.shipment if known is not None else self._pack_function(function)
+        entry = _Entry(shipment, look)
+        self._known[mark] = entry
+        self._known.move_to_end(mark)
+        if len(self._known) > FUNCTION_LIMIT:
+            self._known.popitem(last=False)
+        if look.quick and type(function) is types.FunctionType:
+            if len(self._recent) >= FUNCTION_LIMIT:
+                self._recent.clear()
+            self._recent[id(function)] = entry  # the look keeps the function, so its id, alive
+        return shipment
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Shipment:
         """The packed arguments of one call."""
@@ -130,6 +167,7 @@ class Shipper:
         packed = pack(obj, outgoing, describe=self.describe)
         # The caller may change its tensors as soon as schedule() has returned.
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
+        check_size(buffers)
         tokens = tuple(dict.fromkeys(self._tokens))
         shipment = Shipment(packed, buffers, tokens, tuple(self._holds))
         self._holds = []  # nothing is kept alive beyond its closure
@@ -173,70 +211,84 @@ class Shipper:
 
     # ------------------------------------------------------------------ marks
 
-    def _mark(self, obj: Any, alive: list[object], depth: int) -> Hashable:
+    def _mark(self, obj: Any, look: _Look, depth: int) -> Hashable:
         kind = type(obj)
         if kind in _BY_VALUE:
             return kind, obj
         if kind is types.FunctionType:
-            return self._mark_function(obj, alive, depth)
+            return self._mark_function(obj, look, depth)
         if kind in _BY_IDENTITY or isinstance(obj, type):
-            alive.append(obj)
+            look.alive.append(obj)
             return id(obj)
         if kind is tuple:
-            return tuple(self._mark(item, alive, depth) for item in obj)
+            return tuple(self._mark(item, look, depth) for item in obj)
         if kind is functools.partial:
+            look.quick = False
             return (
                 "partial",
-                self._mark(obj.func, alive, depth),
-                self._mark(obj.args, alive, depth),
-                self._mark(tuple(sorted(obj.keywords.items())), alive, depth),
+                self._mark(obj.func, look, depth),
+                self._mark(obj.args, look, depth),
+                self._mark(tuple(sorted(obj.keywords.items())), look, depth),
             )
         if kind is types.MethodType:
+            look.quick = False
             return (
                 "method",
-                self._mark(obj.__func__, alive, depth),
-                self._mark(obj.__self__, alive, depth),
+                self._mark(obj.__func__, look, depth),
+                self._mark(obj.__self__, look, depth),
             )
         if kind is PerWorkerValues or self._views.describe(obj) is not None:
-            alive.append(obj)
+            look.alive.append(obj)
             return id(obj)
         if isinstance(obj, torch.Tensor):
-            alive.append(obj)
+            look.alive.append(obj)
             return id(obj), obj._version
         raise _ChangeableError
 
-    def _mark_function(
-        self, function: types.FunctionType, alive: list[object], depth: int
-    ) -> Hashable:
-        alive.append(function)
+    def _mark_function(self, function: types.FunctionType, look: _Look, depth: int) -> Hashable:
+        look.alive.append(function)
         code = function.__code__
         if is_installed(function.__module__):
             return id(function)
         if depth > 8:  # functions that name each other; their globals are looked at once
             return id(code)
-        alive.append(code)
+        look.alive.append(code)
         parts: list[Hashable] = [id(code)]
         for cell in function.__closure__ or ():
             try:
-                parts.append(self._mark_once(cell.cell_contents, alive, depth))
+                content = cell.cell_contents
             except ValueError:  # not yet filled
+                look.quick = False
                 parts.append(None)
-        if function.__defaults__:
-            parts.append(self._mark(function.__defaults__, alive, depth + 1))
-        if function.__kwdefaults__:
-            pairs = tuple(sorted(function.__kwdefaults__.items()))
-            parts.append(self._mark(pairs, alive, depth + 1))
+            else:
+                parts.append(self._mark_captured(cell, None, content, look, depth))
+        if function.__defaults__ or function.__kwdefaults__:
+            look.quick = False
+            pairs = tuple(sorted((function.__kwdefaults__ or {}).items()))
+            parts.append(self._mark((function.__defaults__ or (), pairs), look, depth + 1))
         space = function.__globals__
-        parts.extend(
-            self._mark_once(space[name], alive, depth) for name in names_of(code) if name in space
-        )
+        for name in names_of(code):
+            found = space.get(name, _MISSING)
+            if found is not _MISSING:
+                parts.append(self._mark_captured(space, name, found, look, depth))
+            else:
+                look.checks.append(_Check(space, name, _MISSING, -1))
         return tuple(parts)
 
-    def _mark_once(self, obj: Any, alive: list[object], depth: int) -> Hashable:
-        """As `_mark`; a function that is already being looked at counts by its code."""
-        if type(obj) is types.FunctionType and any(obj is seen for seen in alive):
+    def _mark_captured(
+        self, holder: Any, name: str | None, obj: Any, look: _Look, depth: int
+    ) -> Hashable:
+        """Marks what a function captures; a function already being looked at counts by its code."""
+        # A captured tensor inside a tuple can change without the tuple being another one.
+        if type(obj) is tuple:
+            look.quick = False
+        tensor = isinstance(obj, torch.Tensor)
+        described = tensor and self._views.describe(obj) is not None
+        version = obj._version if tensor and not described else -1
+        look.checks.append(_Check(holder, name, obj, version))
+        if type(obj) is types.FunctionType and any(obj is seen for seen in look.alive):
             return id(obj.__code__)
-        return self._mark(obj, alive, depth + 1)
+        return self._mark(obj, look, depth + 1)
 
 
 _BY_VALUE: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -295,6 +347,17 @@ def _ship_user_modules_by_value() -> None:
         module = sys.modules.get(name)
         if module is not None and name != "__main__" and not is_installed(name):
             ship_by_value(module)
+
+
+def check_size(buffers: Sequence[Buffer]) -> None:
+    """Refuses what no frame can carry, here where it can be said what was too large."""
+    size = sum(memoryview(buffer).nbytes for buffer in buffers)
+    limit = Limits().frame_bytes
+    if size > limit:
+        raise ValueError(
+            f"{size} bytes of tensors in one call or result: at most {limit} bytes can be sent. Use "
+            "a variable or a per-worker dataset for data of this size."
+        )
 
 
 def describe_function(function: object) -> str:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from stratagem import metrics
 from stratagem._cluster.output import OutputForwarder
+from stratagem._cluster.shipping import check_size
 from stratagem._cluster.views import WorkerSetup, WorkerViews
 from stratagem._core import context
 from stratagem._wire import messages
@@ -256,6 +257,7 @@ class _Session:
         self._functions: dict[bytes, Frame | Callable[..., object]] = {}
         self._resources: dict[int, object] = {}
         self._views: WorkerViews | None = None
+        self._spoiled: Exception | None = None
         self._facts_at = 0.0
         self.life = opening.message.incarnation
         self.steps = 0
@@ -329,7 +331,7 @@ class _Session:
                 if isinstance(frame.message, messages.Run):
                     self._run(frame, frame.message, arrived)
                 else:
-                    self._learn(frame)
+                    self._try_to_learn(frame)
                 if self._results and (
                     self._inbox.empty()
                     or len(self._results) >= BATCH
@@ -361,6 +363,13 @@ class _Session:
         )
         return True
 
+    def _try_to_learn(self, frame: Frame) -> None:
+        """As `_learn`; what goes wrong is the error of every closure that comes after it."""
+        try:
+            self._learn(frame)
+        except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked
+            self._spoiled = self._spoiled or error
+
     def _learn(self, frame: Frame) -> None:
         message = frame.message
         assert self._views is not None
@@ -389,6 +398,7 @@ class _Session:
                 result = None
             outgoing = Outgoing()
             value = None if result is None else pack(result, outgoing)
+            check_size(outgoing.buffers)
             finished = messages.Finished(
                 closure=message.closure,
                 value=value,
@@ -406,6 +416,8 @@ class _Session:
 
     def _call(self, frame: Frame, message: messages.Run) -> object:
         assert self._views is not None
+        if self._spoiled is not None:
+            raise self._spoiled
         function = self._functions[message.function]
         if isinstance(function, Frame):
             assert isinstance(function.message, messages.Define)

@@ -241,7 +241,8 @@ class CoordinatorViews:
 
     def fence(self, worker_index: int, incarnation: int) -> None:
         """Makes every server refuse writes of this incarnation and older ones."""
-        self._variables.client.fence(f"/job:worker/task:{worker_index}", incarnation)
+        if not self._variables.closed:  # else there is nothing left to write to
+            self._variables.client.fence(f"/job:worker/task:{worker_index}", incarnation)
 
     def check_servers(self, timeout_s: float) -> None:
         """Raises ParameterServerLost if a server does not answer in time."""
@@ -250,7 +251,8 @@ class CoordinatorViews:
 
     def forget_closures(self, closures: Sequence[int]) -> None:
         """These exactly-once closures are finished: nobody will repeat their writes."""
-        self._variables.client.forget_closures(closures)
+        if not self._variables.closed:
+            self._variables.client.forget_closures(closures)
 
     def close(self) -> None:
         """Ends the session on the servers; models keep their last values."""

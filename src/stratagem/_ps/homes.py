@@ -88,7 +88,7 @@ class Kept:
         """The shards to be created on the servers; values follow by `send`, unless planned."""
         self.place()
         assert self.description is not None
-        self.remote = RemoteVariable(self.description, self.owner.client)
+        self.remote = self.owner.new_remote(self.description)
         recipes = None if self.plan is None else self.plan.settle_in(self.remote)
         return self.remote.wanted(recipes)
 

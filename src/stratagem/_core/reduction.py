@@ -125,7 +125,19 @@ def _join_sparse(parts: Sequence[torch.Tensor], to: torch.device) -> torch.Tenso
 
 def components(value: DistributedValues) -> list[torch.Tensor]:
     """The components as tensors; a replica that left without rows (None) is not among them."""
-    present = [part for part in value.values if part is not None]
+    return _tensors(value, value.values)
+
+
+def contributing(value: DistributedValues) -> list[torch.Tensor]:
+    """The components of replicas that had rows, where ``run`` marked its results with row counts."""
+    rows = value.rows if isinstance(value, values.PerReplica) else None
+    if rows is None or not any(rows):
+        return components(value)
+    return _tensors(value, [part for part, n in zip(value.values, rows, strict=False) if n])
+
+
+def _tensors(value: DistributedValues, parts: Sequence[Any]) -> list[torch.Tensor]:
+    present = [part for part in parts if part is not None]
     if not present:
         raise ValueError(f"nothing to reduce: every component of {value!r} is None.")
     return [convert_to_tensor(part) for part in present]
@@ -155,7 +167,7 @@ def reduce(op: ReduceOp, value: Any, axis: Any, *, size: int, nests: bool) -> An
             parts = [convert_to_tensor(value)] * size
         return _reduce_axis(op, parts, _axes(axis), here)
     if isinstance(value, DistributedValues):
-        return combine(op, components(value), here)
+        return combine(op, contributing(value), here)
     return _reduce_plain(op, value, size)
 
 

@@ -348,9 +348,9 @@ class Strategy(ABC):
             return group.run_alone(fn, args, kwargs)
         if parts is None:
             call = functools.partial(fn, *args, **kwargs)
-            return _merge(group, group.run([call] * size, self._lanes))
+            return _merge(group, group.run([call] * size, self._lanes), count.rows)
         calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
-        return _merge(group, group.run(calls, self._lanes))
+        return _merge(group, group.run(calls, self._lanes), count.rows)
 
     @abstractmethod
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
@@ -434,17 +434,29 @@ class Strategy(ABC):
         return step()
 
 
-def _merge(group: ReplicaGroup, results: list[Any]) -> Any:
-    """Merge results; a replica without rows may return None where others return a structure."""
+def _merge(group: ReplicaGroup, results: list[Any], rows: Sequence[int] | None) -> Any:
+    """Merge results; those of a replica without rows contribute nothing to a later reduce.
+
+    Such a replica may return None where others return a structure. What it did return is kept, but
+    marked by its row count: the mean loss over no rows is NaN, and must not become everybody's.
+    """
     weights = group.row_weights
-    if 0.0 in weights and any(r is None and w == 0 for r, w in zip(results, weights, strict=True)):
+    if 0.0 not in weights or rows is None:
+        return values.merge(results)
+    if any(r is None and w == 0 for r, w in zip(results, weights, strict=True)):
         present = next((r for r, w in zip(results, weights, strict=True) if w > 0), None)
         nothing = values.map_leaves(lambda _: None, present)
         results = [
             nothing if result is None and weight == 0 else result
             for result, weight in zip(results, weights, strict=True)
         ]
-    return values.merge(results)
+
+    def marked(leaf: Any) -> Any:
+        if isinstance(leaf, values.PerReplica) and leaf.rows is None:
+            return values.PerReplica(leaf.values, rows=rows)
+        return leaf
+
+    return values.map_leaves(marked, values.merge(results))
 
 
 def _compat(room: str) -> Any:

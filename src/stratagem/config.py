@@ -89,8 +89,9 @@ class InputOptions:
         True
     """
 
-    fetch_to_device: bool = True
-    """Move each part to its replica's device in the background; False leaves it on the host."""
+    fetch_to_device: bool | None = True
+    """Move each part to its replica's device in the background; False leaves it on the host.
+    None, tf.distribute's way to say "the default", becomes True."""
 
     replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     """PER_REPLICA: `dataset_fn` is called once per replica (from-function input only)."""
@@ -103,10 +104,10 @@ class InputOptions:
     pipeline as slow as the step; more only helps when its speed varies."""
 
     def __post_init__(self) -> None:
-        if self.fetch_to_device is None:  # tf.distribute's way to say "the default"
+        if self.fetch_to_device is None:
             object.__setattr__(self, "fetch_to_device", True)
         object.__setattr__(self, "replication_mode", InputReplicationMode(self.replication_mode))
-        size = self.per_replica_buffer_size
+        size: object = self.per_replica_buffer_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
                 f"per_replica_buffer_size={size!r} is no number of steps: expected 0 or more"

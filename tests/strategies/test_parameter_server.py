@@ -320,5 +320,38 @@ class TestOutsideAFunction:
         with pytest.raises(ValueError, match="create_per_worker_dataset"):
             _ = made.cardinality
         iterator = iter(coordinator.create_per_worker_dataset(made))
-        value = coordinator.schedule(lambda it: next(it), args=(iterator,))
-        assert value.fetch().tolist() == [0, 1, 2, 3]
+        # DATA sharding: the first batch is worker 0's, the second worker 1's.
+        values = [
+            coordinator.schedule(
+                lambda it: (int(sg.get_current_worker_index()), next(it, None)), args=(iterator,)
+            )
+            for _ in range(8)
+        ]
+        seen = [one for one in coordinator.fetch(values) if one[1] is not None]
+        for worker, batch in seen:
+            assert batch.tolist() == ([0, 1, 2, 3] if worker == 0 else [4, 5, 6, 7])
+
+    @pytest.mark.parametrize("policy", ["AUTO", "DATA", "OFF"])
+    def test_workers_share_a_distributed_dataset_by_its_policy(self, strategy, coordinator, policy):
+        """INP-30: together the workers see every row once; with OFF, each sees all of them."""
+        options = sg.data.DistributeOptions(auto_shard_policy=sg.data.AutoShardPolicy[policy])
+        dataset = sg.data.Dataset.range(20).shuffle().batch(3).with_options(options)
+        distributed = coordinator.create_per_worker_dataset(strategy.distribute_dataset(dataset))
+
+        def rows(iterator):
+            return [row for batch in iterator for row in batch.tolist()]
+
+        mine = coordinator.create_per_worker_resource(rows, args=(iter(distributed),))
+        seen = coordinator.fetch(
+            [
+                coordinator.schedule(lambda r: (int(sg.get_current_worker_index()), r), (mine,))
+                for _ in range(40)
+            ]
+        )
+        by_worker = dict(seen)
+        for worker, found in by_worker.items():
+            expected = 20 if policy == "OFF" else (11 if worker == 0 else 9)
+            assert len(set(found)) == len(found) == expected
+        if len(by_worker) == 2:
+            both = by_worker[0] + by_worker[1]
+            assert sorted(both) == sorted(list(range(20)) * (2 if policy == "OFF" else 1))

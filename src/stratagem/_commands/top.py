@@ -25,7 +25,7 @@ def watch(*, cluster: str | None, once: bool, interval_s: float) -> int:
     spec = ClusterSpec(cluster_from(cluster))
     began = time.monotonic()
     first = look(spec, elapsed_s=0.0)
-    states = [row.state for row in (*first.workers, *first.servers)]
+    states = [row.state for row in first.workers] + [row.state for row in first.servers]
     with open_view() as view:
         view.show(first)
         if once or all(state == "no answer" for state in states):

@@ -23,6 +23,7 @@ from stratagem import config
 from stratagem._core import context, devices, reduction
 from stratagem._core.partition import Partitioner
 from stratagem._core.variables import Variable, VariableRequest
+from stratagem._data import distribute
 from stratagem._ps import variables as ps_variables
 from stratagem._ps.big_tables import BigTables
 from stratagem._ps.client import PsClient
@@ -225,7 +226,7 @@ class ParameterServerStrategy(Strategy):
     def _distribute_dataset(
         self, dataset: Any, options: config.InputOptions | None
     ) -> UnbuiltDataset:
-        return UnbuiltDataset("distribute_dataset", dataset, options)
+        return UnbuiltDataset(distribute.distribute_dataset, dataset, options)
 
     @override
     def _distribute_from_function(
@@ -233,23 +234,32 @@ class ParameterServerStrategy(Strategy):
         dataset_fn: Callable[[context.InputContext], Any],
         options: config.InputOptions | None,
     ) -> UnbuiltDataset:
-        return UnbuiltDataset("distribute_datasets_from_function", dataset_fn, options)
+        return UnbuiltDataset(distribute.distribute_datasets_from_function, dataset_fn, options)
 
 
 class UnbuiltDataset:
     """A distributed dataset that only workers can build (PSS-31).
 
-    Hand it to ``coordinator.create_per_worker_dataset``; on a worker, calling it builds it.
+    Hand it to ``coordinator.create_per_worker_dataset``; on a worker, calling it builds that worker's
+    share: of a dataset by its auto-shard policy, of a dataset function by the `InputContext` it gets.
     """
 
-    def __init__(self, method: str, source: Any, options: config.InputOptions | None) -> None:
-        self._method = method
+    def __init__(
+        self, build: Callable[..., Any], source: Any, options: config.InputOptions | None
+    ) -> None:
+        self._build = build
         self._source = source
         self._options = options
 
-    def __call__(self) -> Any:
-        """Build it under the worker's strategy."""
-        return getattr(context.get_strategy(), self._method)(self._source, self._options)
+    def __call__(self, worker: context.InputContext) -> Any:
+        """Build the share of one worker, for the devices of its strategy."""
+        return self._build(
+            self._source,
+            [device.torch_device for device in context.get_strategy()._compute_devices],
+            self._options,
+            num_input_pipelines=worker.num_input_pipelines,
+            input_pipeline_id=worker.input_pipeline_id,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         raise ValueError(f"{self._what()} cannot be iterated here. {_HAND_IT_ON}")
@@ -260,7 +270,7 @@ class UnbuiltDataset:
         raise ValueError(f"{self._what()} has no known size here. {_HAND_IT_ON}")
 
     def _what(self) -> str:
-        return f"a dataset made by strategy.{self._method}() under parameter servers"
+        return f"a dataset made by strategy.{self._build.__name__}() under parameter servers"
 
     @override
     def __repr__(self) -> str:

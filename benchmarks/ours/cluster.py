@@ -182,15 +182,16 @@ class Add(ClusterWork):
             self.variables = [sg.Variable(torch.zeros(shape)) for shape in shapes]
         variables = self.variables
 
-        def dataset() -> Any:
-            deltas = tuple(torch.ones(shape) for shape in shapes)
-            return sg.data.Dataset.from_tensors(deltas).repeat()
+        def deltas() -> tuple[torch.Tensor, ...]:
+            return tuple(torch.ones(shape) for shape in shapes)
 
-        def step(iterator: Any) -> None:
-            for variable, delta in zip(variables, next(iterator), strict=True):
+        def step(ready: tuple[torch.Tensor, ...]) -> None:
+            for variable, delta in zip(variables, ready, strict=True):
                 variable.assign_add(delta)
 
-        return step, (iter(self.coordinator.create_per_worker_dataset(dataset)),)
+        # Not a dataset: ours hands out copies, so that a step may change what it gets; TensorFlow's
+        # tensors cannot be changed and are handed out as they are.
+        return step, (self.coordinator.create_per_worker_resource(deltas),)
 
     def check(self) -> dict[str, Any]:
         self.steps(4)

@@ -25,7 +25,7 @@ from stratagem._ps import definitions
 from stratagem._ps.definitions import Token, Update
 from stratagem._ps.homes import CoordinatorHome
 from stratagem._ps.optimizers import OptimizersOnServers
-from stratagem._ps.settings import settings_of
+from stratagem._ps.settings import are_unchanged, settings_of
 from stratagem._ps.variables import PerWorkerVariable, RemotePlace
 from stratagem.errors import ParameterServerLost
 
@@ -193,6 +193,8 @@ class CoordinatorViews:
         return self._version
 
     def _look_at_settings(self, optimizer: Optimizer, told: dict[int, dict[str, Any]]) -> None:
+        if are_unchanged(optimizer, told):
+            return
         token = self._token_of(optimizer, "optimizer")
         now = settings_of(optimizer)
         if now == told:

@@ -40,6 +40,22 @@ def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
     }
 
 
+def are_unchanged(optimizer: Optimizer, told: dict[int, dict[str, Any]]) -> bool:
+    """Whether every setting is the one in `told`; asked at every `schedule`, so it builds nothing."""
+    groups = optimizer.param_groups
+    if len(groups) != len(told):
+        return False
+    for number, group in enumerate(groups):
+        known = told[number]
+        # dict.items: a group that answers by context would look all its parameters up.
+        for key, value in dict.items(group):
+            if key in _NOT_SETTINGS:
+                continue
+            if key not in known or (known[key] is not value and known[key] != value):
+                return False
+    return True
+
+
 def changed_settings(
     optimizer: Optimizer, initial: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Setting]]:

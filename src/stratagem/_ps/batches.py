@@ -109,6 +109,8 @@ class WriteBatch:
         self._shares_memory = shares_memory
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
+        self._filled: list[Tensor] = []  # what `again` fills anew
+        self._placed: tuple[messages.SegmentRef, ...] = ()
         self.parts: dict[int, Outgoings] = {}
 
     def assign(self, server: int, variable: int, operation: str, value: Tensor) -> None:
@@ -156,8 +158,31 @@ class WriteBatch:
         """True if nothing would be written."""
         return not self.parts
 
+    def again(self, tensors: Sequence[Tensor]) -> WriteBatch | None:
+        """This batch, sent and settled before, with other values: none of it is built anew.
+
+        Steps of one model send the same gradients over and over; for a thousand variables building
+        the batch costs more than their bytes. Nothing may be added to it.
+
+        Args:
+            tensors: as given at first, in the same order, without those that have no elements.
+
+        Returns:
+            None if the slots have moved, or are shared with other servers than before.
+        """
+        if self._slots.refs() != self._placed or len(tensors) != len(self._filled):
+            return None
+        for server, part in self.parts.items():
+            if part.shares_memory != self._shares_memory[server]:
+                return None
+        twin = WriteBatch(self._slots, self._shares_memory)
+        twin.parts = self.parts
+        twin._to, twin._from = self._filled, list(tensors)
+        return twin
+
     def copy_in(self) -> None:
         """Copies all tensors into the slots; called by the client when it sends."""
+        self._filled, self._placed = self._to, self._slots.refs()
         if len(self._to) == 1:
             self._to[0].copy_(self._from[0])
         elif self._to:

@@ -250,6 +250,11 @@ class PsClient:
                 self._slots.reset()
             return WriteBatch(self._slots, self._shares_slots)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every write sent so far is acknowledged, so that the slots are free."""
+        return not self._unsettled
+
     def send(self, batch: WriteBatch) -> None:
         """Sends a batch to its servers and returns; `settle` waits for the acknowledgements."""
         with self._lock:

@@ -106,8 +106,9 @@ class Kept:
         if remote is None or self.plan is not None or self.is_changed() or self.owner.closed:
             return
         if remote.versions() != remote.seen:
-            # Through `.data`: this is no change of the user's, so no version is counted.
-            remote.read_into(self.tensor.data)
+            # Through `.data`: this is no change of the user's, so no version is counted. `read` gives
+            # each shard as it was between two writes: a checkpoint is made from this.
+            self.tensor.data.copy_(remote.read())
 
 
 class Use(enum.Enum):

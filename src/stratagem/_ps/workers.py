@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,13 +119,14 @@ class WorkerBuffer:
                 self.remote.read_into(self.tensor)
             self._note()
 
+    def is_changed(self) -> bool:
+        """Whether the step wrote the buffer."""
+        if self.start is not None:
+            return not torch.equal(self.tensor, self.start)
+        return self.tensor._version != self.version
+
     def add_change(self, batch: WriteBatch) -> None:
         """Send what the step changed: a counter's increase, any other buffer's new value."""
-        if self.start is not None:
-            if torch.equal(self.tensor, self.start):
-                return
-        elif self.tensor._version == self.version:
-            return
         if self.counts and self.start is not None:
             self.remote.add_assign(batch, "add", self.tensor - self.start)
         else:
@@ -136,6 +137,13 @@ class WorkerBuffer:
         self.version = self.tensor._version
         if self.start is not None:
             self.start.copy_(self.tensor)
+
+
+class PlainGradients(NamedTuple):
+    """Dense gradients of a step, server by server, and the parameters they belong to."""
+
+    key: list[int]
+    tensors: list[Tensor]
 
 
 class WorkerVariables:
@@ -151,6 +159,9 @@ class WorkerVariables:
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
+        # The last batch of each optimizer that can be sent again: what it was made for, it itself,
+        # the variables it writes.
+        self._batches: dict[int, tuple[list[int], WriteBatch, list[RemoteVariable]]] = {}
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
         self._push_time = counting.timer("ps.push")
@@ -221,32 +232,73 @@ class WorkerVariables:
             initial: settings the servers know; others are sent along.
         """
         with self._push_time.measure(), self.client.lock:
-            batch = self.client.batch()
-            by_server: dict[int, list[PushedGradient]] = {}
-            touched: list[RemoteVariable] = []
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    remote = self._add_gradients(parameter, by_server)
-                    if remote is not None:
-                        touched.append(remote)
             settings = changed_settings(optimizer, initial)
-            for server, gradients in by_server.items():
-                batch.push(server, number, gradients, settings)
-            for buffer in self._buffers:
-                buffer.add_change(batch)
-            if batch.is_empty:
-                return
+            changed = [buffer for buffer in self._buffers if buffer.is_changed()]
+            plain = None if settings or changed else self._plain_gradients(optimizer)
+            batch = None if plain is None else self._repeated(number, plain)
+            if batch is None:
+                batch = self.client.batch()
+                touched = self._fill(batch, number, optimizer, settings)
+                for buffer in changed:
+                    buffer.add_change(batch)
+                if batch.is_empty:
+                    return
+                if plain is not None:
+                    self._batches[number] = (plain.key, batch, touched)
             self.client.send(batch)
             versions = self.client.settle()
+            touched = self._batches[number][2] if plain is not None else touched
         self._note_staleness(touched, versions)
         self.refresh()
         self._note_reads()
+
+    def _fill(
+        self, batch: WriteBatch, number: int, optimizer: Optimizer, settings: Settings
+    ) -> list[RemoteVariable]:
+        """Put a step's gradients into a batch; the variables it writes."""
+        by_server: dict[int, list[PushedGradient]] = {}
+        touched: list[RemoteVariable] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                remote = self._add_gradients(parameter, by_server)
+                if remote is not None:
+                    touched.append(remote)
+        for server, gradients in by_server.items():
+            batch.push(server, number, gradients, settings)
+        return touched
+
+    def _plain_gradients(self, optimizer: Optimizer) -> PlainGradients | None:
+        """The gradients, if all are dense and of variables in one piece; else None."""
+        key: list[int] = []
+        by_server: dict[int, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                dense = self._dense.get(id(parameter))
+                if dense is None or len(dense.remote.places) > 1:
+                    return None
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                if grad.layout != torch.strided or grad.dtype != parameter.dtype:
+                    return None
+                key.append(id(parameter))
+                if grad.numel():
+                    by_server.setdefault(dense.remote.places[0].server, []).append(grad)
+        return PlainGradients(key, [grad for some in by_server.values() for grad in some])
+
+    def _repeated(self, number: int, plain: PlainGradients) -> WriteBatch | None:
+        """The last step's batch with this step's gradients, if it was over the same variables."""
+        known = self._batches.get(number)
+        if known is None or known[0] != plain.key or not self.client.is_settled:
+            return None
+        return known[1].again(plain.tensors)
 
     def close(self) -> None:
         """Let go of every variable, and with them of the servers' memory."""
         self._dense.clear()
         self._tables.clear()
         self._buffers.clear()
+        self._batches.clear()
 
     def _add_gradients(
         self, parameter: Any, by_server: dict[int, list[PushedGradient]]
@@ -287,7 +339,8 @@ class WorkerVariables:
         with self.client.lock:
             batch = self.client.batch()
             for buffer in self._buffers:
-                buffer.add_change(batch)
+                if buffer.is_changed():
+                    buffer.add_change(batch)
             if not batch.is_empty:
                 self.client.send(batch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from stratagem import errors
@@ -17,11 +19,20 @@ class OwnError(Exception):
         self.code = code
 
 
-class NeverComesBack(Exception):
-    """Its constructor and its args do not fit: it pickles, but does not unpickle."""
+class WantsMore(Exception):
+    """Its constructor and its args do not fit: pickle alone does not bring it back."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__("only one argument")
+        self.two = two
+
+
+class NeverComesBack(Exception):
+    """Holds something that belongs to its process."""
+
+    def __init__(self) -> None:
+        super().__init__("only one argument")
+        self.lock = threading.Lock()
 
 
 def caught(error: BaseException) -> BaseException:
@@ -75,9 +86,16 @@ def test_user_types_need_pickle_and_permission() -> None:
         assert "in caught" in back.remote_traceback
 
 
+def test_a_constructor_with_arguments_of_its_own_keeps_its_type() -> None:
+    """Issue 4, section 4: a user's exception arrives with its type, and what it holds."""
+    back = exception_from(send(WantsMore(1, 2), with_pickle=True), may_unpickle=True)
+    assert type(back) is WantsMore
+    assert (str(back), back.two) == ("only one argument", 2)
+
+
 def test_an_exception_that_does_not_survive_pickling_travels_as_text() -> None:
     """It is tried before it is sent."""
-    failure = send(NeverComesBack(1, 2), with_pickle=True)
+    failure = send(NeverComesBack(), with_pickle=True)
     assert failure.pickled == b""
     assert "only one argument" in str(exception_from(failure, may_unpickle=True))
 

@@ -353,12 +353,33 @@ def _revive(packed: PackedTensor, frame: HasBuffers) -> Tensor:
 
 def pickle_exception(error: BaseException) -> bytes:
     """The exception pickled, if it comes back as it was; else nothing."""
-    try:
-        data: bytes = cloudpickle.dumps(error)
-        back = pickle.loads(data)
-    except Exception:  # noqa: BLE001 - user classes fail in any way; the text travels in any case
-        return b""
-    return data if type(back) is type(error) and str(back) == str(error) else b""
+    for form in (error, _InParts(error)):
+        try:
+            data: bytes = cloudpickle.dumps(form)
+            back = pickle.loads(data)
+        except Exception:  # noqa: BLE001 - user classes fail in any way; the text travels anyway
+            continue
+        if type(back) is type(error) and str(back) == str(error):
+            return data
+    return b""
+
+
+class _InParts:
+    """Pickles an exception whose class takes other arguments than it keeps in ``args``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _exception_from_parts, (type(self._error), self._error.args, self._error.__dict__)
+
+
+def _exception_from_parts(
+    kind: type[BaseException], args: tuple[object, ...], state: dict[str, object]
+) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 def unpickle_exception(data: bytes) -> BaseException | None:

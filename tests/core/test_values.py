@@ -82,6 +82,19 @@ def test_mirrored_prefers_the_current_device():
         assert sg.convert_to_tensor(value).device.type == "meta"
 
 
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray])
+def test_torchs_own_makers_take_our_values(make, two):
+    """They never ask __torch_function__: variables, mirrored values, and a replica's component."""
+    with two.scope():
+        variable, number = sg.Variable([1.0, 2.0]), sg.Variable(3.0)
+    assert make(variable).tolist() == [1.0, 2.0]
+    assert make(number).item() == 3.0
+    component = sg.PerReplica([torch.tensor(4.0), torch.tensor(5.0)])
+    assert two.run(lambda: make(component).item()).values == (4.0, 5.0)
+    with pytest.raises(ValueError, match="PerReplica"):
+        make(component)
+
+
 def test_convert_to_tensor():
     """Numbers, arrays, lists and variables; no silent change of a tensor's type."""
     assert torch.equal(sg.convert_to_tensor([1, 2]), torch.tensor([1, 2]))

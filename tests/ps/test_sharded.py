@@ -69,6 +69,8 @@ def test_operators_act_on_the_concatenation():
     assert bool((made == VALUE).all())
     torch.testing.assert_close(torch.exp(made), torch.exp(VALUE))
     torch.testing.assert_close(sg.convert_to_tensor(made), VALUE)
+    for make in (torch.tensor, torch.as_tensor, torch.asarray):
+        torch.testing.assert_close(make(made), VALUE)
 
 
 def test_assignment_needs_the_right_size_and_type():

@@ -37,6 +37,13 @@ class Convertible(ABC):
         value = convert_to_tensor(self).detach().cpu().numpy()
         return np.array(value, dtype=dtype) if copy else np.asarray(value, dtype=dtype)
 
+    # torch.tensor, as_tensor and asarray look for these, and never ask __torch_function__.
+    def __dlpack__(self, **options: Any) -> Any:
+        return convert_to_tensor(self).detach().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return convert_to_tensor(self).__dlpack_device__()
+
     @classmethod
     def __torch_function__(
         cls,

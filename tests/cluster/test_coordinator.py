@@ -138,6 +138,20 @@ def test_remote_values_are_refused_as_arguments(coordinator: ClusterCoordinator)
         coordinator.schedule(lambda: value)
 
 
+def test_what_cannot_travel_is_explained(coordinator: ClusterCoordinator) -> None:
+    """Arguments at schedule, results when they come back; with a way out."""
+    with pytest.raises(TypeError, match=r"args=5 is a int: expected a tuple or list"):
+        coordinator.schedule(print, args=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"kwargs=\[\] is a list: expected a dict"):
+        coordinator.schedule(print, kwargs=[])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"arguments cannot be sent.*create_per_worker_resource"):
+        coordinator.schedule(list, args=((n for n in range(3)),))
+    coordinator.schedule(lambda: (n for n in range(3)))
+    with pytest.raises(TypeError, match="generator") as caught:
+        coordinator.join()
+    assert any("its result, a generator, cannot be sent back" in n for n in caught.value.__notes__)
+
+
 def test_error_is_raised_once_with_its_type_worker_and_traceback(
     coordinator: ClusterCoordinator,
 ) -> None:

@@ -184,12 +184,25 @@ class ClusterCoordinator:
                 the same writes in the same order each time.
 
         Raises:
-            TypeError: `fn` is not callable, or cannot be sent.
+            TypeError: `fn` is not callable, `args` no tuple or list, `kwargs` no mapping, or one of them
+                cannot be sent.
             ValueError: a `RemoteValue` among the arguments.
             Exception: the first error of an earlier closure, once (CCO-20).
         """
         if not callable(fn):
-            raise TypeError(f"schedule({fn!r}): expected something callable.")
+            raise TypeError(
+                f"schedule({fn!r}): expected something callable, such as schedule(step, args=(it,))."
+            )
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise TypeError(
+                f"args={args!r} is a {type(args).__name__}: expected a tuple or list of positional "
+                "arguments, such as schedule(step, args=(it,))."
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(
+                f"kwargs={kwargs!r} is a {type(kwargs).__name__}: expected a dict of keyword "
+                "arguments, such as schedule(step, kwargs={'rate': 0.1})."
+            )
         engine = self._engine
         self._refuse_if_closed("schedule")
         began = time.perf_counter()

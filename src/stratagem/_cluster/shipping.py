@@ -132,7 +132,16 @@ class Shipper:
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Shipment:
         """The packed arguments of one call."""
-        return self._pack((tuple(args), kwargs))
+        try:
+            return self._pack((tuple(args), kwargs))
+        except (ValueError, StratagemError):
+            raise
+        except Exception as error:
+            raise TypeError(
+                f"the arguments cannot be sent to the workers: {error}. Pass tensors and other values "
+                "that can be pickled; make the rest with create_per_worker_resource, or inside the "
+                "function."
+            ) from error
 
     def updates(self, updates: Sequence[object]) -> Shipment:
         """Packed updates."""

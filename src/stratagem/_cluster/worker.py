@@ -35,7 +35,7 @@ from stratagem._wire.failures import failure_from
 from stratagem._wire.frames import Buffer
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
-from stratagem._wire.messages import Frame, Message
+from stratagem._wire.messages import Frame, Message, Packed
 from stratagem.errors import (
     ClosureInputError,
     ConnectionLost,
@@ -397,7 +397,7 @@ class _Session:
                 self._resources[message.resource] = result
                 result = None
             outgoing = Outgoing()
-            value = None if result is None else pack(result, outgoing)
+            value = None if result is None else _packed(result, outgoing)
             check_size(outgoing.buffers)
             finished = messages.Finished(
                 closure=message.closure,
@@ -486,6 +486,18 @@ class _FailedResource:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+
+def _packed(result: object, outgoing: Outgoing) -> Packed:
+    """A closure's result; an error of packing says that the result is meant, not the function."""
+    try:
+        return pack(result, outgoing)
+    except Exception as error:
+        error.add_note(
+            f"The function ran; its result, a {type(result).__name__}, cannot be sent back. Return "
+            "tensors or other values that can be pickled, or None."
+        )
+        raise
 
 
 def _removed(waiting: set[int], closure: int) -> bool:

@@ -263,25 +263,22 @@ def test_queue_limit_holds_schedule_back(cluster: LocalCluster, connect: Any) ->
     assert coordinator.fetch(values) == list(range(200))
 
 
-def test_schedule_waits_while_another_thread_joins(coordinator: ClusterCoordinator) -> None:
+def test_schedule_waits_while_another_thread_joins(
+    coordinator: ClusterCoordinator, tmp_path: Any
+) -> None:
     """CCO-14."""
-    coordinator.schedule(lambda: __import__("time").sleep(0.4))
-    order: list[str] = []
-    joining = threading.Event()
-
-    def join() -> None:
-        joining.set()
-        coordinator.join()
-        order.append("joined")
-
-    thread = threading.Thread(target=join)
+    gate = tmp_path / "open"
+    first = coordinator.schedule(wait_for_file, args=(str(gate),))
+    thread = threading.Thread(target=coordinator.join)
     thread.start()
-    joining.wait(10)
     wait_until(lambda: coordinator._joining == 1)
-    coordinator.schedule(lambda: None)
-    order.append("scheduled")
+    opener = threading.Timer(0.2, gate.touch)
+    opener.start()
+    second = coordinator.schedule(lambda: None)
+    assert first.status is RemoteValueStatus.READY, "schedule returned before join was over"
     thread.join(30)
-    assert order == ["joined", "scheduled"]
+    opener.join(30)
+    second.fetch()
 
 
 def test_idle_worker_takes_over_what_waits_behind_a_long_closure(

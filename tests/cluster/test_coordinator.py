@@ -282,21 +282,28 @@ def test_schedule_waits_while_another_thread_joins(
 
 
 def test_idle_worker_takes_over_what_waits_behind_a_long_closure(
-    coordinator: ClusterCoordinator,
+    coordinator: ClusterCoordinator, tmp_path: Any
 ) -> None:
     """CCO-12: any idle worker takes the next, also what was sent ahead to another."""
-
-    def who(seconds: float) -> int:
-        __import__("time").sleep(seconds)
-        return sg.get_current_worker_index()
-
-    long = coordinator.schedule(who, args=(2.0,))
-    short = [coordinator.schedule(who, args=(0.01,)) for _ in range(6)]
+    gate = tmp_path / "open"
+    long = coordinator.schedule(wait_for_file, args=(str(gate),))
+    short = [coordinator.schedule(sg.get_current_worker_index) for _ in range(6)]
     workers = coordinator.fetch(short)
-    assert long.status is RemoteValueStatus.NOT_READY, (
-        "the short ones did not wait for the long one"
-    )
+    assert long.status is RemoteValueStatus.NOT_READY, "the short ones waited for the long one"
+    gate.touch()
     assert set(workers) == {1 - long.fetch()}
+
+
+def wait_for_file(path: str) -> int:
+    """Runs on a worker until the file is there; gives the worker's number."""
+    import os
+    import time
+
+    for _ in range(4000):
+        if os.path.exists(path):
+            return sg.get_current_worker_index()
+        time.sleep(0.01)
+    raise TimeoutError(path)
 
 
 def test_per_worker_iterators_start_at_their_own_beginning(

@@ -46,22 +46,15 @@ WATCHED = 16
 class DenseParameter:
     """A parameter used as a whole, and the leaf that stands for it here."""
 
-    __slots__ = ("leaf", "remote", "version")
+    __slots__ = ("is_live", "leaf", "remote", "version")
 
     def __init__(self, remote: RemoteVariable, *, requires_grad: bool) -> None:
         self.remote = remote
-        if self.is_live:
-            assert remote.mapped is not None
-            data = remote.mapped[0].tensor
-        else:
-            data = remote.read()
+        mapped = remote.mapped if len(remote.places) == 1 else None
+        self.is_live = mapped is not None  # the leaf lies over the server's memory
+        data = remote.read() if mapped is None else mapped[0].tensor
         self.leaf = nn.Parameter(data, requires_grad=requires_grad)
         self.version = self.leaf._version
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the leaf lies over the server's memory."""
-        return self.remote.mapped is not None and len(self.remote.places) == 1
 
     def refresh(self) -> None:
         """Take over the servers' values, if the leaf is a copy and they moved."""
@@ -157,6 +150,7 @@ class WorkerVariables:
     def __init__(self, client: PsClient, registry: metrics.Registry | None = None) -> None:
         self.client = client
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
+        self._copies: list[DenseParameter] = []  # those of them that must be refreshed
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
         # The last batch of each optimizer that can be sent again: what it was made for, it itself,
@@ -184,6 +178,8 @@ class WorkerVariables:
             return table
         dense = DenseParameter(remote, requires_grad=requires_grad)
         self._dense[id(dense.leaf)] = dense
+        if not dense.is_live:
+            self._copies.append(dense)
         return dense.leaf
 
     def buffer(self, description: Description, *, counts: bool) -> Tensor:
@@ -212,11 +208,10 @@ class WorkerVariables:
 
     def refresh(self) -> None:
         """Bring copies up to date; what lies over shared memory is."""
-        stale = [dense for dense in self._dense.values() if not dense.is_live]
-        if not stale and not self._buffers:
+        if not self._copies and not self._buffers:
             return
         with self._refresh_time.measure(), torch.no_grad():
-            for dense in stale:
+            for dense in self._copies:
                 dense.refresh()
             for buffer in self._buffers:
                 buffer.refresh()
@@ -296,6 +291,7 @@ class WorkerVariables:
     def close(self) -> None:
         """Let go of every variable, and with them of the servers' memory."""
         self._dense.clear()
+        self._copies.clear()
         self._tables.clear()
         self._buffers.clear()
         self._batches.clear()

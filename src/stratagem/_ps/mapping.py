@@ -59,27 +59,27 @@ class MappedVariable:
     of the server to that page until `refresh`.
     """
 
-    __slots__ = ("_offset", "_segment", "tensor")
+    __slots__ = ("_offset", "segment", "tensor")
 
     def __init__(self, segment: shm.MappedSegment, offset: int, tensor: Tensor) -> None:
-        self._segment = segment
+        self.segment = segment
         self._offset = offset
         self.tensor = tensor
 
     @property
     def version(self) -> int:
         """Writes the variable has seen; a memory read, no request."""
-        return self._segment.counter(self._offset) >> 1
+        return self.segment.counter(self._offset) >> 1
 
     def copy(self) -> tuple[Tensor, int] | None:
         """A copy no write ran through, and its version; None if writes came too often."""
         version = self.version
-        copy = self._segment.read_whole(self.tensor, self._offset)
+        copy = self.segment.read_whole(self.tensor, self._offset)
         return (copy, version) if copy is not None and self.version == version else None
 
     def refresh(self) -> None:
         """Undoes what this process wrote to the tensor: the server's value shows again."""
-        self._segment.refresh(self._offset, self.tensor.nbytes)
+        self.segment.refresh(self._offset, self.tensor.nbytes)
 
 
 @final
@@ -110,8 +110,13 @@ class Mappings:
         return True
 
     def forget(self, place: Place) -> None:
-        """The variable was deleted."""
-        self._variables.pop((place.server, place.variable), None)
+        """The variable was deleted; its memory is unmapped when nothing here uses it any more."""
+        gone = self._variables.pop((place.server, place.variable), None)
+        if gone is not None and not any(
+            one.segment is gone.segment for one in self._variables.values()
+        ):
+            # Not closed: a tensor somebody still holds may be over it. Python unmaps it after the last.
+            self._segments.pop((place.server, gone.segment.number), None)
 
     def close(self) -> None:
         """Unmaps everything no tensor uses any more. Repeatable."""

@@ -8,6 +8,7 @@ From then on the servers' state is the true one: ``optimizer.state_dict()`` firs
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -34,6 +35,8 @@ class OptimizersOnServers:
     def __init__(self, variables: CoordinatorVariables) -> None:
         self._variables = variables
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # Never given twice: a forgotten optimizer leaves the dictionary, but not the servers.
+        self._next_number = itertools.count(1)
 
     def create(self, optimizer: Optimizer) -> int:
         """Set the optimizer up on every server, or bring its groups there up to date; its number."""
@@ -41,7 +44,7 @@ class OptimizersOnServers:
         number = self._numbers.get(optimizer)
         is_new = number is None
         if number is None:
-            number = self._numbers[optimizer] = len(self._numbers) + 1
+            number = self._numbers[optimizer] = next(self._next_number)
         self._variables.flush()
         settings = settings_of(optimizer)
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -164,6 +164,16 @@ class ServerOptimizer:
         if plain:
             self._step_plainly(plain)
 
+    def forget(self, variable: int) -> bool:
+        """The variable was deleted: let go of its memory and state; True if none is left."""
+        parameter = self._parameters.pop(variable, None)
+        if parameter is not None:
+            self._tensors.pop(variable)
+            group = self._optimizer.param_groups[self._group_of.pop(variable)]
+            group["params"] = [one for one in group["params"] if one is not parameter]
+            self._optimizer.state.pop(parameter, None)
+        return not self._parameters
+
     def adopt_state(self, previous: ServerOptimizer) -> None:
         """Take over what another one remembers about the variables both have."""
         for number, parameter in previous._parameters.items():

@@ -142,8 +142,11 @@ class VariableStore:
         return tensor
 
     def delete(self, variable: int) -> None:
-        """Forget a variable; unknown ones are forgotten already."""
+        """Forget a variable, and what optimizers keep for it; unknown ones are forgotten already."""
         self._variables.pop(variable, None)
+        empty = [number for number, one in self._optimizers.items() if one.forget(variable)]
+        for number in empty:
+            del self._optimizers[number]
 
     def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
         """Run in-place initialisations in order; returns the new version."""

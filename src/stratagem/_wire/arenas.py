@@ -74,7 +74,7 @@ class Arena:
         self._next_number = 1
         self._segments: dict[int, Segment] = {}
         self._current: Segment | None = None
-        self._taken: dict[int, int] = {}  # segment number -> bytes of its entries
+        self._taken: dict[int, int] = {}  # segment number -> bytes of its entries, heads included
         self.used_bytes = 0
 
     def place(self, size: int) -> tuple[Segment, int]:
@@ -90,7 +90,8 @@ class Arena:
             self._budget.give_back(size)
             raise
         self.used_bytes += size
-        self._taken[segment.number] = self._taken.get(segment.number, 0) + size
+        taken = self._taken.get(segment.number, 0)
+        self._taken[segment.number] = taken + size + ENTRY_BYTES
         return segment, offset
 
     def _find_room(self, size: int) -> tuple[Segment, int]:
@@ -109,8 +110,10 @@ class Arena:
     def free(self, segment: Segment, size: int) -> None:
         """An entry of `size` bytes is not used any more; the memory goes with its segment."""
         self._forget_bytes(size)
-        self._taken[segment.number] -= size
-        if not self._taken[segment.number] and segment is not self._current:
+        self._taken[segment.number] -= size + ENTRY_BYTES
+        if not self._taken[segment.number]:
+            if segment is self._current:
+                self._current = None
             del self._taken[segment.number]
             del self._segments[segment.number]
             segment.close()

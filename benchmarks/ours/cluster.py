@@ -160,7 +160,9 @@ class Read(ClusterWork):
     def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         self.amount_per_step = work.gigabytes(self.size)
         with self.strategy.scope():
-            variables = [sg.Variable(torch.ones(shape)) for shape in work.byte_shapes(self.size)]
+            made = [sg.Variable(torch.ones(shape)) for shape in work.byte_shapes(self.size)]
+        # A tuple: a captured list could change between two steps and would be packed for each.
+        variables = tuple(made)
 
         def step() -> float:
             return sum(float(sg.convert_to_tensor(variable).sum()) for variable in variables)
@@ -179,7 +181,7 @@ class Add(ClusterWork):
         self.amount_per_step = work.gigabytes(self.size)
         shapes = work.byte_shapes(self.size)
         with self.strategy.scope():
-            self.variables = [sg.Variable(torch.zeros(shape)) for shape in shapes]
+            self.variables = tuple(sg.Variable(torch.zeros(shape)) for shape in shapes)
         variables = self.variables
 
         def deltas() -> tuple[torch.Tensor, ...]:

@@ -86,7 +86,10 @@ DOORS: dict[str, set[str]] = {
 # Lines of code: docstrings, comments and blank lines are not held against a file.
 MOST_LINES = 400
 # file -> why it is one room although it is longer.
-LONG: dict[str, str] = {}
+LONG: dict[str, str] = {
+    "_ps/client.py": "the one face of all servers; links, batches and mappings have their own files",
+    "_cluster/worker.py": "two threads and the session they meet in; apart they could not be read",
+}
 
 
 @functools.cache
@@ -237,8 +240,11 @@ def code_lines(name: str) -> int:
 
 def test_no_module_is_too_long_without_a_reason() -> None:
     """Beyond the limit a file is two rooms, or says here why it is one."""
-    too_long = {name: n for name in NAMES if (n := code_lines(name)) > MOST_LINES}
-    assert too_long.keys() == LONG.keys(), f"no reason given, or none needed any more: {too_long}"
+    lengths = {name: code_lines(name) for name in NAMES}
+    too_long = {name: n for name, n in lengths.items() if n > MOST_LINES and name not in LONG}
+    assert too_long == {}, "make two rooms of these, or give the reason in LONG"
+    excused = {name for name in LONG if lengths[name] < MOST_LINES * 3 / 4}
+    assert excused == set(), "these need no reason any more"
 
 
 # Names.

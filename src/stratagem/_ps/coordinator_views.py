@@ -27,7 +27,7 @@ from stratagem._ps.homes import CoordinatorHome
 from stratagem._ps.optimizers import OptimizersOnServers
 from stratagem._ps.settings import are_unchanged, settings_of
 from stratagem._ps.variables import PerWorkerVariable, RemotePlace
-from stratagem.errors import ParameterServerLost
+from stratagem.errors import ForeignParameterError, ParameterServerLost
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -53,6 +53,7 @@ class CoordinatorViews:
         # By identity: a Variable's == compares values. An entry goes with its object.
         self._tokens: dict[int, Token] = {}
         self._objects: weakref.WeakValueDictionary[Token, Any] = weakref.WeakValueDictionary()
+        self._gone: deque[tuple[int, Token]] = deque()
         # What workers were told last.
         self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._frozen: dict[Token, bool] = {}
@@ -113,7 +114,16 @@ class CoordinatorViews:
             return self._known(obj)
         if isinstance(obj, Optimizer):
             ours = (self._describe_tensor(p) for group in obj.param_groups for p in group["params"])
-            return self._token_of(obj, "optimizer") if any(ours) else None
+            if not any(ours):
+                # A worker would train a copy of its own, and nobody would ever see the result.
+                raise ForeignParameterError(
+                    f"{type(obj).__name__} was captured by or passed to a scheduled function, but none "
+                    "of its parameters belongs to this strategy: workers would train copies, and the "
+                    "model here would stay as it is. Create the model and its optimizer inside "
+                    "`with strategy.scope():`, or, if copies are meant, make the optimizer inside the "
+                    "function."
+                )
+            return self._token_of(obj, "optimizer")
         if isinstance(obj, PerWorkerVariable):
             return self._token_of(obj, "variable")
         ours_too = obj._strategy is self._strategy() and isinstance(obj._place, RemotePlace)
@@ -138,6 +148,8 @@ class CoordinatorViews:
             token = (kind, self._numbers)
             self._tokens[id(obj)] = token
             self._objects[token] = obj
+            # May run in any thread, at any time: it only notes what `snapshot` is to tell.
+            weakref.finalize(obj, self._gone.append, (id(obj), token)).atexit = False
         return token
 
     def _define_tensor(self, token: Token) -> object:
@@ -175,6 +187,8 @@ class CoordinatorViews:
     def snapshot(self) -> int:
         """A number that moves whenever later closures must see something new."""
         self._variables.flush()
+        if self._gone:
+            self._tell_gone()
         for module, before in list(self._training.items()):
             if module.training != before:
                 self._training[module] = module.training
@@ -191,6 +205,15 @@ class CoordinatorViews:
         for optimizer, told in list(self._settings.items()):
             self._look_at_settings(optimizer, told)
         return self._version
+
+    def _tell_gone(self) -> None:
+        tokens = []
+        while self._gone:
+            key, token = self._gone.popleft()
+            tokens.append(token)
+            if self._tokens.get(key) == token:
+                del self._tokens[key]
+        self._note(definitions.Forget(tuple(tokens)))
 
     def _look_at_settings(self, optimizer: Optimizer, told: dict[int, dict[str, Any]]) -> None:
         if are_unchanged(optimizer, told):
@@ -275,4 +298,6 @@ def _subject(update: Update) -> Hashable:
         return ("settings", update.token, update.group, tuple(sorted(update.settings)))
     if isinstance(update, definitions.AddGroup):
         return ("group", update.token, id(update))
+    if isinstance(update, definitions.Forget):
+        return ("forget", update.tokens)
     return (type(update).__name__, update.token)

@@ -103,4 +103,11 @@ class AddGroup:
     settings: dict[str, Any]
 
 
-Update = SetTraining | SetRequiresGrad | SetHyperparameters | AddGroup
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Objects that are gone on the coordinator; nothing scheduled from now on names them."""
+
+    tokens: tuple[Hashable, ...]
+
+
+Update = SetTraining | SetRequiresGrad | SetHyperparameters | AddGroup | Forget

@@ -69,6 +69,10 @@ class RemoteVariable:
         shared = tuple(one for one in found if one is not None)
         return shared if len(shared) == len(found) else None
 
+    def forget_seen(self) -> None:
+        """What was read is not what the servers have any more: the next comparison of versions differs."""
+        self.seen = (-1,) * len(self.places)
+
     def release(self) -> None:
         """Let go of the servers' memory; the session is over."""
         self.__dict__.pop("mapped", None)

@@ -32,7 +32,7 @@ from stratagem._ps.placement import Description
 from stratagem._ps.remote import RemoteVariable
 from stratagem._ps.settings import changed_settings
 from stratagem._ps.tables import TableParameter
-from stratagem.errors import ForeignParameterError
+from stratagem.errors import ForeignParameterError, NotFoundError
 
 Settings = dict[int, dict[str, Any]]
 
@@ -63,21 +63,17 @@ class DenseParameter:
         if self.remote.versions() != self.remote.seen:
             self.remote.read_into(self.leaf.data)
 
-    def refuse_writes(self) -> None:
-        """Raise if the function wrote into the leaf; the server's value is put back."""
+    def take_back(self) -> bool:
+        """Whether the function wrote into the leaf; if so the server's value is put back."""
         if self.leaf._version == self.version:
-            return
+            return False
         self.version = self.leaf._version
-        if self.remote.mapped is not None and self.is_live:
+        if self.is_live:
+            assert self.remote.mapped is not None
             self.remote.mapped[0].refresh()
         else:
-            self.remote.read_into(self.leaf.data)
-        raise ForeignParameterError(
-            f"parameter {self.remote.name!r} was written in place inside a scheduled function. It "
-            "lives on parameter servers, and a worker's copy of it is not sent back. Let "
-            "optimizer.step() update it, use a sg.Variable's assign methods, or write it on the "
-            "coordinator."
-        )
+            self.remote.forget_seen()  # the next refresh reads it anew
+        return True
 
     def gradients(self) -> Iterator[tuple[int, PushedGradient]]:
         """What each server gets of the leaf's gradient."""
@@ -111,6 +107,11 @@ class WorkerBuffer:
             with torch.no_grad():
                 self.remote.read_into(self.tensor)
             self._note()
+
+    def take_back(self) -> None:
+        """The function failed: what it wrote is not sent, and the next refresh reads anew."""
+        if self.is_changed():
+            self.remote.forget_seen()
 
     def is_changed(self) -> bool:
         """Whether the step wrote the buffer."""
@@ -198,23 +199,47 @@ class WorkerVariables:
             self._note_reads()
             for dense in self._dense.values():
                 dense.version = dense.leaf._version
+            written: list[DenseParameter] = []
             try:
                 yield
                 self._send_buffers()
+            except BaseException:
+                for buffer in self._buffers:
+                    buffer.take_back()
+                raise
             finally:
+                # Every one of them, and after an error too: a page this process wrote to hides what
+                # the server writes there, for all closures to come.
+                written = [dense for dense in self._dense.values() if dense.take_back()]
                 self.client.settle()
-            for dense in self._dense.values():
-                dense.refuse_writes()
+            if written:
+                raise ForeignParameterError(
+                    f"parameter {written[0].remote.name!r} was written in place inside a scheduled "
+                    "function. It lives on parameter servers, and a worker's copy of it is not sent "
+                    "back. Let optimizer.step() update it, use a sg.Variable's assign methods, or "
+                    "write it on the coordinator."
+                )
 
     def refresh(self) -> None:
         """Bring copies up to date; what lies over shared memory is."""
         if not self._copies and not self._buffers:
             return
         with self._refresh_time.measure(), torch.no_grad():
-            for dense in self._copies:
-                dense.refresh()
-            for buffer in self._buffers:
-                buffer.refresh()
+            for dense in tuple(self._copies):
+                if not self._refreshed(dense):
+                    self._copies.remove(dense)
+            for buffer in tuple(self._buffers):
+                if not self._refreshed(buffer):
+                    self._buffers.remove(buffer)
+
+    def _refreshed(self, copy: DenseParameter | WorkerBuffer) -> bool:
+        """Bring one copy up to date; False if the coordinator has deleted the variable."""
+        try:
+            copy.refresh()
+        except NotFoundError:
+            self.client.versions(copy.remote.places[0].server)  # raises if the session is over
+            return False
+        return True
 
     # -------------------------------------------------------------- an optimizer's step
 
@@ -287,6 +312,15 @@ class WorkerVariables:
         if known is None or known[0] != plain.key or not self.client.is_settled:
             return None
         return known[1].again(plain.tensors)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let go of one parameter or buffer."""
+        dense = self._dense.pop(id(tensor), None)
+        if dense is not None and not dense.is_live:
+            self._copies.remove(dense)
+        self._tables.pop(id(tensor), None)
+        self._buffers = [buffer for buffer in self._buffers if buffer.tensor is not tensor]
+        self._batches.clear()
 
     def close(self) -> None:
         """Let go of every variable, and with them of the servers' memory."""

@@ -32,6 +32,7 @@ from stratagem._ps.variables import ReadCache, RemotePlace
 from stratagem._ps.workers import WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._wire.handshake import ClusterKey
+from stratagem.errors import NotFoundError
 
 
 def cluster_key() -> ClusterKey | None:
@@ -97,7 +98,13 @@ class WorkerViews:
 
     def rebuild(self, token: Hashable) -> object:
         """The worker's view of `token`: the same object at every call."""
-        return self._objects[token]
+        found = self._objects.get(token)
+        if found is None:
+            raise NotFoundError(
+                f"a function names {token!r}, which the coordinator has forgotten: keep the model, "
+                "optimizer or variable until the functions that use it are done."
+            )
+        return found
 
     def apply(self, updates: Sequence[object]) -> None:
         """Takes over what moved on the coordinator since the last closure."""
@@ -112,6 +119,8 @@ class WorkerViews:
                 if update.token in self._objects:
                     group = self._objects[update.token].param_groups[update.group]
                     group.update(update.settings)
+            elif isinstance(update, definitions.Forget):
+                self._forget(update.tokens)
             elif isinstance(update, definitions.AddGroup) and update.token in self._objects:
                 self._add_group(update)
 
@@ -183,6 +192,16 @@ class WorkerViews:
         if self._strategy.num_replicas_in_sync == 1:
             made.__dict__["step"] = types.MethodType(stepper.step, made)
         return made  # type: ignore[no-any-return]
+
+    def _forget(self, tokens: Sequence[Hashable]) -> None:
+        for token in tokens:
+            gone = self._objects.pop(token, None)
+            self._steppers.pop(token, None)
+            if isinstance(gone, torch.Tensor):
+                self._variables.forget(gone)
+                self._homes = [home for home in self._homes if home.central is not gone]
+            elif isinstance(gone, Optimizer):
+                self._strategy.steppers.pop(id(gone), None)
 
     def _add_group(self, update: definitions.AddGroup) -> None:
         optimizer = self._objects[update.token]

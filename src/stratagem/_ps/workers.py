@@ -316,7 +316,7 @@ class WorkerVariables:
     def forget(self, tensor: Tensor) -> None:
         """Let go of one parameter or buffer."""
         dense = self._dense.pop(id(tensor), None)
-        if dense is not None and not dense.is_live:
+        if dense in self._copies:
             self._copies.remove(dense)
         self._tables.pop(id(tensor), None)
         self._buffers = [buffer for buffer in self._buffers if buffer.tensor is not tensor]

@@ -1,0 +1,96 @@
+"""Models and optimizers that come and go under one parameter-server strategy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stratagem as sg
+
+
+@pytest.fixture(params=["1", "0"], ids=["shared", "bytes"])
+def coordinator(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[sg.ClusterCoordinator]:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", request.param)
+    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with sg.ClusterCoordinator(strategy) as made:
+            yield made
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def build(coordinator: sg.ClusterCoordinator, kind: Any) -> tuple[nn.Module, Any]:
+    with coordinator.strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        return model, kind(model.parameters(), lr=0.1)
+
+
+def train(coordinator: sg.ClusterCoordinator, model: Any, optimizer: Any) -> None:
+    coordinator.schedule(step, args=(model, optimizer, torch.randn(4, 2)))
+    coordinator.join(timeout_s=60)
+
+
+def test_models_and_optimizers_may_be_forgotten(coordinator: sg.ClusterCoordinator) -> None:
+    first, first_optimizer = build(coordinator, torch.optim.SGD)
+    train(coordinator, first, first_optimizer)
+    second, second_optimizer = build(coordinator, torch.optim.Adam)
+    train(coordinator, second, second_optimizer)
+    del first, first_optimizer
+    gc.collect()
+
+    # The third must not get the number of one that is still there, and the worker, which still has
+    # the first model's buffers, must not ask the servers for them.
+    third, third_optimizer = build(coordinator, torch.optim.SGD)
+    train(coordinator, third, third_optimizer)
+    train(coordinator, second, second_optimizer)
+
+    state = second_optimizer.state_dict()["state"]
+    assert {float(one["step"]) for one in state.values()} == {2.0}
+    assert int(second[1].num_batches_tracked) == 2
+
+
+def write_all(model: nn.Module, fail: bool) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(100.0)
+        model[1].running_mean.fill_(100.0)
+    if fail:
+        raise ArithmeticError("after writing")
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    model.eval()
+    return [one.detach().clone() for one in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize(
+    ("fail", "error"), [(True, ArithmeticError), (False, sg.errors.ForeignParameterError)]
+)
+def test_what_a_function_wrote_in_place_is_taken_back(
+    coordinator: sg.ClusterCoordinator, fail: bool, error: type[Exception]
+) -> None:
+    model, optimizer = build(coordinator, torch.optim.SGD)
+    train(coordinator, model, optimizer)
+    coordinator.schedule(write_all, args=(model, fail))
+    with pytest.raises(error):
+        coordinator.join(timeout_s=60)
+    train(coordinator, model, optimizer)
+
+    seen = coordinator.schedule(values, args=(model,)).get(timeout_s=60)
+    here = [one.detach() for one in (*model.parameters(), *model.buffers())]
+    for ours, theirs in zip(here, seen, strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(float(one.detach().abs().max()) < 50 for one in model.parameters())
+    if fail:
+        assert float(model[1].running_mean.abs().max()) < 50

@@ -315,3 +315,18 @@ def test_writing_a_parameter_in_a_function_is_explained(cluster):
                 coordinator.join(timeout_s=30)
             value = coordinator.schedule(lambda: model.weight.detach().clone())
             assert value.fetch().tolist() == [[1.0, 1.0]]
+
+
+def test_an_optimizer_made_outside_scope_is_explained_not_copied(cluster):
+    """Workers would train copies nobody sees; a model without an optimizer may be copied."""
+    elsewhere = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            with pytest.raises(ForeignParameterError, match=r"inside `with strategy\.scope\(\):`"):
+                coordinator.schedule(lambda: optimizer.step())
+            with pytest.raises(ForeignParameterError, match="SGD"):
+                coordinator.schedule(lambda o: o.step(), args=(optimizer,))
+            x = torch.ones(1, 2)
+            value = coordinator.schedule(lambda: elsewhere(x).detach())
+            torch.testing.assert_close(value.get(), elsewhere(x).detach())

@@ -13,8 +13,9 @@ from stratagem import cli
 
 
 @pytest.fixture
-def spec_text():
-    """A cluster of one worker and one parameter server, as JSON."""
+def spec_text(monkeypatch):
+    """A cluster of one worker and one parameter server, as JSON; who watches it has its key."""
+    monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "shared by this test and its cluster")
     with sg.LocalCluster(workers=1, ps=1) as cluster:
         yield json.dumps(cluster.cluster_spec.as_dict())
 
@@ -25,6 +26,13 @@ def test_top_shows_what_every_task_does(spec_text, capsys):
     out = capsys.readouterr().out
     assert "worker 0 idle 0 steps" in out
     assert "ps 0 running 0.0 MB 0 updates" in out
+
+
+def test_top_without_the_key_learns_nothing(spec_text, capsys, monkeypatch):
+    """A stranger on the same machine is refused by every task."""
+    monkeypatch.delenv("STRATAGEM_CLUSTER_KEY")
+    assert cli.main(["top", "--once", "--cluster", spec_text]) == 1
+    assert "worker 0 no answer" in capsys.readouterr().out
 
 
 def test_top_of_a_cluster_that_is_gone_says_so(capsys):

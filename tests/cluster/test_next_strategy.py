@@ -80,7 +80,7 @@ class Moving(PlainViews):
 class MovingSetup:
     """The worker's side of it."""
 
-    def connect(self, *, worker_index: int, incarnation: int) -> Any:
+    def connect(self, *, worker_index: int, incarnation: int, key: Any) -> Any:
         return MovingWorker()
 
 

@@ -27,6 +27,7 @@ from stratagem._cluster.remote import (
     map_leaves,
 )
 from stratagem._cluster.sending import Closure
+from stratagem._cluster.tasks import cluster_key
 from stratagem._cluster.views import ClusterStrategy
 from stratagem.config import ClusterOptions
 from stratagem.errors import DeadlineExceeded, UnavailableError
@@ -104,8 +105,12 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: ClusterStrategy, options: ClusterOptions) -> None:
         self._strategy = weakref.ref(strategy)
+        resolver = strategy.cluster_resolver
         self._engine = Engine(
-            strategy.cluster_resolver.cluster_spec(), strategy._cluster_views(), options
+            resolver.cluster_spec(),
+            strategy._cluster_views(),
+            options,
+            key=cluster_key(resolver.cluster_key_text()),
         )
         self._joining = 0
         self._engine.start()

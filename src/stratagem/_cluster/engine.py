@@ -31,11 +31,11 @@ from stratagem._cluster.remote import Bell, PerWorkerValues
 from stratagem._cluster.sending import Call, Closure, Sender
 from stratagem._cluster.shipping import Encoded
 from stratagem._cluster.spec import ClusterSpec
-from stratagem._cluster.tasks import cluster_key
 from stratagem._cluster.views import CoordinatorViews
 from stratagem._cluster.watch import Watch
 from stratagem._wire import messages
 from stratagem._wire.failures import exception_from
+from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame
 from stratagem.config import ClusterOptions
 from stratagem.errors import (
@@ -95,7 +95,14 @@ class ClosureRecord:
 class Engine:
     """Queue, links and closures of one coordinator."""
 
-    def __init__(self, spec: ClusterSpec, views: CoordinatorViews, options: ClusterOptions) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        views: CoordinatorViews,
+        options: ClusterOptions,
+        *,
+        key: ClusterKey | None,
+    ) -> None:
         tasks = spec.task_indices("worker")
         self.name = f"coordinator-{uuid.uuid4().hex[:8]}"
         self.options = options
@@ -124,7 +131,6 @@ class Engine:
             phase: metrics.timer(f"closure.{phase}") for phase in ("queue", "send", "compute")
         }
         self._counters = {what: metrics.counter(f"coordinator.{what}") for what in _COUNTED}
-        key = cluster_key()
         self.links = [
             WorkerLink(
                 self,
@@ -337,28 +343,30 @@ class Engine:
         """What is known of workers that do not answer."""
         return "; ".join(f"{link.task}: {link.last_error}" for link in self.links)
 
-    def tick(self, now: float) -> None:
-        """Looks after silence, idle workers, and things nobody needs any more."""
+    def tick(self) -> None:
+        """Looks after idle workers, and things nobody needs any more. May wait for a worker to read."""
         with self.lock:
             self._locked_do(self.queue.rebalance())
             released = self._locked_released()
             hungriest = self.queue.hungriest()
             once_done, self._once_done = self._once_done, []
-        for link in self.links:
-            silent_s = now - link.heard_at
-            if link.connected and silent_s > self.options.heartbeat_limit_s:
-                link.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s", task=link.task))
         self.sender.forget(self.links, released)
         if once_done:
             self.views.forget_closures(once_done)
         if hungriest is not None:
             self.pump(self.links[hungriest])
 
-    def beat(self) -> None:
-        """Tells every worker that its coordinator lives."""
+    def look_for_silence(self) -> None:
+        """Gives up workers that have said nothing for too long. Never waits."""
         for link in self.links:
-            if link.connected:
-                link.notify(messages.Beat())
+            silent_s = link.silent_s()
+            if silent_s > self.options.heartbeat_limit_s:
+                link.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s", task=link.task))
+
+    def beat(self) -> None:
+        """Tells every worker that its coordinator lives. Never waits."""
+        for link in self.links:
+            link.beat()
 
     # ------------------------------------------------------------------ inside, holding lock
 

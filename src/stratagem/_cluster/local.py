@@ -18,6 +18,7 @@ from stratagem import metrics
 from stratagem._cluster.processes import ForkServer, TaskEvent, TaskOrder, send_signal
 from stratagem._cluster.resolvers import SimpleClusterResolver
 from stratagem._cluster.spec import ClusterSpec
+from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions, cluster_key_text
 from stratagem.errors import StartupError
 
@@ -67,6 +68,8 @@ class LocalCluster:
         for name, count, least in (("workers", workers, 1), ("ps", ps, 1), ("threads", threads, 1)):
             if count < least:
                 raise ValueError(f"{name}={count!r}: expected a whole number of at least {least}.")
+        # Loopback is open to every user of the machine, and workers run what they are sent.
+        self._key = cluster_key_text() or ClusterKey.random().text()
         self._restart = restart
         self._threads = threads
         self._changed = threading.Condition()
@@ -101,7 +104,7 @@ class LocalCluster:
     @property
     def resolver(self) -> SimpleClusterResolver:
         """For a strategy: this process is the chief."""
-        return SimpleClusterResolver(self.cluster_spec, rpc_layer="grpc")
+        return SimpleClusterResolver(self.cluster_spec, rpc_layer="grpc", cluster_key=self._key)
 
     def pid(self, job: str, index: int) -> int:
         """Process number of a task; this process's own if the cluster is in-process."""
@@ -162,7 +165,9 @@ class LocalCluster:
         from stratagem._cluster.tasks import make_task
 
         for state in self._states.values():
-            task = make_task(state.job, state.index, "127.0.0.1:0", forward_output=False)
+            task = make_task(
+                state.job, state.index, "127.0.0.1:0", key=self._key, forward_output=False
+            )
             thread = threading.Thread(
                 target=task.serve, name=f"stratagem-{state.job}-{state.index}", daemon=True
             )
@@ -197,7 +202,7 @@ class LocalCluster:
                 job=state.job,
                 index=state.index,
                 address=state.address or "127.0.0.1:0",
-                key=cluster_key_text() or "",
+                key=self._key,
                 threads=self._threads,
                 stopped_limit_s=(
                     self._options.heartbeat_limit_s

@@ -46,6 +46,13 @@ class ClusterResolver(ABC):
     def cluster_spec(self) -> ClusterSpec:
         """The cluster as it is known now."""
 
+    def cluster_key_text(self) -> str | None:
+        """The secret that tasks of this cluster prove to each other; None on loopback without one.
+
+        By default the environment's (``STRATAGEM_CLUSTER_KEY`` or the file it names).
+        """
+        return config.cluster_key_text()
+
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
@@ -141,6 +148,8 @@ class SimpleClusterResolver(ClusterResolver):
         environment: str = "",
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
+        *,
+        cluster_key: str | None = None,
     ) -> None:
         if not isinstance(cluster_spec, ClusterSpec):
             raise TypeError(
@@ -155,10 +164,15 @@ class SimpleClusterResolver(ClusterResolver):
         self._spec = cluster_spec
         self._master = master
         self._num_accelerators = dict(num_accelerators or {})
+        self._cluster_key = cluster_key
 
     @override
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec(self._spec)
+
+    @override
+    def cluster_key_text(self) -> str | None:
+        return self._cluster_key or super().cluster_key_text()
 
     @override
     def master(

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from stratagem._wire.handshake import ClusterKey
+
 
 class WorkerViews(Protocol):
     """A worker's view of the strategy and everything that belongs to it."""
@@ -35,7 +37,9 @@ class WorkerViews(Protocol):
 class WorkerSetup(Protocol):
     """Travels to a worker once per life."""
 
-    def connect(self, *, worker_index: int, incarnation: int) -> WorkerViews:
+    def connect(
+        self, *, worker_index: int, incarnation: int, key: ClusterKey | None
+    ) -> WorkerViews:
         """Builds the views on the worker."""
 
 
@@ -86,7 +90,9 @@ class ClusterStrategy(Protocol):
 class PlainSetup:
     """Setup of a worker for which nothing is special."""
 
-    def connect(self, *, worker_index: int, incarnation: int) -> WorkerViews:
+    def connect(
+        self, *, worker_index: int, incarnation: int, key: ClusterKey | None
+    ) -> WorkerViews:
         """Builds the views of a worker without a strategy."""
         return PlainWorkerViews()
 

@@ -99,6 +99,7 @@ class Worker:
     ) -> None:
         self.index = index
         self.task = f"/job:worker/task:{index}"
+        self.key = key
         self._listener = Listener(address, key=key, may_unpickle=True)
         self.address = self._listener.address
         self._closed = threading.Event()
@@ -352,7 +353,9 @@ class _Session:
         try:
             setup = cast("WorkerSetup", unpack(self._order.setup, self._opening))
             self._views = setup.connect(
-                worker_index=self._order.worker, incarnation=self._order.incarnation
+                worker_index=self._order.worker,
+                incarnation=self._order.incarnation,
+                key=self._worker.key,
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator must hear it
             failure = failure_from(error, task=self._worker.task, with_pickle=True)

@@ -27,7 +27,7 @@ class ClusterEyes:
         self._tasks = [f"/job:ps/task:{index}" for index in range(len(addresses))]
         self._control = ControlConnections(
             [(task, str(address)) for task, address in zip(self._tasks, addresses, strict=True)],
-            key=cluster_key(),
+            key=cluster_key(cluster.resolver.cluster_key_text()),
         )
         self._coordinator = coordinator
         self._servers: list[ServerRow] = []

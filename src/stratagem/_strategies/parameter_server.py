@@ -33,7 +33,8 @@ from stratagem._ps.link import Membership
 from stratagem._ps.placement import device_name
 from stratagem._ps.variables import ReadCache, RemotePlace
 from stratagem._strategies.base import GradientAggregation, Strategy
-from stratagem._strategies.worker_view import WorkerSetup, caching, cluster_key, reduce_nest
+from stratagem._strategies.worker_view import WorkerSetup, caching, reduce_nest
+from stratagem._wire.handshake import ClusterKey
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -95,8 +96,12 @@ class ParameterServerStrategy(Strategy):
         self._cache = ReadCache()
         self._views: CoordinatorViews | None = None
         super().__init__(gradient_aggregation=gradient_aggregation)
+        secret = cluster_resolver.cluster_key_text()
         membership = Membership(
-            session=self._session, task="/job:chief/task:0", is_owner=True, key=cluster_key()
+            session=self._session,
+            task="/job:chief/task:0",
+            is_owner=True,
+            key=ClusterKey.from_text(secret) if secret else None,
         )
         client = PsClient(self._servers, membership, connect_timeout_s=CONNECT_TIMEOUT_S)
         self._variables = CoordinatorVariables(client, len(self._servers), variable_partitioner)

@@ -10,7 +10,7 @@ an in-process cluster runs several workers side by side.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem import config
 from stratagem._core import context, devices, modules, reduction, special_modules, values
 from stratagem._core.buffers import BufferHome
 from stratagem._core.leaves import ReplicatedHome
@@ -35,12 +34,6 @@ from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
 
 
-def cluster_key() -> ClusterKey | None:
-    """The cluster's key as this process knows it."""
-    text = config.cluster_key_text()
-    return None if text is None else ClusterKey.from_text(text)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
     """What a worker needs to join a strategy's session."""
@@ -50,10 +43,12 @@ class WorkerSetup:
     compute_devices: tuple[str, ...]
     gradient_aggregation: GradientAggregation
 
-    def connect(self, *, worker_index: int, incarnation: int) -> WorkerViews:
-        """Builds the views on the worker."""
+    def connect(
+        self, *, worker_index: int, incarnation: int, key: ClusterKey | None
+    ) -> WorkerViews:
+        """Builds the views on the worker. The key is the worker's own: it never travels."""
         membership = Membership(
-            session=self.session, task=f"/job:worker/task:{worker_index}", key=cluster_key()
+            session=self.session, task=f"/job:worker/task:{worker_index}", key=key
         )
         client = PsClient(self.servers, membership, incarnation=incarnation)
         try:
@@ -119,6 +114,7 @@ class WorkerViews:
                 if update.token in self._objects:
                     group = self._objects[update.token].param_groups[update.group]
                     group.update(update.settings)
+                    self._steppers[update.token].tell(update.group, update.settings)
             elif isinstance(update, definitions.Forget):
                 self._forget(update.tokens)
             elif isinstance(update, definitions.AddGroup) and update.token in self._objects:
@@ -238,6 +234,14 @@ class _Stepper:
         self._variables = variables
         self._number = number
         self.settings = {group: dict(values) for group, values in settings.items()}
+
+    def tell(self, group: int, settings: Iterable[str]) -> None:
+        """These settings moved on the coordinator: from now on servers are told them with every step.
+
+        Even if they have their first values again: another worker may have told otherwise.
+        """
+        for key in settings:
+            self.settings.setdefault(group, {}).pop(key, None)
 
     def push(self, optimizer: Optimizer) -> None:
         """Send the gradients."""

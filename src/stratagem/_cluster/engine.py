@@ -414,6 +414,8 @@ class Engine:
             return
         del self._closures[message.closure]
         closure.value._fail(error)
+        if closure.exactly_once:
+            self._once_done.append(closure.number)  # else servers would remember it for ever
         if closure.resource:
             return  # it concerns nobody until somebody uses it (CCO-25)
         self._counters["failed"].add()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Hashable, Sequence
 from typing import Protocol, final
 
@@ -79,7 +78,6 @@ class WorkerLink:
         self.task = f"/job:worker/task:{index}"
         self.address = address
         self.incarnation = 0
-        self.heard_at = time.monotonic()
         self.pid = 0
         self.sending = threading.Lock()
         # Guarded by `sending`: what the worker's current life has been told.
@@ -124,6 +122,20 @@ class WorkerLink:
         """Sends one message without buffers."""
         return self.send([(message, ())])
 
+    def beat(self) -> None:
+        """Says that the coordinator lives, unless it is saying something else; never waits."""
+        channel = self._channel
+        if channel is not None:
+            try:
+                channel.try_notify(messages.Beat())
+            except WireError as error:
+                self.give_up(error)
+
+    def silent_s(self) -> float:
+        """How long the worker has said nothing; 0 while there is no life to listen to."""
+        channel = self._channel
+        return 0.0 if channel is None else channel.silent_s()
+
     def give_up(self, reason: Exception) -> None:
         """Ends this life: the worker is silent, or sends cannot reach it."""
         channel = self._channel
@@ -140,7 +152,7 @@ class WorkerLink:
             opening.close()
         if channel is not None:
             try:
-                channel.notify(messages.Leave(), timeout_s=1.0)
+                channel.try_notify(messages.Leave())
             except WireError:
                 pass  # it is gone anyway
             channel.close()
@@ -214,7 +226,6 @@ class WorkerLink:
             self.version = 0
             self.incarnation = incarnation
             self.pid = reply.pid
-            self.heard_at = time.monotonic()
             self.mean_run_s = 0.0
             self._why = None
             self._channel = channel
@@ -228,7 +239,6 @@ class WorkerLink:
                 frame = channel.receive(timeout_s=RECEIVE_S)
                 if frame is None:
                     continue
-                self.heard_at = time.monotonic()
                 frames = [frame]
                 while len(frames) < RESULTS_AT_ONCE:
                     more = channel.receive(timeout_s=0.0)

@@ -1,7 +1,9 @@
-"""Two threads beside a coordinator's engine: one watches workers, one watches servers.
+"""Three threads beside a coordinator's engine: for signs of life, for work, for the servers.
 
-They only notice; what follows is decided by the engine. Sends that must not happen under the
-engine's lock (recalls) are made here.
+They only notice; what follows is decided by the engine. The first does nothing that can wait: a worker
+that hangs in the middle of a large message would otherwise keep everybody from noticing, and from
+telling the other workers that their coordinator lives. Sends that must not happen under the engine's
+lock (recalls) are made by the second.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Watch:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._threads = [
+            threading.Thread(target=self._watch_life, name="stratagem-watch-life", daemon=True),
             threading.Thread(
                 target=self._watch_workers, name="stratagem-watch-workers", daemon=True
             ),
@@ -69,8 +72,18 @@ class Watch:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _watch_workers(self) -> None:
+    def _watch_life(self) -> None:
         beat_at = 0.0
+        while not self._stop.wait(TICK_S):
+            self._guard(self._engine.look_for_silence)
+            now = time.monotonic()
+            if now - beat_at >= self._engine.options.heartbeat_s:
+                beat_at = now
+                self._guard(self._engine.beat)
+            self._look_for_workers(now)
+            self._look_for_progress(now)
+
+    def _watch_workers(self) -> None:
         while not self._stop.is_set():
             self._wake.wait(TICK_S)
             self._wake.clear()
@@ -78,13 +91,7 @@ class Watch:
                 action = self._recalls.popleft()
                 link = self._engine.links[action.worker]
                 link.notify(messages.Recall(closures=action.closures))
-            now = time.monotonic()
-            self._guard(lambda: self._engine.tick(now))  # noqa: B023 - called at once
-            if now - beat_at >= self._engine.options.heartbeat_s:
-                beat_at = now
-                self._guard(self._engine.beat)
-            self._look_for_workers(now)
-            self._look_for_progress(now)
+            self._guard(self._engine.tick)
 
     def _watch_servers(self) -> None:
         options = self._engine.options

@@ -110,6 +110,7 @@ class Channel:
         self._inbox: deque[Frame] = deque()
         self._lost: Exception | None = None
         self._closed = False
+        self._heard_at = time.monotonic()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
@@ -182,6 +183,33 @@ class Channel:
             for message, buffers in batch:
                 self._stream.append(frames.NOTIFY, 0, message, buffers)
             self._drain(timeout_s)
+
+    def try_notify(self, message: Message) -> bool:
+        """As `notify`, but never waits: False if somebody is sending, or the other side takes nothing.
+
+        Raises:
+            ConnectionLost: the other side is gone.
+        """
+        if not self._send_lock.acquire(blocking=False):
+            return False
+        try:
+            while self._stream.outgoing:
+                if not self._send_some():
+                    return False
+            self._stream.append(frames.NOTIFY, 0, message, ())
+            while self._stream.outgoing and self._send_some():
+                pass  # what is left, if anything, goes before the next message
+        finally:
+            self._send_lock.release()
+        return True
+
+    def silent_s(self) -> float:
+        """Seconds since the other side was heard; 0 while something of it waits to be read here."""
+        try:
+            waiting = wait_for(self._stream.sock, select.POLLIN, 0.0)
+        except (OSError, ValueError):  # closed meanwhile
+            waiting = False
+        return 0.0 if waiting else time.monotonic() - self._heard_at
 
     def reply(
         self,
@@ -345,6 +373,7 @@ class Channel:
         """Reads what is there. The caller is the one reader."""
         try:
             found = self._stream.receive()
+            self._heard_at = time.monotonic()
             with self._lock:
                 for frame in found:
                     if frame.kind in (frames.REPLY, frames.FAILURE):

@@ -22,7 +22,7 @@ from stratagem import config
 from stratagem._ps.batches import Slots, WriteBatch
 from stratagem._ps.control import ControlConnections
 from stratagem._ps.link import Link, Membership, Pending
-from stratagem._ps.mapping import MappedVariable, Mappings, Place
+from stratagem._ps.mapping import PIECE_BYTES, MappedVariable, Mappings, Place
 from stratagem._ps.stepping import GroupSpec
 from stratagem._ps.store import InitOp, StateEntry
 from stratagem._wire import codec, messages
@@ -509,18 +509,30 @@ class PsClient:
             self._shares_reads[server] = False
 
     def _fetch(self, places: Sequence[Place]) -> list[tuple[Tensor, int]]:
-        """Values over the connection, large ones in pieces."""
+        """Values over the connection, large ones in pieces, many in several requests."""
         items: dict[int, list[tuple[int, messages.ReadItem]]] = {}
+        asked: dict[int, int] = {}  # bytes, by server
         found: dict[int, tuple[Tensor, int]] = {}
+
+        def collect() -> None:
+            values = self._collect_values(items, {}, len(places))
+            for some in items.values():
+                found.update((index, values[index]) for index, _ in some)
+            items.clear()
+            asked.clear()
+
         for index, place in enumerate(places):
             pieces = place.pieces()
-            if len(pieces) == 1:
-                item = messages.ReadItem(place.variable)
-                items.setdefault(place.server, []).append((index, item))
-            else:
+            if len(pieces) > 1:
                 found[index] = self._fetch_pieces(place, pieces)
-        small = self._collect_values(items, {}, len(places))
-        return [found.get(index) or small[index] for index in range(len(places))]
+                continue
+            if items.get(place.server) and asked[place.server] + place.nbytes > PIECE_BYTES:
+                collect()
+            asked[place.server] = asked.get(place.server, 0) + place.nbytes
+            item = messages.ReadItem(place.variable)
+            items.setdefault(place.server, []).append((index, item))
+        collect()
+        return [found[index] for index in range(len(places))]
 
     def _fetch_pieces(self, place: Place, pieces: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
         """A large value; its version is the last piece's: writes may run between pieces."""

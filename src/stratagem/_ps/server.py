@@ -268,7 +268,9 @@ class ParameterServer:
     def _work_off(self, connection: _Connection) -> None:
         channel = connection.channel
         try:
-            while connection.inbox and channel.outgoing_bytes <= UNSENT_LIMIT_BYTES:
+            while connection.inbox:
+                if channel.outgoing_bytes > UNSENT_LIMIT_BYTES and not channel.flush():
+                    break  # until it has read its replies; the selector says when
                 frame = connection.inbox.popleft()
                 self._work_began = time.monotonic()
                 try:
@@ -289,7 +291,9 @@ class ParameterServer:
     def _watch(self, connection: _Connection) -> None:
         """Selects for what the connection can go on with."""
         events = 0 if connection.inbox else selectors.EVENT_READ
-        if connection.channel.wants_write:
+        if connection.channel.wants_write or connection.inbox:
+            # With requests waiting always: the last flush may have sent everything, and nothing else
+            # would ever wake this connection.
             events |= selectors.EVENT_WRITE
         if events != connection.events:
             connection.events = events

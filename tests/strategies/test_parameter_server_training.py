@@ -317,6 +317,32 @@ def test_writing_a_parameter_in_a_function_is_explained(cluster):
             assert value.fetch().tolist() == [[1.0, 1.0]]
 
 
+def test_writing_through_data_is_explained_too(cluster):
+    """No version tells of it (weights clipped as for WGANs), and it would hide the servers' writes."""
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
+
+        def clip():
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+
+        def look():
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            coordinator.schedule(clip)
+            with pytest.raises(ForeignParameterError, match="was written in place"):
+                coordinator.join(timeout_s=30)
+            with torch.no_grad():
+                model[0].weight.fill_(3.0)  # on the coordinator: reaches the server
+            first, *others = coordinator.schedule(look).get()
+            assert first.tolist() == [[3.0, 3.0]]
+            assert all(bool((other == 1).all()) for other in others)
+
+
 def test_an_optimizer_made_outside_scope_is_explained_not_copied(cluster):
     """Workers would train copies nobody sees; a model without an optimizer may be copied."""
     elsewhere = nn.Linear(2, 1)

@@ -77,6 +77,10 @@ class MappedVariable:
         copy = self.segment.read_whole(self.tensor, self._offset)
         return (copy, version) if copy is not None and self.version == version else None
 
+    def is_overwritten(self) -> bool:
+        """Whether this process wrote to the middle of the tensor, by whatever way."""
+        return shm.is_own_page(self.tensor.data_ptr() + self.tensor.nbytes // 2)
+
     def refresh(self) -> None:
         """Undoes what this process wrote to the tensor: the server's value shows again."""
         self.segment.refresh(self._offset, self.tensor.nbytes)

@@ -75,6 +75,14 @@ class DenseParameter:
             self.remote.forget_seen()  # the next refresh reads it anew
         return True
 
+    def take_back_hidden(self) -> bool:
+        """The same for a write no version tells of, as through ``leaf.data``; asks the kernel."""
+        mapped = self.remote.mapped if self.is_live else None
+        if mapped is None or not mapped[0].is_overwritten():
+            return False
+        mapped[0].refresh()
+        return True
+
     def gradients(self) -> Iterator[tuple[int, PushedGradient]]:
         """What each server gets of the leaf's gradient."""
         grad = self.leaf.grad
@@ -154,6 +162,7 @@ class WorkerVariables:
         self._copies: list[DenseParameter] = []  # those of them that must be refreshed
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
+        self._turn = 0  # whose memory is looked at next for hidden writes
         # The last batch of each optimizer that can be sent again: what it was made for, it itself,
         # the variables it writes.
         self._batches: dict[int, tuple[list[int], WriteBatch, list[RemoteVariable]]] = {}
@@ -211,6 +220,7 @@ class WorkerVariables:
                 # Every one of them, and after an error too: a page this process wrote to hides what
                 # the server writes there, for all closures to come.
                 written = [dense for dense in self._dense.values() if dense.take_back()]
+                written = written or self._take_back_hidden_writes()
                 self.client.settle()
             if written:
                 raise ForeignParameterError(
@@ -219,6 +229,17 @@ class WorkerVariables:
                     "back. Let optimizer.step() update it, use a sg.Variable's assign methods, or "
                     "write it on the coordinator."
                 )
+
+    def _take_back_hidden_writes(self) -> list[DenseParameter]:
+        """Looks at one parameter per closure, in turn, and at all of them if that one was written."""
+        if not self._dense:
+            return []
+        self._turn = (self._turn + 1) % len(self._dense)
+        looked_at = next(itertools.islice(self._dense.values(), self._turn, None))
+        if not looked_at.take_back_hidden():
+            return []
+        others = (dense for dense in self._dense.values() if dense.take_back_hidden())
+        return [looked_at, *others]
 
     def refresh(self) -> None:
         """Bring copies up to date; what lies over shared memory is."""

@@ -237,6 +237,24 @@ class MappedSegment(_Mapping):
         return f"<MappedSegment {self.number} {'closed' if self._closed else kind}>"
 
 
+def is_own_page(address: int) -> bool:
+    """Whether this process wrote to the page at `address` of a private mapping, and so left the owner's.
+
+    Asks the kernel (``/proc/self/pagemap``): no version counter of a tensor knows of writes through
+    ``tensor.data`` or NumPy. False where the kernel does not tell.
+    """
+    try:
+        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        entry = os.pread(fd, 8, address // mmap.PAGESIZE * 8)
+    finally:
+        os.close(fd)
+    flags = int.from_bytes(entry, "little") >> 61
+    return bool(flags & 0b110) and not flags & 0b001  # in memory or swapped, and not the file's
+
+
 def open_segment(ref: SegmentRef, *, shared: bool) -> MappedSegment | None:
     """Maps a peer's segment; None if it cannot be had here (another host, container or user).
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -248,7 +249,7 @@ class ServerOptimizer:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        rows = nn.Parameter(parameter.detach().index_select(0, ids), requires_grad=False)
+        rows = nn.Parameter(take_rows(parameter, ids), requires_grad=False)
         rows.grad = gradient.values
         if self._class is torch.optim.SparseAdam:
             rows.grad = torch.sparse_coo_tensor(
@@ -263,20 +264,52 @@ class ServerOptimizer:
         Optimizer.__init__(small, [{"params": [rows], **settings}], dict(self._optimizer.defaults))
         whole = {key: value for key, value in state.items() if _is_per_row(value, parameter)}
         small.state[rows] = {
-            key: value.index_select(0, ids) if key in whole else value
-            for key, value in state.items()
+            key: take_rows(value, ids) if key in whole else value for key, value in state.items()
         }
         small.step()
-        parameter.detach().index_copy_(0, ids, rows.detach())
+        put_rows(parameter, ids, rows)
         for key, value in small.state[rows].items():
             if key in whole:
-                whole[key].index_copy_(0, ids, value)
+                put_rows(whole[key], ids, value)
             else:
                 state[key] = value
 
     @override
     def __repr__(self) -> str:
         return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
+
+
+def take_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table, copied; as ``index_select(0, ids)``, in about half the time.
+
+    NumPy moves a row as one piece of memory, torch as so many numbers (13 k rows of 16 out of
+    500 k: 0.23 ms against 0.40 ms, and 0.28 ms against 0.73 ms for putting them back).
+    """
+    taken = torch.empty((ids.numel(), *table.shape[1:]), dtype=table.dtype)
+    rows, into = _as_rows(table), _as_rows(taken)
+    if rows is None or into is None:
+        return table.detach().index_select(0, ids)
+    rows.take(ids.numpy(), out=into, mode="clip")  # the ids were checked; "raise" would buffer
+    return taken
+
+
+def put_rows(table: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Overwrites rows of a table; as ``index_copy_(0, ids, values)``."""
+    rows, pieces = _as_rows(table), _as_rows(values)
+    if rows is None or pieces is None:
+        table.detach().index_copy_(0, ids, values.detach())
+    else:
+        rows[ids.numpy()] = pieces
+
+
+def _as_rows(table: Tensor) -> np.ndarray[Any, Any] | None:
+    """The same memory as one piece for each row; None if its rows are not such pieces."""
+    plain = table.detach()
+    width = plain[0].nbytes if plain.dim() > 1 and plain.shape[0] else 0
+    if not width or not plain.is_contiguous() or plain.device.type != "cpu":
+        return None
+    flat = plain.view(plain.shape[0], -1).view(torch.uint8).numpy()
+    return flat.view(np.dtype((np.void, width))).reshape(-1)
 
 
 def _is_per_row(value: StateValue, parameter: Tensor) -> bool:

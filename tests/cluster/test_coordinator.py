@@ -256,10 +256,36 @@ def test_system_exit_in_a_closure_is_an_error_not_the_end_of_the_worker(
     assert [cluster.pid("worker", i) for i in range(2)] == pids
 
 
-def test_queue_limit_holds_schedule_back(cluster: LocalCluster, connect: Any) -> None:
-    """CCO-12: back-pressure; nothing is lost."""
+def test_queue_limit_holds_schedule_back(
+    cluster: LocalCluster, connect: Any, tmp_path: Any
+) -> None:
+    """CCO-12: back-pressure, and nothing is lost."""
     coordinator = connect(cluster, queue_limit=4)
-    values = [coordinator.schedule(lambda n: n, args=(n,)) for n in range(200)]
+    gate = tmp_path / "gate"
+
+    def wait_for_gate(path: str, n: int) -> int:
+        import os
+        import time
+
+        while not os.path.exists(path):
+            time.sleep(0.005)
+        return n
+
+    values: list[RemoteValue] = []
+
+    def schedule_all() -> None:
+        for n in range(200):
+            values.append(coordinator.schedule(wait_for_gate, args=(str(gate), n)))
+
+    scheduling = threading.Thread(target=schedule_all)
+    scheduling.start()
+    scheduling.join(1.0)
+    try:
+        assert scheduling.is_alive(), "schedule() did not wait"
+        assert len(values) < 100, "far more than the queue and two workers' windows hold"
+    finally:
+        gate.touch()
+        scheduling.join(30)
     assert coordinator.fetch(values) == list(range(200))
 
 

@@ -1,5 +1,7 @@
 """Parameter servers and workers as real processes: training, many variables, a user's optimizer."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,6 +127,35 @@ def test_an_optimizer_from_elsewhere_is_refused_by_name(cluster):
         with sg.ClusterCoordinator(strategy) as coordinator:
             with pytest.raises(UnsupportedOptimizer, match="STRATAGEM_OPTIMIZER_MODULES"):
                 coordinator.schedule(lambda: optimizer.zero_grad())
+
+
+def test_what_workers_measure_reaches_the_coordinator(cluster):
+    """Issue 4.3: read and push of every step and their staleness, from other processes."""
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        with strategy.scope():
+            table = nn.Embedding(2_000, 4)
+            optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
+
+        def step():
+            optimizer.zero_grad()
+            table(torch.tensor([0, 1_999])).sum().backward()
+            optimizer.step()
+
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            emptied = coordinator.create_per_worker_resource(sg.metrics.reset)
+            assert coordinator.schedule(lambda it: it, args=(emptied,)).fetch() is None
+            for _ in range(20):
+                coordinator.schedule(step)
+            coordinator.join(timeout_s=30)
+            tick = threading.Event()
+            for _ in range(3_000):
+                seen = coordinator.worker_metrics
+                if "ps.push" in seen.timers and seen.timers["ps.push"].count == 20:
+                    break
+                tick.wait(0.01)
+    assert seen.timers["ps.push"].count == 20
+    assert seen.timers["ps.read"].count == 20
+    assert seen.distributions["ps.staleness"].count == 20
 
 
 def test_lookups_move_only_their_rows(cluster):

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem import metrics
 from stratagem._core.partition import ShardLayout
 from stratagem._ps.batches import WriteBatch
 from stratagem._ps.client import PsClient
 from stratagem._ps.mapping import MappedVariable, Place
 from stratagem._ps.placement import Description
 from stratagem._ps.store import InitOp
+
+_read_time = metrics.timer("ps.read")
 
 
 class RemoteVariable:
@@ -141,7 +144,8 @@ class RemoteVariable:
         ]
         if not wanted:
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
-        found = self._client.read_rows(wanted)
+        with _read_time.measure():
+            found = self._client.read_rows(wanted)
         newest = {
             place.variable: version for (place, _), (_, version) in zip(wanted, found, strict=True)
         }

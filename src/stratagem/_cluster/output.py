@@ -11,13 +11,16 @@ import io
 import logging
 import sys
 import threading
-from typing import TextIO, final
+from typing import Final, TextIO, final
 
 from typing_extensions import override
 
 from stratagem._wire.channel import Channel
 from stratagem._wire.messages import LogLine
 from stratagem.errors import WireError
+
+TEXT_LIMIT: Final = 1 << 16
+"""Longest line sent; a message has a limit, and passing it would end the connection."""
 
 
 @final
@@ -50,6 +53,9 @@ class OutputForwarder:
         channel = self._channel
         if channel is None:
             return False
+        if len(text) > TEXT_LIMIT:
+            text = f"{text[:TEXT_LIMIT]} … {len(text) - TEXT_LIMIT} characters left out"
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates
         try:
             channel.notify(LogLine(level=level, logger=logger, text=text), timeout_s=2.0)
         except WireError:

@@ -29,6 +29,9 @@ from stratagem.errors import ProtocolError
 INLINE_BYTES: Final = 512
 """Tensors up to this size inside packed objects stay in the pickle: a buffer costs more."""
 
+PAYLOAD_BYTES: Final = 1 << 20
+"""A pickle beyond this size is a buffer, too: messages are limited, and small."""
+
 # Every dtype of this torch whose elements are whole bytes with a meaning of their own: not the
 # quantised ones (they need a scale) and not the placeholders for parts of a byte.
 _NO_PLAIN_DTYPE: Final = re.compile(r"q|bits|u?int[1-7]$")
@@ -251,7 +254,7 @@ _PLAIN: Final = frozenset(
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes, tensors: Sequence[Tensor], raw: Sequence[Any], rebuild: Rebuild | None
+        self, data: Buffer, tensors: Sequence[Tensor], raw: Sequence[Any], rebuild: Rebuild | None
     ) -> None:
         super().__init__(io.BytesIO(data), buffers=raw)
         self._tensors = tensors
@@ -286,14 +289,18 @@ def pack(obj: object, outgoing: Outgoing, *, describe: Describe | None = None) -
     raw: list[int] = []
     pickler = _Pickler(file, outgoing, describe, raw)
     pickler.dump(obj)
-    return Packed(payload=file.getvalue(), tensors=tuple(pickler.tensors), raw=tuple(raw))
+    payload, body = file.getvalue(), -1
+    if len(payload) > PAYLOAD_BYTES:
+        payload, body = b"", outgoing.add_bytes(payload)
+    return Packed(payload=payload, tensors=tuple(pickler.tensors), raw=tuple(raw), body=body)
 
 
 def unpack(packed: Packed, frame: HasBuffers, *, rebuild: Rebuild | None = None) -> Any:
     """The object again. Runs code of the sender: never call it on what a stranger sent."""
     tensors = [_revive(one, frame) for one in packed.tensors]
     raw = [frame.buffer(index) for index in packed.raw]
-    return _Unpickler(packed.payload, tensors, raw, rebuild).load()
+    payload = packed.payload if packed.body < 0 else frame.buffer(packed.body)
+    return _Unpickler(payload, tensors, raw, rebuild).load()
 
 
 def unpack_from(
@@ -357,9 +364,10 @@ def pickle_exception(error: BaseException) -> bytes:
         try:
             data: bytes = cloudpickle.dumps(form)
             back = pickle.loads(data)
+            survives = type(back) is type(error) and str(back) == str(error)
         except Exception:  # noqa: BLE001 - user classes fail in any way; the text travels anyway
             continue
-        if type(back) is type(error) and str(back) == str(error):
+        if survives and len(data) <= PAYLOAD_BYTES:
             return data
     return b""
 

@@ -42,7 +42,7 @@ def failure_from(
     plain = all(isinstance(arg, str | int | float | bool | None) for arg in error.args)
     return RemoteFailure(
         type_name=f"{kind.__module__}.{kind.__qualname__}",
-        text=_shorten(str(error)),
+        text=_shorten(_text(error)),
         task=task,
         args=tuple(_plain(arg) for arg in error.args) if plain else None,
         traceback=_shorten(_traceback_text(error)) if with_traceback else "",
@@ -79,6 +79,13 @@ def exception_from(failure: Message, *, may_unpickle: bool = False) -> BaseExcep
     if failure.task:
         error.add_note(f"raised by {failure.task}")
     return error
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - code of the user's class
+        return f"<its str() failed: {type(failure).__name__}>"
 
 
 def _traceback_text(error: BaseException) -> str:

@@ -100,12 +100,14 @@ class RemoteFailure(Message, frozen=True):
 class Packed(Message, frozen=True):
     """Any Python object, pickled; only processes that may run the sender's code open it.
 
-    Tensors inside it and large byte strings are buffers of the frame. See `codec.pack`.
+    Tensors inside it and large byte strings are buffers of the frame; so is a large pickle itself
+    (`body`, instead of `payload`). See `codec.pack`.
     """
 
     payload: bytes
     tensors: tuple[PackedTensor, ...] = ()
     raw: tuple[int, ...] = ()
+    body: int = -1
 
 
 class PackedTensor(Record, frozen=True, tag="p"):

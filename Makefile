@@ -45,7 +45,7 @@ bench: $(STAMP) ## side by side with TensorFlow and with the limit (ONLY=row for
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
 docs: $(STAMP) ## build the HTML documents into site/, links checked
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 build: $(STAMP) ## wheel and sdist into dist/

@@ -154,7 +154,8 @@ def _all_homes(optimizer: Optimizer) -> list[CoordinatorHome]:
 
 
 def _has_stepped(state: dict[str, Any]) -> bool:
-    return "step" in state and float(state["step"]) > 0
+    """Whether there is something to remember; some classes make their state before the first step."""
+    return float(state["step"]) > 0 if "step" in state else bool(state)
 
 
 def _joined(values: list[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Tables larger than the coordinator: initialised on their servers, never built here."""
 
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +182,42 @@ def test_the_coordinator_does_not_hold_the_table(cluster, monkeypatch):
             grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert float(found.abs().sum()) > 0
     assert grown < 16 << 10  # kilobytes
+
+
+def resident_bytes(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+
+def test_a_server_holds_its_rows_their_state_and_little_more(monkeypatch):
+    """Issue 4.5: at most 1.1 times parameters and optimizer state; small things aside, 4 MB."""
+    monkeypatch.setenv("STRATAGEM_REMOTE_TABLE_BYTES", str(1 << 20))
+    rows, width = 1_000_000, 16
+    with sg.LocalCluster(workers=1, ps=1) as apart:
+        pid = apart.pid("ps", 0)
+        with sg.ParameterServerStrategy(apart.resolver) as strategy:
+
+            def train(layer, optimizer):
+                def step(ids):
+                    optimizer.zero_grad()
+                    layer(ids).sum().backward()
+                    optimizer.step()
+
+                with_ends = torch.tensor([0, layer.num_embeddings - 1])
+                coordinator.schedule(step, args=(with_ends,))
+                coordinator.join(timeout_s=30)
+
+            def make(rows):
+                with strategy.scope():
+                    layer = nn.Embedding(rows, width)
+                    return layer, torch.optim.Adagrad(layer.parameters(), lr=0.1)
+
+            with sg.ClusterCoordinator(strategy) as coordinator:
+                small = make(100_000)  # what the server imports and sets up for a first step
+                train(*small)
+                before = resident_bytes(pid)
+                large = make(rows)
+                train(*large)
+                grown = resident_bytes(pid) - before
+    needed = rows * width * 4 * 2  # Adagrad keeps one number per parameter
+    assert 0.9 * needed <= grown <= 1.1 * needed + (4 << 20)

@@ -350,6 +350,32 @@ def test_broken_frames_at_a_parameter_server(target: Target, honest: PsClient) -
     assert honest.versions(0) == {1: 1}
 
 
+def test_broken_frames_at_a_worker() -> None:
+    """It hangs up on each of them, and then serves the next caller."""
+    random_ = random.Random(SEED + 4)
+    with Worker("127.0.0.1:0", index=0, key=KEY) as worker:
+        thread = threading.Thread(target=worker.serve, name="test-worker")
+        thread.start()
+        for _ in range(BROKEN_FRAMES // 4):
+            with connect(worker.address, key=KEY, timeout_s=LIMIT_S) as channel:
+                sock = channel._stream.sock
+                try:
+                    sock.send(broken(random_))
+                    sock.shutdown(socket.SHUT_WR)
+                    while select.select([sock], [], [], LIMIT_S)[0] and sock.recv(1 << 16):
+                        pass
+                    assert not sock.recv(1)
+                except OSError:
+                    pass  # it hung up on us while we were sending
+        with connect(worker.address, key=KEY, timeout_s=LIMIT_S) as channel:
+            attend = messages.Hello(task="/job:chief/task:0")
+            with pytest.raises(WireError):  # not a coordinator: turned away, but let in
+                channel.request(attend, timeout_s=LIMIT_S)
+        worker.close()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
 def test_half_frames_are_waited_for_without_harm(target: Target, honest: PsClient) -> None:
     """Connections left in the middle of a frame cost a socket each, and go when they are closed."""
     random_ = random.Random(SEED + 2)

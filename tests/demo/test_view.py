@@ -47,7 +47,7 @@ def test_the_picture_shows_everything_a_user_asks_for():
         "loss 0.5000",
         "worker 1",
         "lost",
-        "2.5 MB",
+        "2,500 kB",
         "staleness 1.2",
         "killed worker 1 on purpose",
     ):

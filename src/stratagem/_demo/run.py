@@ -85,8 +85,8 @@ def run_demo(options: DemoOptions) -> int:
     with open_view(plain=options.plain or config.environment("CI") is not None) as view:
         view.say(f"starting {options.workers} workers and {options.ps} parameter servers …")
         with LocalCluster(workers=options.workers, ps=options.ps) as cluster:
-            # Tables above 64 KB are cut into one shard per server.
-            partitioner = MinSizePartitioner(min_shard_bytes=64 << 10, max_shards=options.ps)
+            # Both tables (15 kB and 124 kB) are cut into one shard per server; layers stay whole.
+            partitioner = MinSizePartitioner(min_shard_bytes=4 << 10, max_shards=options.ps)
             strategy = ParameterServerStrategy(cluster.resolver, partitioner)
             with strategy, ClusterCoordinator(strategy) as coordinator:
                 with strategy.scope():
@@ -192,7 +192,7 @@ class _Trainer:
             return
         if self._eyes.worker_is_up(0) and self._eyes.life_of(0) > 1:
             self._victim_is_back = True
-            progress.mark("worker 0 is back and has rebuilt its dataset")
+            progress.mark("worker 0 is back, and draws its rows again")
             self._view.say(progress.notes[-1])
 
     def _picture(self, progress: Progress) -> Picture:

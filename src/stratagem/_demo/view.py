@@ -198,7 +198,7 @@ def one_line(picture: Picture) -> str:
         parts.append(f"staleness {picture.staleness_mean:.1f}")
     parts += [f"{row.name} {row.state} {row.steps} steps" for row in picture.workers]
     parts += [
-        f"{row.name} {row.state} {row.held_bytes / 1e6:.1f} MB {row.updates} updates"
+        f"{row.name} {row.state} {row.held_bytes / 1e3:,.0f} kB {row.updates} updates"
         for row in picture.servers
     ]
     if picture.remaining_s is not None:
@@ -274,7 +274,7 @@ def _servers(picture: Picture) -> Table:
         table.add_row(
             row.name,
             Text(row.state, style=style),
-            f"{row.held_bytes / 1e6:,.1f} MB",
+            f"{row.held_bytes / 1e3:,.0f} kB",
             f"{row.updates:,}",
         )
     return table

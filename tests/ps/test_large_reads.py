@@ -11,9 +11,13 @@ from stratagem._ps import sessions
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.server import ParameterServer, ServerOptions
+from stratagem._ps.stepping import GroupSpec
+from stratagem._ps.store import StateEntry
 from stratagem._wire import messages
 from stratagem._wire.channel import connect
+from stratagem._wire.frames import Limits
+from stratagem.errors import ProtocolError
 
 ROWS = 1 << 10
 
@@ -47,3 +51,45 @@ def test_requests_behind_unread_replies_are_answered(monkeypatch: pytest.MonkeyP
         calls = [channel.begin(messages.Ping()) for _ in range(200)]
         for call in calls:
             assert isinstance(channel.collect(call, timeout_s=10).message, messages.Pong)
+
+
+def test_optimizer_state_larger_than_a_frame_travels_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "PIECE_BYTES", 100 * 4)
+    monkeypatch.setattr(sessions, "PIECE_BYTES", 100 * 4)
+    limits = Limits(frame_bytes=4 * ROWS)  # what one of the two moments needs
+    who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    with (
+        ParameterServer("127.0.0.1:0", options=ServerOptions(limits=limits)).start() as server,
+        PsClient([("/job:ps/task:0", server.address)], who) as client,
+    ):
+        place = Place(0, 1, (ROWS,), torch.float32)
+        client.create(place, "w", value=torch.zeros(ROWS))
+        groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
+        client.create_optimizer(0, 1, "torch.optim.Adam", groups)
+        state = {
+            "step": torch.tensor(5.0),
+            "exp_avg": torch.arange(float(ROWS)),
+            "exp_avg_sq": torch.arange(float(ROWS)) + 0.5,
+        }
+        entries = [StateEntry(variable=1, key=key, value=value) for key, value in state.items()]
+        client.write_state(0, 1, entries)
+        found = {entry.key: entry.value for entry in client.read_state(0, 1, [1])}
+        assert found.keys() == state.keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(found[key]), value), key
+
+
+def test_room_for_state_is_made_only_in_the_shape_of_its_variable() -> None:
+    who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    with (
+        ParameterServer("127.0.0.1:0").start() as server,
+        PsClient([("/job:ps/task:0", server.address)], who) as client,
+    ):
+        client.create(Place(0, 1, (4,), torch.float32), "w", value=torch.zeros(4))
+        groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
+        client.create_optimizer(0, 1, "torch.optim.Adam", groups)
+        huge = messages.StateItem(1, "exp_avg", messages.TensorRef("float32", (1 << 40,)))
+        with pytest.raises(ProtocolError, match="not the variable's"):
+            client._ask(0, messages.WriteState(optimizer=1, items=(huge,)))

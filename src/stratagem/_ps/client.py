@@ -357,9 +357,33 @@ class PsClient:
             assert isinstance(frame.message, messages.State)
             for item in frame.message.items:
                 tensor = item.tensor
-                value = codec.tensor_from(tensor, frame) if tensor is not None else item.value
+                value: Tensor | float | int | bool | None = item.value
+                if tensor is not None and tensor.buffer < 0:
+                    value = self._fetch_state(server, optimizer, item)
+                elif tensor is not None:
+                    value = codec.tensor_from(tensor, frame)
                 entries.append(StateEntry(variable=item.variable, key=item.key, value=value))
         return entries
+
+    def _fetch_state(self, server: int, optimizer: int, item: messages.StateItem) -> Tensor:
+        """A large tensor of optimizer state, in pieces."""
+        ref = item.tensor
+        assert ref is not None
+        whole = torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype))
+        for start, count in _pieces_of(whole):
+            message = messages.ReadState(
+                optimizer=optimizer,
+                variables=(item.variable,),
+                key=item.key,
+                start=start,
+                count=count,
+            )
+            frame = self._ask(server, message)
+            assert isinstance(frame.message, messages.State)
+            (piece,) = frame.message.items
+            assert piece.tensor is not None
+            whole[start : start + count].copy_(codec.tensor_from(piece.tensor, frame))
+        return whole
 
     def write_state(self, server: int, optimizer: int, entries: Sequence[StateEntry]) -> None:
         """Replaces what an optimizer remembers about the variables of the entries."""
@@ -369,13 +393,34 @@ class PsClient:
         for some in by_variable.values():
             outgoing = Outgoing()
             items = []
+            later: list[tuple[StateEntry, Tensor]] = []
+            size = 0
             for entry in some:
-                if isinstance(entry.value, Tensor):
-                    ref = outgoing.add(entry.value)
-                    items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
+                value = entry.value
+                if not isinstance(value, Tensor):
+                    items.append(messages.StateItem(entry.variable, entry.key, value=value))
+                    continue
+                size += value.nbytes
+                if size > PIECE_BYTES and value.dim():
+                    later.append((entry, value))
+                    ref = TensorRef(codec.dtype_name(value.dtype), tuple(value.shape))
                 else:
-                    items.append(messages.StateItem(entry.variable, entry.key, value=entry.value))
+                    ref = outgoing.add(value)
+                items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
             message = messages.WriteState(optimizer=optimizer, items=tuple(items))
+            with self._lock:
+                self._links[server].request(message, outgoing.buffers)
+            for entry, value in later:
+                self._write_state_pieces(server, optimizer, entry, value)
+
+    def _write_state_pieces(
+        self, server: int, optimizer: int, entry: StateEntry, value: Tensor
+    ) -> None:
+        for start, count in _pieces_of(value):
+            outgoing = Outgoing()
+            ref = outgoing.add(value[start : start + count])
+            item = messages.StateItem(entry.variable, entry.key, tensor=ref)
+            message = messages.WriteState(optimizer=optimizer, items=(item,), start=start)
             with self._lock:
                 self._links[server].request(message, outgoing.buffers)
 
@@ -571,6 +616,13 @@ class PsClient:
             for index, ref, version in zip(indices, refs, frame.message.versions, strict=True):
                 found[index] = (codec.tensor_from(ref, frame), version)
         return found
+
+
+def _pieces_of(value: Tensor) -> list[tuple[int, int]]:
+    """(start, count) of the rows of each piece a large tensor travels in."""
+    rows = value.shape[0]
+    step = max(1, PIECE_BYTES * rows // max(1, value.nbytes))
+    return [(start, min(step, rows - start)) for start in range(0, rows, step)]
 
 
 _NOTHING = torch.empty(0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps.ledger import Admission, WriteId
+from stratagem._ps.mapping import PIECE_BYTES
 from stratagem._ps.stepping import Gradient, GroupSpec
 from stratagem._ps.store import InitOp, StateEntry, VariableStore
 from stratagem._wire import codec, messages, shm
@@ -349,14 +350,24 @@ class Session:
         wanted = set(message.variables)
         outgoing = Outgoing()
         items = []
+        size = 0
         for entry in self.store.optimizer_state(message.optimizer):
             if wanted and entry.variable not in wanted:
                 continue
-            if isinstance(entry.value, Tensor):
-                ref = outgoing.add(entry.value)
-                items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
+            value = entry.value
+            if message.key:
+                if entry.key != message.key or not isinstance(value, Tensor) or not value.dim():
+                    continue
+                value = value[max(0, message.start) : message.start + max(0, message.count)]
+            if not isinstance(value, Tensor):
+                items.append(messages.StateItem(entry.variable, entry.key, value=value))
+                continue
+            size += value.nbytes
+            if size > PIECE_BYTES and value.dim() and not message.key:
+                ref = TensorRef(codec.dtype_name(value.dtype), tuple(value.shape))
             else:
-                items.append(messages.StateItem(entry.variable, entry.key, value=entry.value))
+                ref = outgoing.add(value)
+            items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
         return messages.State(items=tuple(items)), outgoing.buffers
 
     def _write_state(self, message: messages.WriteState, frame: Frame, slots: SlotMaps) -> Reply:
@@ -364,12 +375,28 @@ class Session:
             StateEntry(
                 variable=item.variable,
                 key=item.key,
-                value=slots.tensor(item.tensor, frame) if item.tensor is not None else item.value,
+                value=item.value if item.tensor is None else self._state(item, frame, slots),
             )
             for item in message.items
         ]
-        self.store.load_optimizer_state(message.optimizer, entries)
+        if message.start >= 0:
+            self.store.write_optimizer_rows(message.optimizer, entries, message.start)
+        else:
+            self.store.load_optimizer_state(message.optimizer, entries)
         return messages.Ok(), ()
+
+    def _state(self, item: messages.StateItem, frame: Frame, slots: SlotMaps) -> Tensor:
+        """A tensor of optimizer state: as it came, or room for one whose rows follow."""
+        ref = item.tensor
+        assert ref is not None
+        if ref.buffer >= 0 or ref.segment:
+            return slots.tensor(ref, frame)
+        if ref.shape != tuple(self.store.read(item.variable).shape):
+            raise ProtocolError(
+                f"{item.key!r} of variable {item.variable!r} is to come in pieces, but its shape "
+                f"{ref.shape!r} is not the variable's"
+            )
+        return torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype))
 
 
 def _variables_of(operation: messages.Operation) -> list[int]:

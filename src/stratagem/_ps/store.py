@@ -285,6 +285,26 @@ class VariableStore:
             (entry.variable, entry.key, entry.value) for entry in entries
         )
 
+    def write_optimizer_rows(
+        self, optimizer: int, entries: Sequence[StateEntry], start: int
+    ) -> None:
+        """Write consecutive rows from `start` of state that `load_optimizer_state` made room for."""
+        there = {
+            (entry.variable, entry.key): entry.value for entry in self.optimizer_state(optimizer)
+        }
+        for entry in entries:
+            target, rows = there.get((entry.variable, entry.key)), entry.value
+            if not (isinstance(target, Tensor) and isinstance(rows, Tensor) and rows.dim()):
+                raise ValueError(
+                    f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
+                )
+            if start + rows.shape[0] > target.shape[0]:
+                raise ValueError(
+                    f"rows {start}…{start + rows.shape[0]} do not fit into {entry.key!r} of variable "
+                    f"{entry.variable!r}, which has {target.shape[0]} rows."
+                )
+            target[start : start + rows.shape[0]].copy_(rows)
+
     # Facts.
 
     def stats(self) -> StoreStats:

@@ -373,17 +373,28 @@ class StateItem(Record, frozen=True):
 
 
 class ReadState(Message, frozen=True):
-    """What the optimizer remembers about these variables (about all here, if none is named)."""
+    """What the optimizer remembers about these variables (about all here, if none is named).
+
+    Tensors that would make the answer too large come without bytes; they are asked for with `key`:
+    `count` rows from `start` of what it remembers under that name about the one variable.
+    """
 
     optimizer: int
     variables: tuple[int, ...] = ()
+    key: str = ""
+    start: int = 0
+    count: int = 0
 
 
 class WriteState(Message, frozen=True):
-    """Replace what the optimizer remembers about the variables named in the items."""
+    """Replace what the optimizer remembers about the variables named in the items.
+
+    For tensors without bytes room is made; their rows follow in messages with `start` (not -1).
+    """
 
     optimizer: int
     items: tuple[StateItem, ...]
+    start: int = -1
 
 
 class State(Message, frozen=True):

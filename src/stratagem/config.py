@@ -151,6 +151,15 @@ def set_up_logging(level: str) -> None:
         logger.addHandler(handler)
 
 
+def session_lease_s() -> float:
+    """How long parameter servers keep a strategy's variables after its coordinator is gone.
+
+    One minute: a coordinator whose network failed for a moment finds them again. Set
+    ``STRATAGEM_SESSION_LEASE_S`` to change it.
+    """
+    return seconds_from_environment("STRATAGEM_SESSION_LEASE_S", 60.0)
+
+
 def wire_timeout_s() -> float:
     """How long one request to another task may take before it is an error.
 

@@ -138,6 +138,44 @@ def test_worker_outlives_a_killed_coordinator(connect: Callable[..., Any]) -> No
         assert coordinator.schedule(lambda: "new").fetch(timeout_s=30) == "new"
 
 
+OWNER = """
+import sys, threading
+import stratagem as sg
+from stratagem.cluster_resolver import SimpleClusterResolver
+spec = sg.ClusterSpec({"worker": [sys.argv[1]], "ps": [sys.argv[2]]})
+strategy = sg.ParameterServerStrategy(SimpleClusterResolver(spec))
+with strategy.scope():
+    variable = sg.Variable(1.0)
+print("working", flush=True)
+threading.Event().wait(60)
+"""
+
+
+def test_servers_free_what_a_killed_coordinator_left_after_a_time_that_can_be_set(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Issue 4, section 4: coordinator gone, parameter servers wait for a new one."""
+    with sg.Server({"ps": ["127.0.0.1:0"]}) as ps, caplog.at_level("INFO", "stratagem.ps"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, "127.0.0.1:9", ps.address],
+            env={**os.environ, "PYTHONPATH": SRC, "STRATAGEM_SESSION_LEASE_S": "0.25"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "working\n"
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+        tick = threading.Event()
+        for _ in range(3000):
+            if "its coordinator has been gone for 0.25 s" in caplog.text:
+                break
+            tick.wait(0.01)
+        assert "its coordinator has been gone for 0.25 s" in caplog.text
+        assert "serving" in repr(ps)
+
+
 def test_port_in_use_is_an_error_at_once() -> None:
     """And the first server is undisturbed."""
     with sg.Server({"ps": ["127.0.0.1:0"]}) as first:

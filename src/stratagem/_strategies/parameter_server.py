@@ -101,6 +101,7 @@ class ParameterServerStrategy(Strategy):
             session=self._session,
             task="/job:chief/task:0",
             is_owner=True,
+            lease_s=config.session_lease_s(),
             key=ClusterKey.from_text(secret) if secret else None,
         )
         client = PsClient(self._servers, membership, connect_timeout_s=CONNECT_TIMEOUT_S)

@@ -132,10 +132,20 @@ def replica_timeout_s() -> float:
     return seconds_from_environment("STRATAGEM_REPLICA_TIMEOUT_S", 600.0)
 
 
+def log_as_environment_says() -> None:
+    """With ``STRATAGEM_LOG=debug`` (info, warning, error) set, print our log records to stderr.
+
+    Called when a strategy, cluster or server is made; without the variable nothing happens.
+    """
+    level = environment("STRATAGEM_LOG")
+    if level:
+        set_up_logging(level)
+
+
 def set_up_logging(level: str) -> None:
     """Print the records of the ``stratagem`` logger (the one documented namespace) to stderr.
 
-    Only commands call this; as a library Stratagem leaves logging to the program.
+    Without being asked to, Stratagem as a library leaves logging to the program.
     """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:

@@ -1,5 +1,6 @@
 """The command line: exit codes, help with examples, errors in one line."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -129,3 +130,21 @@ def test_unknown_log_level_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("STRATAGEM_LOG", "loud")
     with pytest.raises(ValueError, match="loud"):
         cli.main(["version"])
+
+
+def test_the_environment_turns_on_logging_in_a_program_of_your_own():
+    """STRATAGEM_LOG=debug python my_program.py shows what we log; unset, nothing is printed."""
+    program = (
+        "import logging, stratagem as sg\n"
+        "sg.OneDeviceStrategy('cpu:0')\n"
+        "logging.getLogger('stratagem.anything').debug('a detail')\n"
+    )
+    for level, wanted in (("debug", "D stratagem.anything: a detail\n"), ("", "")):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            env={**os.environ, "STRATAGEM_LOG": level},
+        )
+        assert done.stderr == wanted

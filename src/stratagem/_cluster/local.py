@@ -19,7 +19,7 @@ from stratagem._cluster.processes import ForkServer, TaskEvent, TaskOrder, send_
 from stratagem._cluster.resolvers import SimpleClusterResolver
 from stratagem._cluster.spec import ClusterSpec
 from stratagem._wire.handshake import ClusterKey
-from stratagem.config import ClusterOptions, cluster_key_text
+from stratagem.config import ClusterOptions, cluster_key_text, log_as_environment_says
 from stratagem.errors import StartupError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class LocalCluster:
         for name, count, least in (("workers", workers, 1), ("ps", ps, 1), ("threads", threads, 1)):
             if count < least:
                 raise ValueError(f"{name}={count!r}: expected a whole number of at least {least}.")
+        log_as_environment_says()
         # Loopback is open to every user of the machine, and workers run what they are sent.
         self._key = cluster_key_text() or ClusterKey.random().text()
         self._restart = restart

@@ -20,7 +20,7 @@ from stratagem._cluster.worker import Worker
 from stratagem._ps.server import ParameterServer
 from stratagem._wire.channel import split_address
 from stratagem._wire.listener import is_loopback
-from stratagem.config import ClusterOptions
+from stratagem.config import ClusterOptions, log_as_environment_says
 from stratagem.errors import NotFoundError
 
 _log = logging.getLogger("stratagem.cluster")
@@ -65,6 +65,7 @@ class Server:
         config: ClusterOptions | None = None,
         start: bool = True,
     ) -> None:
+        log_as_environment_says()
         spec = ClusterSpec(server_or_cluster_def)
         self.job_name, self.task_index = _own_place(spec, job_name, task_index)
         self.protocol = protocol if protocol is not None else PROTOCOLS[0]

@@ -63,6 +63,7 @@ class Strategy(ABC):
                 f"gradient_aggregation={gradient_aggregation!r} is not known: expected 'mean' "
                 "(over the rows of the global batch) or 'sum' (as tf.distribute does)."
             )
+        config.log_as_environment_says()
         self._gradient_aggregation = gradient_aggregation
         modules.install()
         optimizers.install()

@@ -45,8 +45,15 @@ def test_clusters_that_cannot_serve_are_refused(spec, task, error, message):
 
 def test_no_resolver_at_all():
     """PSS-1."""
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="TFConfigClusterResolver"):
         sg.ParameterServerStrategy(None)
+
+
+def test_a_partitioner_must_be_callable():
+    """Found at construction, before anything is connected."""
+    spec = {"worker": ["a:1"], "ps": ["b:1"]}
+    with pytest.raises(TypeError, match=r"variable_partitioner=2 is a int.*FixedShards"):
+        sg.ParameterServerStrategy(resolver(spec), 2)
 
 
 @pytest.fixture(scope="module")

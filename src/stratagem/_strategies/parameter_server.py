@@ -83,6 +83,12 @@ class ParameterServerStrategy(Strategy):
         worker_devices: Sequence[str] | None = None,
     ) -> None:
         spec = check_cluster(cluster_resolver)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise TypeError(
+                f"variable_partitioner={variable_partitioner!r} is a "
+                f"{type(variable_partitioner).__name__}: expected a partitioner, such as "
+                "sg.partitioners.FixedShardsPartitioner(2), or None."
+            )
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         self._worker_devices = worker_devices
@@ -292,7 +298,13 @@ def check_cluster(resolver: Any) -> Any:
     Raises:
         ValueError: it cannot; the message says which rule is broken.
         TypeError: a task type without a task id.
+        AttributeError: it is None.
     """
+    if resolver is None:
+        raise AttributeError(
+            "cluster_resolver=None has no cluster_spec(): expected a resolver, such as "
+            "sg.cluster_resolver.TFConfigClusterResolver() or the resolver of an sg.LocalCluster."
+        )
     spec = resolver.cluster_spec()
     if not spec:
         raise ValueError(

@@ -59,11 +59,12 @@ class MappedVariable:
     of the server to that page until `refresh`.
     """
 
-    __slots__ = ("_offset", "segment", "tensor")
+    __slots__ = ("_changes", "_offset", "segment", "tensor")
 
     def __init__(self, segment: shm.MappedSegment, offset: int, tensor: Tensor) -> None:
         self.segment = segment
         self._offset = offset
+        self._changes = tensor._version
         self.tensor = tensor
 
     @property
@@ -80,6 +81,12 @@ class MappedVariable:
     def is_overwritten(self) -> bool:
         """Whether this process wrote to the middle of the tensor, by whatever way."""
         return shm.is_own_page(self.tensor.data_ptr() + self.tensor.nbytes // 2)
+
+    def undo_writes(self) -> None:
+        """`refresh`, if torch counted a write of this process to the tensor or a view of it."""
+        if self.tensor._version != self._changes:
+            self._changes = self.tensor._version
+            self.refresh()
 
     def refresh(self) -> None:
         """Undoes what this process wrote to the tensor: the server's value shows again."""

@@ -107,6 +107,7 @@ class RemoteVariable:
         """
         if self.mapped is not None and len(self.mapped) == 1:
             self._client.settle()
+            self.mapped[0].undo_writes()
             self.seen = (self.mapped[0].version,)
             return self.mapped[0].tensor
         self._client.settle()

@@ -67,7 +67,7 @@ class RemotePlace(Place):
         self._cache = cache
         self._copy: Tensor | None = None
         wants = tracks and (remote.dtype.is_floating_point or remote.dtype.is_complex)
-        self._leaf: Tensor | None = self._current().detach().requires_grad_() if wants else None
+        self._leaf: Tensor | None = self._own().detach().requires_grad_() if wants else None
 
     @property
     def remote(self) -> RemoteVariable:
@@ -100,13 +100,22 @@ class RemotePlace(Place):
         return known
 
     def _fresh(self) -> Tensor:
-        current = self._current()
         if self._leaf is None:
-            return current
+            return self._own()
+        current = self._current()
         if self._leaf.data_ptr() != current.data_ptr():
-            with torch.no_grad():
-                self._leaf.copy_(current)
+            # Through `.data`: no change of the user's, so that what was computed from it stays valid.
+            self._leaf.data.copy_(current)
         return self._leaf
+
+    def _own(self) -> Tensor:
+        """The value; a small one copied.
+
+        Small values share pages. Whoever wrote into one of them in place would from then on see its
+        neighbours, and the counters of their versions, as they were at that moment.
+        """
+        current = self._current()
+        return current.clone() if current.nbytes <= RETURNED_BYTES else current
 
     def _current(self) -> Tensor:
         return self._remote.whole()
@@ -143,8 +152,7 @@ class RemotePlace(Place):
         return self._after()
 
     def _after(self) -> Tensor:
-        now = self._current().detach()
-        return now.clone() if now.nbytes <= RETURNED_BYTES else now
+        return self._own().detach()
 
     @override
     def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> Tensor:

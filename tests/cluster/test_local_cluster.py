@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+import stratagem as sg
 from stratagem import LocalCluster
+from stratagem.config import ClusterOptions
 from stratagem.errors import StartupError
 
 SRC = str(Path(__file__).parents[2] / "src")
@@ -160,10 +162,26 @@ def test_unknown_tasks_are_refused(cluster: LocalCluster) -> None:
         cluster.pid("worker", 9)
 
 
-def test_fifty_idle_workers_can_connect(connect: Any) -> None:
-    """Issue 4, section 5: fifty workers, two servers, one machine."""
+def test_fifty_idle_workers_can_connect() -> None:
+    """Issue 4, section 5: fifty workers, two servers, one machine; each worker writes to both."""
+    options = ClusterOptions(heartbeat_limit_s=20.0)
     with LocalCluster(workers=50, ps=2) as cluster:
-        coordinator = connect(cluster, heartbeat_limit_s=20.0)
-        assert coordinator._engine.queue.workers_up() == 50
-        values = [coordinator.schedule(lambda n: n, args=(n,)) for n in range(200)]
-        assert coordinator.fetch(values) == list(range(200))
+        with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+            with strategy.scope():
+                counts = [sg.Variable(0.0), sg.Variable(0.0)]
+            assert len({count.device for count in counts}) == 2
+
+            def count_me() -> int:
+                for count in counts:
+                    count.assign_add(1.0)
+                return sg.get_current_worker_index()
+
+            with sg.ClusterCoordinator(strategy, options=options) as coordinator:
+                assert coordinator._engine.queue.workers_up() == 50
+                everywhere = coordinator.create_per_worker_resource(count_me)
+                wait_until(lambda: [float(count) for count in counts] == [50.0, 50.0])
+                values = [
+                    coordinator.schedule(lambda me, n: (me, n), args=(everywhere, n))
+                    for n in range(200)
+                ]
+                assert [n for _, n in coordinator.fetch(values)] == list(range(200))

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from stratagem._core.homes import home_of
@@ -73,6 +74,13 @@ class CoordinatorViews:
         if isinstance(obj, nn.Module | Optimizer | Variable | PerWorkerVariable):
             known = self._known(obj)
             return known if known is not None else self._describe_new(obj)
+        if isinstance(obj, LRScheduler) and self.describe(obj.optimizer) is not None:
+            # Every worker would step a copy, each at its own pace, and this one would stand still.
+            raise ValueError(
+                f"{type(obj).__name__} was captured by or passed to a scheduled function: a learning "
+                "rate is changed in one place. Call scheduler.step() on the coordinator, between "
+                "closures; functions scheduled afterwards use the new rate."
+            )
         return ("strategy", 0) if obj is self._strategy() else None
 
     def definition(self, token: Token) -> object:

@@ -94,3 +94,24 @@ def test_what_a_function_wrote_in_place_is_taken_back(
     assert all(float(one.detach().abs().max()) < 50 for one in model.parameters())
     if fail:
         assert float(model[1].running_mean.abs().max()) < 50
+
+
+def slow_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+    model(torch.randn(256, 2))  # some work, so that closures still wait when the model is forgotten
+    step(model, optimizer, x)
+    return 1.0
+
+
+def test_a_model_forgotten_while_closures_wait_with_it_is_freed_only_after_them(
+    coordinator: sg.ClusterCoordinator,
+) -> None:
+    results = []
+    for _ in range(3):
+        model, optimizer = build(coordinator, torch.optim.SGD)
+        for _ in range(40):
+            args = (model, optimizer, torch.randn(4, 2))
+            results.append(coordinator.schedule(slow_step, args=args))
+        del model, optimizer, args
+        gc.collect()
+    coordinator.join(timeout_s=60)
+    assert coordinator.fetch(results) == [1.0] * 120

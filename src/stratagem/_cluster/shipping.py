@@ -102,6 +102,7 @@ class Shipper:
         self._by_digest: OrderedDict[bytes, Shipment] = OrderedDict()
         self._tokens: list[Hashable] = []
         self._holds: list[object] = []
+        self._holding = False  # whether everything described is kept, for as long as its closure
         self._packed_again = metrics.counter("coordinator.functions_packed_again")
         self.definitions: dict[Hashable, tuple[Encoded, tuple[Hashable, ...]]] = {}
         self.evicted: list[bytes] = []
@@ -132,6 +133,8 @@ class Shipper:
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Shipment:
         """The packed arguments of one call."""
+        # A model its owner forgets while closures still wait with it must not be freed on the servers.
+        self._holding = True
         try:
             return self._pack((tuple(args), kwargs))
         except (ValueError, StratagemError):
@@ -142,6 +145,8 @@ class Shipper:
                 "that can be pickled; make the rest with create_per_worker_resource, or inside the "
                 "function."
             ) from error
+        finally:
+            self._holding = False
 
     def updates(self, updates: Sequence[object]) -> Shipment:
         """Packed updates."""
@@ -179,7 +184,7 @@ class Shipper:
         check_size(buffers)
         tokens = tuple(dict.fromkeys(self._tokens))
         shipment = Shipment(packed, buffers, tokens, tuple(self._holds))
-        self._holds = []  # nothing is kept alive beyond its closure
+        self._holds, self._holding = [], False  # nothing is kept alive beyond its closure
         for token in tokens:
             self._define(token)
         return shipment
@@ -216,6 +221,8 @@ class Shipper:
         if token is None:
             return None
         self._tokens.append(token)
+        if self._holding:
+            self._holds.append(obj)
         return "v", token
 
     # ------------------------------------------------------------------ marks

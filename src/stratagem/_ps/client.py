@@ -27,6 +27,7 @@ from stratagem._ps.stepping import GroupSpec
 from stratagem._ps.store import InitOp, StateEntry
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
+from stratagem._wire.frames import Limits, padded
 from stratagem._wire.messages import Frame, Message, TensorRef
 from stratagem.errors import (
     ConnectionLost,
@@ -34,6 +35,9 @@ from stratagem.errors import (
     ParameterServerLost,
     ProtocolError,
 )
+
+FRAME_BYTES = Limits().frame_bytes
+"""What a server takes in one message; it hangs up on more."""
 
 
 @final
@@ -256,8 +260,20 @@ class PsClient:
         return not self._unsettled
 
     def send(self, batch: WriteBatch) -> None:
-        """Sends a batch to its servers and returns; `settle` waits for the acknowledgements."""
+        """Sends a batch to its servers and returns; `settle` waits for the acknowledgements.
+
+        Raises:
+            ValueError: more bytes for one server than a frame may have; nothing was sent.
+        """
         with self._lock:
+            for server, part in batch.parts.items():
+                size = sum(padded(memoryview(buffer).nbytes) for buffer in part.buffers)
+                if size > FRAME_BYTES:
+                    raise ValueError(
+                        f"one step writes {size} bytes to {self._links[server].task} over the "
+                        f"connection; at most {FRAME_BYTES} can be sent at once. Use more parameter "
+                        f"servers, or a variable_partitioner that cuts large variables."
+                    )
             batch.copy_in()
             for server, part in batch.parts.items():
                 link = self._links[server]

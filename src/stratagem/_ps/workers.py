@@ -226,8 +226,9 @@ class WorkerVariables:
                 raise ForeignParameterError(
                     f"parameter {written[0].remote.name!r} was written in place inside a scheduled "
                     "function. It lives on parameter servers, and a worker's copy of it is not sent "
-                    "back. Let optimizer.step() update it, use a sg.Variable's assign methods, or "
-                    "write it on the coordinator."
+                    "back. Let step() of an optimizer made inside `with strategy.scope():` update it "
+                    "(not of one made in the function), use a sg.Variable's assign methods, or write "
+                    "it on the coordinator."
                 )
 
     def _take_back_hidden_writes(self) -> list[DenseParameter]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem._wire import messages
 
 
 @pytest.fixture(params=["1", "0"], ids=["shared", "bytes"])
@@ -115,3 +116,17 @@ def test_a_model_forgotten_while_closures_wait_with_it_is_freed_only_after_them(
         gc.collect()
     coordinator.join(timeout_s=60)
     assert coordinator.fetch(results) == [1.0] * 120
+
+
+def test_closing_a_session_the_servers_have_ended_does_not_raise(
+    coordinator: sg.ClusterCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = build(coordinator, torch.optim.SGD)
+    train(coordinator, model, optimizer)
+    strategy = coordinator.strategy
+    client = strategy._variables.client
+    client._ask(0, messages.CloseSession(session=strategy._session))  # as when its lease runs out
+    coordinator.close()
+    assert strategy._variables.closed
+    if not client.shares_memory(0):
+        assert "not brought home" in caplog.text

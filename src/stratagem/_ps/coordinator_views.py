@@ -28,7 +28,7 @@ from stratagem._ps.homes import CoordinatorHome
 from stratagem._ps.optimizers import OptimizersOnServers
 from stratagem._ps.settings import are_unchanged, settings_of
 from stratagem._ps.variables import PerWorkerVariable, RemotePlace
-from stratagem.errors import ForeignParameterError, ParameterServerLost
+from stratagem.errors import ForeignParameterError, StratagemError
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -291,7 +291,7 @@ class CoordinatorViews:
         """Ends the session on the servers; models keep their last values."""
         try:
             self._variables.bring_home()
-        except ParameterServerLost as error:
+        except StratagemError as error:  # the server is gone, or the session's lease ran out
             _log.warning("the last values of the model were not brought home: %s", error)
         self._variables.close()
 

@@ -12,6 +12,7 @@ from stratagem._ps.link import Membership
 from stratagem._ps.placement import Placement
 from stratagem._ps.remote import RemoteVariable
 from stratagem._ps.server import ParameterServer
+from stratagem._ps.tables import TableParameter
 from stratagem._ps.workers import WorkerVariables
 from stratagem.errors import ForeignParameterError
 
@@ -129,3 +130,17 @@ class TestWorkerVariables:
             assert (int(counts[1]), int(lasts[1])) == (8, 7)
         one.close()
         two.close()
+
+
+def test_a_table_used_whole_twice_while_others_write_has_a_gradient(remote):
+    # Asynchronous training: another worker's step comes between two uses in one forward pass.
+    table = TableParameter.over(remote)
+    x = torch.ones(
+        2, 3, requires_grad=True
+    )  # so that the table itself is kept for the backward pass
+    first = table @ x
+    remote.assign("add", torch.ones(11, 2))
+    second = table @ x
+    (first.sum() + second.sum()).backward()
+    assert table.grad.shape == (11, 2)
+    assert table.grad.unique().tolist() == [6.0]

@@ -115,7 +115,9 @@ class RemoteVariable:
         if self._assembled is None or now != self._assembled_from:
             if self._assembled is None:
                 self._assembled = torch.empty(self.shape, dtype=self.dtype)
-            self.read_into(self._assembled)
+            # Through `.data`: what others write between two uses of the table shows, as it does in shared
+            # memory, and is no mistake of the function that autograd should report.
+            self.read_into(self._assembled.data)
             self._assembled_from = self.seen
         return self._assembled
 

@@ -382,10 +382,11 @@ def test_dataset_function_with_a_parameter_receives_an_input_context(
 def test_exhausted_dataset_is_an_ordinary_error(coordinator: ClusterCoordinator) -> None:
     """CCO-26: StopIteration from join."""
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [1]))
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration) as ended:
         for _ in range(3):
             coordinator.schedule(lambda it: next(it), args=(iterator,))
         coordinator.join()
+    assert any("dataset.repeat()" in note for note in ended.value.__notes__)
 
 
 def test_failed_resource_is_an_input_error_for_its_users_only(

@@ -174,7 +174,7 @@ def test_central_storage_with_one_replica():
 def test_nested_values():
     """RED-11: central storage refuses a nest, mirrored maps over it."""
     nest = {"a": per(T(1.0), T(2.0)), "b": [per(T([1.0]), T([3.0]))]}
-    with central() as strategy, pytest.raises(ValueError, match="not one per replica"):
+    with central() as strategy, pytest.raises(ValueError, match="Reduce each of its parts"):
         strategy.reduce("sum", nest, axis=None)
     with mirrored() as strategy:
         result = strategy.reduce("sum", nest, axis=None)

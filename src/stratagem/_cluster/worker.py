@@ -411,6 +411,11 @@ class _Session:
             self._hold(finished, outgoing.buffers)
             self.steps += 1
         except BaseException as error:  # a closure may raise anything, SystemExit too
+            if isinstance(error, StopIteration):  # it has no text of its own
+                error.add_note(
+                    f"An iterator ended on {self._worker.task}: its dataset is used up. Repeat it "
+                    "(dataset.repeat()), or schedule no more steps than it has (CCO-26)."
+                )
             if message.resource:
                 self._resources[message.resource] = _FailedResource(error)
             self._hold(self._failure(message.closure, error), ())

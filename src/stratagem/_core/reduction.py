@@ -184,6 +184,11 @@ def _reduce_plain(op: ReduceOp, value: Any, size: int) -> Any:
         return np.zeros_like(value)
     if isinstance(value, int | float) and value == 0:
         return value
+    if isinstance(value, dict | list | tuple):
+        raise ValueError(
+            f"cannot sum a {type(value).__name__} over {size} replicas: reduce takes one per-replica "
+            f"value at a time here. Reduce each of its parts; got {value!r:.200}."
+        )
     raise ValueError(
         f"cannot sum {value!r} over {size} replicas: it is a single value, not one per replica, so "
         "it is unclear how often it counts. Return a tensor from the step, or use 'mean' if every "

@@ -100,7 +100,7 @@ def markdown(rows: tuple[Row, ...], results: Results) -> str:
     machine = results.machine
     text.append("")
     text.append(
-        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}), all sides in "
+        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}), the sides of each row in "
         "turns in one run of `make bench`; median ± half the range. *Limit*: bare PyTorch on one "
         "thread, memcpy and `add_`. *Missing* was not measured and counts for nobody."
     )

@@ -80,7 +80,7 @@ class ReplicaGroup:
         replicas: the replicas, in order.
         rows: rows of the global batch each replica got; None if nobody knows.
         row_weights: each replica's share of the rows; sums to 1, 0 for a replica without rows.
-        timeout_s: how long a replica waits for the others in a meeting.
+        timeout_s: how long a replica waits for the others in a meeting (groups of two and more).
         notes: shared by the replicas of this run, for the rooms that build on meetings.
         streams: the replicas' random numbers (groups of two and more).
     """
@@ -108,15 +108,14 @@ class ReplicaGroup:
             context.Replica(i, self, each.torch_device, strategy, each.name)
             for i, each in enumerate(devices)
         )
-        limit_s = config.replica_timeout_s() if timeout_s is None else timeout_s
-        self.timeout_s = min(limit_s, _thread.TIMEOUT_MAX)
         self.notes: dict[Hashable, Any] = {}
         self._at_end: dict[Hashable, Callable[[], None]] = {}
-        if self.size > 1:
-            self._prepare()
+        if self.size > 1:  # a replica alone waits for nobody
+            self._prepare(config.replica_timeout_s() if timeout_s is None else timeout_s)
 
-    def _prepare(self) -> None:
+    def _prepare(self, limit_s: float) -> None:
         size = self.size
+        self.timeout_s = min(limit_s, _thread.TIMEOUT_MAX)
         self._lock = _thread.allocate_lock()
         self._caller = _thread.allocate_lock()  # held while the caller has nothing to do
         self._caller.acquire()

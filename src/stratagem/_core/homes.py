@@ -21,7 +21,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -79,10 +79,6 @@ class ParameterHome(abc.ABC):
 
     Attributes:
         central: the parameter that code outside any replica works with; its identity is stable.
-        remote: whether the parameter is kept by somebody else (a parameter server). Then every
-            ``optimizer.step()`` over it, in a replica or not, is the strategy's: its hook
-            ``_step_optimizer(optimizer, step)`` is called at once, without a meeting, and finds the
-            gradients where ``resolve`` handed out tensors.
 
     A strategy makes homes in its hook ``_adopt_parameter(module, name, parameter)``. Subclass this to
     keep parameters elsewhere. A tensor ``resolve`` hands out in central's place should be told to
@@ -91,7 +87,6 @@ class ParameterHome(abc.ABC):
 
     __slots__ = ("__weakref__", "central")
 
-    remote: ClassVar[bool] = False
     central: nn.Parameter
 
     def __init__(self, central: nn.Parameter) -> None:

@@ -160,9 +160,6 @@ def _at_home(optimizer: Optimizer) -> None:
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Perform a single optimization step; in a replica once for all of them."""
     replica = current_replica()
-    remote = _remote_strategy(self)
-    if remote is not None:
-        return remote._step_optimizer(self, _real_step(self, closure))
     homes = _homes(self)
     if replica is None or not homes:
         return _real_step(self, closure)()
@@ -234,16 +231,6 @@ def _step_at_home(
     for home in homes:
         home.stepped()
     return result
-
-
-def _remote_strategy(optimizer: Optimizer) -> Any:
-    """The strategy that keeps the parameters elsewhere and takes every step in hand; else None."""
-    for group in optimizer.param_groups:
-        if isinstance(group, GroupByReplica):
-            for home in group.homes:
-                if home is not None:
-                    return home.strategy if home.remote else None
-    return None
 
 
 def _homes(optimizer: Optimizer) -> list[ReplicatedHome]:

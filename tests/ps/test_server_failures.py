@@ -240,6 +240,65 @@ def test_a_stopped_server_fails_pings_in_time(
             client.ping(0, timeout_s=0.2)
 
 
+def test_a_server_that_is_not_there_is_said_to_be_gone_not_slow(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    """Refused at once: no word of a limit that nobody waited for."""
+    child, address = process
+    with PsClient([("/job:ps/task:0", address)], CHIEF) as client:
+        client.create(W, "w", value=torch.ones(2))
+        child.kill()
+        child.wait(LIMIT_S)
+        with pytest.raises(ParameterServerLost, match=r"is gone: .*refused") as caught:
+            client.ping(0, timeout_s=LIMIT_S)
+        assert "within" not in str(caught.value)
+        assert caught.value.variables == ("w",)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "bytes"])
+@pytest.mark.parametrize("applied", [True, False], ids=["applied before", "applied after"])
+def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
+    process: tuple[subprocess.Popen[str], str], shared: bool, applied: bool
+) -> None:
+    """Their slots are not filled anew while the server may read them; each counts once."""
+    child, address = process
+    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    with PsClient([("/job:ps/task:0", address)], steady, shared_memory=shared) as client:
+        client.create(W, "w", value=torch.zeros(2))
+        link = client._links[0]
+        if applied:  # the server's answers are on their way, but not yet read
+            for _ in range(3):
+                add_one(client)
+            until(lambda: client.stats(0)["applied"] == 4)
+            channel = link._channel
+            assert channel is not None
+            assert channel._stream.sock.recv(1 << 16)  # read by nobody who could note them
+        else:
+            stop(child.pid)
+            for _ in range(3):
+                add_one(client)
+
+        def ctrl_c() -> None:
+            until(lambda: link._channel is not None and link._channel._has_reader)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=ctrl_c, name="test-ctrl-c")
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.settle(timeout_s=LIMIT_S)
+        thread.join(LIMIT_S)
+        assert not client.is_settled
+        batch = client.batch()
+        batch.assign(0, 1, "add", torch.full((2,), 10.0))
+        if not applied:
+            batch.copy_in()  # before the server reads anything: slots used again would show
+            os.kill(child.pid, signal.SIGCONT)
+        client.send(batch)
+        assert client.settle() == {(0, 1): 5}
+        assert client.is_settled
+        assert client.read([W])[0][0].tolist() == [13.0, 13.0]
+
+
 def test_a_failed_ping_ends_the_wait_for_a_reply(
     process: tuple[subprocess.Popen[str], str],
 ) -> None:

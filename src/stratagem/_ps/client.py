@@ -286,7 +286,18 @@ class PsClient:
                     self._writer, self._incarnation, link.sequence, self._closure, nth
                 )
                 message = messages.Write(origin=origin, operations=tuple(part.operations))
-                self._unsettled.append((server, link.begin(message, part.buffers)))
+                pending = Pending(message, part.buffers)
+                # Noted first: whatever interrupts the sending, its slots are not used again before
+                # the server has answered.
+                self._unsettled.append((server, pending))
+                try:
+                    link.send(pending)
+                except Exception:
+                    self._unsettled.pop()
+                    raise
+                except BaseException:
+                    self._interrupted()
+                    raise
 
     def settle(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
         """Waits until every write sent is acknowledged.
@@ -298,26 +309,20 @@ class PsClient:
             ParameterServerLost: a server is gone; whether the write was applied is not known.
             WriteFenced: this life of the task was declared lost.
             Exception: what a server raised; the first, the others are in its notes.
+            KeyboardInterrupt: Ctrl-C; the writes stay unsettled, and the next call waits for them.
         """
         with self._lock:
-            versions: dict[tuple[int, int], int] = {}
-            first: BaseException | None = None
-            unsettled, self._unsettled = self._unsettled, []
-            for server, pending in unsettled:
-                try:
-                    reply = self._links[server].collect(pending, timeout_s=timeout_s).message
-                except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
-                    if first is None:
-                        first = error
-                    else:
-                        first.add_note(f"also: {type(error).__name__}: {error}")
-                    continue
-                if not isinstance(reply, messages.Written):
-                    raise ProtocolError(f"a write was answered by {type(reply).__name__}")
-                if reply.duplicate:
-                    self._note_duplicate(pending)
-                for variable, version in reply.versions.items():
-                    versions[server, variable] = version
+            if not self._unsettled:
+                return {}
+            try:
+                versions, first = self._collect_acknowledgements(timeout_s)
+                self._unsettled = []
+            except Exception:
+                self._unsettled = []
+                raise
+            except BaseException:
+                self._interrupted()
+                raise
             if first is not None:
                 raise first
             return versions
@@ -448,12 +453,7 @@ class PsClient:
         Raises:
             ParameterServerLost: it is gone, or does not answer in time.
         """
-        try:
-            return self._control.ping(server, timeout_s=timeout_s)
-        except ParameterServerLost as error:
-            raise self._links[server].declare_lost(
-                f"did not answer a ping within {timeout_s:g} s ({error.__cause__})"
-            ) from error
+        return self._control.ping(server, timeout_s=timeout_s)
 
     def stats(self, server: int, *, timeout_s: float = 5.0) -> dict[str, object]:
         """Numbers about a server, at most half a second old."""
@@ -542,6 +542,38 @@ class PsClient:
                 self._announce_slots(server)
             except NotFoundError:  # another host, container or user: bytes go over the connection
                 self._shares_slots[server] = False
+
+    def _collect_acknowledgements(
+        self, timeout_s: float | None
+    ) -> tuple[dict[tuple[int, int], int], Exception | None]:
+        """Versions by (server, variable), and the first error when all replies are here."""
+        versions: dict[tuple[int, int], int] = {}
+        first: Exception | None = None
+        for server, pending in self._unsettled:
+            try:
+                reply = self._links[server].collect(pending, timeout_s=timeout_s).message
+            except Exception as error:  # noqa: BLE001 - raised when all replies are here
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"also: {type(error).__name__}: {error}")
+                continue
+            if not isinstance(reply, messages.Written):
+                raise ProtocolError(f"a write was answered by {type(reply).__name__}")
+            if reply.duplicate:
+                self._note_duplicate(pending)
+            for variable, version in reply.versions.items():
+                versions[server, variable] = version
+        return versions, first
+
+    def _interrupted(self) -> None:
+        """Ctrl-C while writes were sent or awaited: they stay unsettled, and are repeated.
+
+        Else their slots would be filled anew while a server still reads them. Servers recognise
+        the writes they have applied.
+        """
+        for index, link in enumerate(self._links):
+            link.interrupted([one for server, one in self._unsettled if server == index])
 
     def _note_duplicate(self, pending: Pending) -> None:
         """A write the server has applied before: expected of repeated ones only."""

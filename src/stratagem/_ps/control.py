@@ -93,13 +93,16 @@ class ControlConnections:
                 stale = self._channels[server]
                 if stale is not None:
                     stale.close()
+                # Two things that people look for in different places: a process that hangs, or a
+                # machine that is cut off; and a process that is not there.
+                silent = isinstance(error, DeadlineExceeded)
+                what = f"did not answer within {timeout_s:g} s" if silent else "is gone"
+                what = f"{what}: {error}"
                 if self._on_lost:
-                    reason = f"did not answer within {timeout_s:g} s: {error}"
-                    raise self._on_lost[server](reason) from error
+                    raise self._on_lost[server](what) from error
                 raise ParameterServerLost(
-                    f"parameter server {task} at {address!r} did not answer within "
-                    f"{timeout_s:g} s: {error}. Start it again, create the strategy anew and "
-                    f"restore the last checkpoint.",
+                    f"parameter server {task} at {address!r} {what}. Start it again, create the "
+                    f"strategy anew and restore the last checkpoint.",
                     task=task,
                 ) from error
 

@@ -106,15 +106,29 @@ class Link:
     def begin(self, message: Message, buffers: Sequence[Buffer] = ()) -> Pending:
         """Sends a request; `collect` waits for its reply."""
         pending = Pending(message, buffers)
+        self.send(pending)
+        return pending
+
+    def send(self, pending: Pending) -> None:
+        """As `begin`, for a request that its caller noted before it is on its way."""
         channel = self._open_channel()
         self._pending.append(pending)
         try:
-            pending.call = channel.begin(message, buffers)
+            pending.call = channel.begin(pending.message, pending.buffers)
         except ConnectionLost as error:
             self._recover(error)
         except DeadlineExceeded as error:
             raise self._lost_error(str(error)) from error
-        return pending
+
+    def interrupted(self, keep: Sequence[Pending]) -> None:
+        """The caller was interrupted (Ctrl-C) while it sent or read: nobody knows how far it came.
+
+        This connection is given up. The next request makes another one and repeats `keep`, the
+        writes that still matter; those which the server has applied it recognises.
+        """
+        self._pending = list(keep)
+        if self._channel is not None:
+            self._channel.close()
 
     def collect(self, pending: Pending, *, timeout_s: float | None = None) -> Frame:
         """Waits for the reply.

@@ -106,12 +106,17 @@ class TestPlacement:
     """PSS-10 … PSS-12."""
 
     def test_round_robin_and_outside_scope(self, strategy):
-        """The page's example: v2 … v5 on tasks 0, 1, 2, 0."""
+        """PSS-10, the page's example: v2 … v5 on tasks 0, 1, 2, 0, v1 with the coordinator."""
         outside = sg.Variable(0.0)
         with strategy.scope():
             made = [sg.Variable(float(i)) for i in range(4)]
         assert [v.device for v in made] == [PS.format(i) for i in (0, 1, 2, 0)]
-        assert outside.device == "/job:localhost/replica:0/task:0/device:CPU:0"
+        assert outside.device == "/job:chief/replica:0/task:0/device:CPU:0"
+        # The name is a device's here, and no longer when nothing is coordinated any more.
+        moved = strategy.extended.broadcast_to(torch.ones(2), outside.device)
+        assert moved.device == torch.device("cpu")
+        strategy.close()
+        assert sg.Variable(0.0).device == "/job:localhost/replica:0/task:0/device:CPU:0"
 
     def test_every_shard_counts_one(self, cluster):
         with sg.ParameterServerStrategy(cluster.resolver, P.FixedShardsPartitioner(2)) as strategy:

@@ -23,6 +23,35 @@ _FULL = re.compile(
 )
 _TORCH_TYPE = {"GPU": "cuda", "CUDA": "cuda"}
 _LOCAL_JOB = "localhost"
+_CHIEF_JOB = "chief"
+
+# What this process coordinates on parameter servers. Changed by one atomic call, from any thread.
+_coordinated: set[int] = set()
+
+
+def coordinate(key: int) -> None:
+    """From now on this process is the chief of a cluster: its own devices are named so (PSS-10)."""
+    _coordinated.add(key)
+
+
+def coordinate_no_more(key: int) -> None:
+    """That is over. Repeatable; safe while objects are being collected."""
+    _coordinated.discard(key)
+
+
+def host() -> Device:
+    """The CPU of this process, by the name it has now.
+
+    Example:
+        >>> from stratagem._core import devices
+        >>> devices.host().name
+        '/job:localhost/replica:0/task:0/device:CPU:0'
+        >>> devices.coordinate(1)
+        >>> devices.host().name
+        '/job:chief/replica:0/task:0/device:CPU:0'
+        >>> devices.coordinate_no_more(1)
+    """
+    return Device(job=_CHIEF_JOB if _coordinated else _LOCAL_JOB)
 
 
 @dataclass(frozen=True)
@@ -32,7 +61,8 @@ class Device:
     Attributes:
         kind: ``"CPU"``, ``"GPU"`` or another accelerator type of torch in capitals.
         index: its number, from 0.
-        job: the cluster job it belongs to; ``"localhost"`` for this machine.
+        job: the cluster job it belongs to; ``"localhost"`` for this machine, ``"chief"`` in a process
+            that coordinates parameter servers.
         task: the task of that job.
 
     Example:
@@ -139,10 +169,11 @@ def resolve_device(device: object) -> Device:
         'cpu:3'
     """
     found = parse_device(device)
-    local = found.job == _LOCAL_JOB and found.task == 0
+    here = _coordinated and found.job == _CHIEF_JOB
+    local = (here or found.job == _LOCAL_JOB) and found.task == 0
     if local and found.kind == "CPU":
         return found
-    if local and found in accelerators():
+    if local and Device(found.kind, found.index) in accelerators():
         return found
     names = ["cpu:0, cpu:1, … (every cpu:i is host memory)"]
     names += [each.short for each in accelerators()]
@@ -170,18 +201,6 @@ def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
             'names, such as ["cpu:0", "cpu:1"].'
         )
     return tuple(resolve_device(each) for each in devices)
-
-
-def canonical(device: torch.device) -> str:
-    """The canonical name of a torch device.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._core.devices import canonical
-        >>> canonical(torch.device("cpu"))
-        '/job:localhost/replica:0/task:0/device:CPU:0'
-    """
-    return parse_device(device).name
 
 
 def current_device() -> torch.device:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from stratagem._core import devices
 from stratagem._core.homes import ParameterHome, version_of
 from stratagem._core.partition import Partitioner, number_of_shards
 from stratagem._ps.big_tables import planned_of
@@ -216,6 +217,7 @@ class CoordinatorVariables:
         )
         self._forgotten: deque[Kept] = deque()
         self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
+        devices.coordinate(id(self))  # this process is the cluster's chief now (PSS-10)
 
     def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
         """Where a new variable goes."""
@@ -299,6 +301,7 @@ class CoordinatorVariables:
         """Let go of the servers; their variables are freed, local values stay."""
         if not self.closed:
             self.closed = True
+            devices.coordinate_no_more(id(self))
             for home in list(self._homes):
                 home.kept.remote = None  # and with it the mapped memory of the servers
             for remote in list(self._remotes):

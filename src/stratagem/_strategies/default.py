@@ -36,7 +36,6 @@ class DefaultStrategy(Strategy):
                 "scope to get it."
             )
         super().__init__()
-        self._devices = (devices.Device(),)
         self._default_context = context.ReplicaContext(self, 0)
 
     @override
@@ -46,7 +45,7 @@ class DefaultStrategy(Strategy):
     @property
     @override
     def _compute_devices(self) -> tuple[devices.Device, ...]:
-        return self._devices
+        return (devices.host(),)
 
     @property
     @override
@@ -62,7 +61,7 @@ class DefaultStrategy(Strategy):
 
     @override
     def _replica_devices(self, replica_id: int) -> Any:
-        return (self._devices[0].name,)
+        return (devices.host().name,)
 
     @override
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

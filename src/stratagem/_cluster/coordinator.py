@@ -153,7 +153,7 @@ class ClusterCoordinator:
         """Every worker, in order: whether it answers, and how often it had to come back."""
         return [
             WorkerStatus(
-                index=link.index,
+                index=link.task_index,
                 task=link.task,
                 connected=link.connected,
                 life=link.incarnation,
@@ -328,7 +328,7 @@ class ClusterCoordinator:
     # ------------------------------------------------------------------ inside
 
     def _create_iterators(self, source: object) -> PerWorkerValues:
-        arguments = (source, len(self._engine.links))
+        arguments = (source, tuple(link.task_index for link in self._engine.links))
         return self.create_per_worker_resource(make_iterator, args=arguments)
 
     def _ready_to_schedule(self) -> None:

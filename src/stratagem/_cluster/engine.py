@@ -135,6 +135,7 @@ class Engine:
             WorkerLink(
                 self,
                 number,
+                task_index=task,
                 workers=len(tasks),
                 address=spec.task_address("worker", task),
                 key=key,
@@ -290,7 +291,7 @@ class Engine:
                     values.values[link.index]._abort(_aborted(lost))
             self.changed.notify_all()
         try:
-            self.views.fence(link.index, link.incarnation)
+            self.views.fence(link.task_index, link.incarnation)
         except ParameterServerLost as error:
             self.server_lost(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, join must not wait for it

@@ -65,17 +65,26 @@ class WorkerLink:
 
     Args:
         owner: the coordinator.
-        index: number of the worker.
+        index: the worker's place among the workers, from 0.
+        task_index: its number in the cluster; the same unless the cluster has gaps.
         workers: how many there are.
         address: where it listens.
         key: the cluster's key.
     """
 
     def __init__(
-        self, owner: LinkOwner, index: int, *, workers: int, address: str, key: ClusterKey | None
+        self,
+        owner: LinkOwner,
+        index: int,
+        *,
+        task_index: int,
+        workers: int,
+        address: str,
+        key: ClusterKey | None,
     ) -> None:
         self.index = index
-        self.task = f"/job:worker/task:{index}"
+        self.task_index = task_index
+        self.task = f"/job:worker/task:{task_index}"
         self.address = address
         self.incarnation = 0
         self.pid = 0
@@ -94,7 +103,7 @@ class WorkerLink:
         self._why: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._live, name=f"stratagem-worker-{index}-link", daemon=True
+            target=self._live, name=f"stratagem-worker-{task_index}-link", daemon=True
         )
 
     def start(self) -> None:
@@ -203,7 +212,7 @@ class WorkerLink:
             incarnation = self._owner.next_incarnation(self.index)
             opening = messages.OpenWorker(
                 coordinator=self._owner.name,
-                worker=self.index,
+                worker=self.task_index,
                 workers=self._workers,
                 incarnation=incarnation,
                 setup=pack(self._owner.setup_object(), outgoing),

@@ -251,10 +251,10 @@ def _takes_context(function: Callable[..., object]) -> bool:
     return any(p.kind in needed and p.default is inspect.Parameter.empty for p in parameters)
 
 
-def make_iterator(source: object, workers: int) -> Iterator[object]:
-    """Runs on a worker: its iterator over its own dataset."""
-    index = context.get_current_worker_index()
-    return iter(build_dataset(source, index=index, workers=workers))
+def make_iterator(source: object, workers: Sequence[int]) -> Iterator[object]:
+    """Runs on a worker: its iterator over its own dataset. `workers`: the indices of all of them."""
+    index = workers.index(context.get_current_worker_index())
+    return iter(build_dataset(source, index=index, workers=len(workers)))
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:

@@ -15,19 +15,19 @@ from typing_extensions import override
 from stratagem._core.partition import ShardLayout, shard_sizes
 
 
-def device_name(server: int) -> str:
+def device_name(task: str) -> str:
     """How tf.distribute calls the memory of a parameter server.
 
     Example:
-        >>> device_name(1)
+        >>> device_name("/job:ps/task:1")
         '/job:ps/replica:0/task:1/device:CPU:0'
     """
-    return f"/job:ps/replica:0/task:{server}/device:CPU:0"
+    return f"{task.replace('/task:', '/replica:0/task:')}/device:CPU:0"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One piece of a variable: its number on its server, the server, and its rows."""
+    """One piece of a variable: its number on its server, that server's place in the list, its rows."""
 
     number: int
     server: int
@@ -58,11 +58,6 @@ class Description:
     def layout(self) -> ShardLayout:
         """Which rows are in which piece."""
         return ShardLayout([shard.rows for shard in self.shards])
-
-    @property
-    def device(self) -> str:
-        """Where the first piece lives."""
-        return device_name(self.shards[0].server)
 
     def part(self, index: int) -> Description:
         """One piece as a variable of its own, named ``<name>/part_<index>`` (PRT-5)."""

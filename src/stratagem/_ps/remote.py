@@ -19,7 +19,7 @@ from stratagem._core.partition import ShardLayout
 from stratagem._ps.batches import WriteBatch
 from stratagem._ps.client import PsClient
 from stratagem._ps.mapping import MappedVariable, Place
-from stratagem._ps.placement import Description
+from stratagem._ps.placement import Description, device_name
 from stratagem._ps.store import InitOp
 
 _read_time = metrics.timer("ps.read")
@@ -59,6 +59,11 @@ class RemoteVariable:
         for index, shard in enumerate(description.shards):
             name = description.part(index).name if description.is_sharded else description.name
             client.name_variables(shard.server, {shard.number: name})
+
+    @property
+    def device(self) -> str:
+        """Where the first piece lives."""
+        return device_name(self._client.tasks[self.places[0].server])
 
     @property
     def client(self) -> PsClient:

@@ -87,7 +87,7 @@ class RemotePlace(Place):
     @property
     @override
     def device(self) -> str:
-        return self._remote.description.device
+        return self._remote.device
 
     @override
     def read(self) -> Tensor:
@@ -299,12 +299,12 @@ def _fill_shard(
 
 
 def create_per_worker(
-    owner: CoordinatorVariables, request: VariableRequest, workers: int
+    owner: CoordinatorVariables, request: VariableRequest, workers: Sequence[int]
 ) -> PerWorkerVariable:
-    """One variable for each worker, on the servers in turn."""
+    """One variable for each worker (given by its index), on the servers in turn."""
     value = request.initial_tensor()
     remotes = []
-    for worker in range(workers):
+    for worker in workers:
         name = f"{request.name}/worker_{worker}"
         where = owner.place_variable(name, tuple(value.shape), value.dtype, 1)
         remote = owner.new_remote(where)

@@ -92,7 +92,7 @@ class ParameterServerStrategy(Strategy):
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         self._worker_devices = worker_devices
-        self._workers = len(spec.task_indices("worker"))
+        self._workers = tuple(spec.task_indices("worker"))
         self._servers = tuple(
             (f"/job:ps/task:{index}", spec.task_address("ps", index))
             for index in spec.task_indices("ps")
@@ -142,7 +142,7 @@ class ParameterServerStrategy(Strategy):
     @property
     @override
     def _parameter_names(self) -> tuple[str, ...]:
-        return tuple(device_name(server) for server in range(len(self._servers)))
+        return tuple(device_name(task) for task, _ in self._servers)
 
     @override
     def _arguments(self) -> dict[str, Any]:
@@ -169,6 +169,7 @@ class ParameterServerStrategy(Strategy):
         if self._views is None:
             setup = WorkerSetup(
                 servers=self._servers,
+                workers=self._workers,
                 session=self._session,
                 compute_devices=self._device_names,
                 gradient_aggregation=self._gradient_aggregation,
@@ -327,10 +328,10 @@ def check_cluster(resolver: Any) -> Any:
     if task_type is not None:
         if task_id is None:
             raise TypeError(f"task_type={task_type!r} without a task_id: expected its number.")
-        if task_type in spec.jobs and task_id >= spec.num_tasks(task_type):
+        if task_type in spec.jobs and task_id not in spec.task_indices(task_type):
             raise ValueError(
-                f"task_id={task_id!r} of {task_type!r} is not in the cluster, which has "
-                f"{spec.num_tasks(task_type)} of them."
+                f"task_id={task_id!r} of {task_type!r} is not in the cluster, which has the tasks "
+                f"{', '.join(map(str, spec.task_indices(task_type)))} of it."
             )
     for job, what in (("ps", "parameter server"), ("worker", "worker")):
         if job not in spec.jobs or spec.num_tasks(job) == 0:

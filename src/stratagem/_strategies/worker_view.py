@@ -27,6 +27,7 @@ from stratagem._core.variables import Variable, VariableRequest
 from stratagem._ps import definitions
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
+from stratagem._ps.placement import device_name
 from stratagem._ps.variables import ReadCache, RemotePlace
 from stratagem._ps.workers import WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
@@ -39,6 +40,8 @@ class WorkerSetup:
     """What a worker needs to join a strategy's session."""
 
     servers: tuple[tuple[str, str], ...]
+    workers: tuple[int, ...]
+    """Indices of all workers, in order; they need not be 0, 1, 2 …"""
     session: str
     compute_devices: tuple[str, ...]
     gradient_aggregation: GradientAggregation
@@ -64,6 +67,7 @@ class WorkerViews:
     def __init__(self, setup: WorkerSetup, client: PsClient, worker_index: int) -> None:
         self._client = client
         self._worker_index = worker_index
+        self._place = setup.workers.index(worker_index)
         self._variables = WorkerVariables(client)
         self._cache = ReadCache()
         self._strategy = WorkerStrategy(setup, self._variables, self._cache)
@@ -208,7 +212,7 @@ class WorkerViews:
         optimizer.add_param_group(dict(update.group))
 
     def _variable(self, definition: definitions.VariableDefinition) -> Variable:
-        index = self._worker_index if definition.per_worker else 0
+        index = self._place if definition.per_worker else 0
         remote = self._variables.remote(definition.descriptions[index])
         if definition.per_worker:
             remote.put(definition.request.initial_tensor())  # a new life starts anew (PSS-13)
@@ -277,7 +281,7 @@ class WorkerStrategy(Strategy):
     @property
     @override
     def _parameter_names(self) -> tuple[str, ...]:
-        return tuple(f"{task}/device:CPU:0" for task, _ in self._setup.servers)
+        return tuple(device_name(task) for task, _ in self._setup.servers)
 
     @override
     def _arguments(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import gc
 import pickle
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,6 +59,18 @@ def test_schedulers_and_scalers_outside_replicas_are_torchs():
         assert optimizer.param_groups[0]["lr"] == 0.5 ** (k + 1)
         assert scaler.get_scale() == 2.0 ** (k + 2)
     assert "step" not in scheduler.state_dict()
+
+
+def test_backward_outside_replicas_is_torchs():
+    """Every way of calling it, with what torch raises, and what it returns."""
+    sg.OneDeviceStrategy("cpu:0")
+    w = torch.ones(2, requires_grad=True)
+    assert torch.autograd.backward((2 * w).sum(), None, True, False, None, [w]) is None
+    assert torch.autograd.backward(tensors=[3 * w], grad_tensors=[torch.ones(2)]) is None
+    assert w.grad.tolist() == [5.0, 5.0]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).backward()
+    assert torch.autograd.backward.__doc__.startswith("Compute the sum of gradients")
 
 
 def test_a_strategy_and_its_models_can_be_collected():

@@ -104,6 +104,7 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:  # runs once in every thread that comes here
         self.scopes: list[_OpenScope] = []
+        self.notes: dict[str, Any] = {}
 
 
 _state = _ThreadState()
@@ -468,6 +469,11 @@ def swap_stream(
     before = _state.stream
     _state.stream = stream
     return before
+
+
+def thread_notes() -> dict[str, Any]:
+    """What other modules of this room remember for this thread, as long as it lives."""
+    return _state.notes
 
 
 def default_scope_is_open() -> bool:

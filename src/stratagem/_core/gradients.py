@@ -113,6 +113,7 @@ def _end_of_backward(journal: Journal) -> None:
     accumulated, journal.accumulated = journal.accumulated, {}
     put_aside, journal.put_aside = journal.put_aside, []
     journal.queued = False
+    journal.arrived = len(accumulated)
     replica = journal.replica
     with torch.no_grad():
         if accumulated:

@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 class Journal:
     """What one replica touched in one run, and the gradients of the backward pass in progress."""
 
-    __slots__ = ("accumulated", "copies", "leaves", "put_aside", "queued", "replica")
+    __slots__ = ("accumulated", "arrived", "copies", "leaves", "put_aside", "queued", "replica")
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.leaves: list[Leaf] = []
         self.copies: list[BufferCopy] = []
         self.accumulated: dict[ReplicatedHome, Leaf] = {}
+        self.arrived = 0  # leaves that got a gradient in the last pass, until `foreign` has asked
         self.put_aside: list[
             Leaf
         ] = []  # leaves whose earlier gradients wait for the end of the pass

@@ -26,18 +26,13 @@ from typing_extensions import override
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
+from stratagem._core.foreign import REMEDY
 from stratagem._core.homes import ParameterHome, home_of
 from stratagem._core.leaves import ReplicatedHome
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 STEP = "optimizer.step()"
 """Where replicas meet; it stands in messages."""
-
-_REMEDY = (
-    "Create the model inside `with strategy.scope():` (one made elsewhere: make it a submodule of one "
-    "created there; a bare tensor: make it an nn.Parameter of an nn.Module created there), so that "
-    "each replica gets its own view of it and gradients are aggregated; or train it outside run()."
-)
 
 
 class GroupByReplica(dict[str, Any]):
@@ -262,7 +257,7 @@ def _refuse_foreign(optimizer: Optimizer, replica: Replica) -> None:
             raise ForeignParameterError(
                 f"{type(optimizer).__name__}.step() in {replica!r} of {replica.strategy!r}: "
                 f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}, belongs "
-                f"to {whose}. {_REMEDY}"
+                f"to {whose}. {REMEDY}"
             )
 
 

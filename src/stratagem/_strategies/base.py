@@ -32,7 +32,17 @@ import torch
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, modules, once, optimizers, places, reduction, values, variables
+from stratagem._core import (
+    context,
+    foreign,
+    modules,
+    once,
+    optimizers,
+    places,
+    reduction,
+    values,
+    variables,
+)
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet
@@ -67,6 +77,7 @@ class Strategy(ABC):
         self._gradient_aggregation = gradient_aggregation
         modules.install()
         optimizers.install()
+        foreign.install()
         once.install()
         self._lanes = LaneSet(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._lanes.close)

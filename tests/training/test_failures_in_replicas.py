@@ -137,6 +137,27 @@ def test_a_write_inside_a_replica_is_noticed(several):
         several.run(by_hand, args=cut(several, X, Y))
 
 
+def test_batchnorm_on_a_replica_with_one_row_says_what_to_do(several):
+    """Torch's own error (a lone row has no variance), with the rows, the least batch and the ways out."""
+    model, optimizer = make(several)
+    size = several.num_replicas_in_sync
+
+    def step(x, y):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    rows = 2 * size - 1
+    batch = next(iter(several.distribute_dataset([(X[:rows], Y[:rows])])))
+    with pytest.raises(ValueError, match="more than 1 value per channel when training") as caught:
+        several.run(step, args=batch)
+    notes = "\n".join(caught.value.__notes__)
+    assert f"replica {size - 1} got 1 of the {rows} rows of this batch" in notes
+    assert f"at least {2 * size} rows" in notes
+    assert "drop_remainder" in notes
+    several.run(step, args=cut(several, torch.cat([X, X])[: 2 * size], Y.repeat(2, 1)[: 2 * size]))
+
+
 def test_replicas_that_go_different_ways_are_told_so(two):
     model, optimizer = make(two)
 

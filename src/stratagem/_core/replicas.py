@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._core import context, randomness, threads, values
+from stratagem._core.advice import advice
 from stratagem._core.devices import Device
 from stratagem.errors import ReplicaMismatch, ReplicaTimeout
 
@@ -237,6 +238,8 @@ class ReplicaGroup:
         error = errors[first]
         if error is not self._combine_error:
             error.add_note(f"(in {self.replicas[first]!r})")
+            if words := advice(error, first, self.rows, self.size):
+                error.add_note(words)
         for i in order[1:]:
             other = errors[i]
             if other is not error:

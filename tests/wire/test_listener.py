@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -185,3 +188,44 @@ def test_repr_counts() -> None:
         assert "0 in the handshake, 0 accepted, 0 refused" in repr(listener)
     listener.close()
     assert "closed" in repr(listener)
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Takes every descriptor this process may have, after lowering how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 16, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_it_pauses_instead_of_spinning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An event loop is not woken for a connection that cannot be taken; later it is taken."""
+    monkeypatch.setattr(listener_module, "PAUSE_S", 3600.0)
+    with Listener("127.0.0.1:0", key=KEY) as listener:
+        with raw_connection(listener) as waiting:
+            with no_descriptors_left():
+                assert select.select([listener], [], [], LIMIT_S)[0]
+                assert listener.progress() == []
+                assert not select.select([listener], [], [], 0.0)[0]
+                for _ in range(3):  # tried again: still no room, and no second line in the log
+                    listener._paused_until = 0.0
+                    assert listener.progress() == []
+                    assert listener._paused_until > time.monotonic()
+            assert caplog.text.count("takes in no more connections") == 1
+            assert "ulimit -n" in caplog.text
+            listener._paused_until = 0.0
+            listener.progress()
+            assert "1 in the handshake" in repr(listener)
+            waiting.close()

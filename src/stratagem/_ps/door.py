@@ -104,8 +104,8 @@ class Door:
                 raise ProtocolError(f"came for {hello.purpose!r}, expected 'data' or 'control'")
             channel.enqueue_reply(frames[0], self._server.welcome())
             channel.flush()
-        except WireError as error:
-            self._drop(fd, channel, str(error))
+        except (WireError, MemoryError) as error:
+            self._drop(fd, channel, _reason(error))
             return
         del self._silent[fd]
         if hello.purpose == "data":
@@ -118,8 +118,8 @@ class Door:
     def _serve(self, fd: int, channel: Channel) -> None:
         try:
             frames = channel.receive_ready()
-        except WireError as error:
-            self._drop(fd, channel, str(error), quiet=isinstance(error, ConnectionLost))
+        except (WireError, MemoryError) as error:
+            self._drop(fd, channel, _reason(error), quiet=isinstance(error, ConnectionLost))
             return
         self._answer(fd, channel, frames)
 
@@ -136,8 +136,8 @@ class Door:
             # A control client reads its small replies at once; one that does not is dropped.
             if not channel.flush() and channel.outgoing_bytes > 1 << 20:
                 raise ProtocolError("does not read its replies")
-        except WireError as error:
-            self._drop(fd, channel, str(error))
+        except (WireError, MemoryError) as error:
+            self._drop(fd, channel, _reason(error))
 
     def _drop(self, fd: int, channel: Channel, reason: str, *, quiet: bool = False) -> None:
         self._poll.unregister(fd)
@@ -146,3 +146,7 @@ class Door:
         level = logging.DEBUG if quiet else logging.WARNING
         _log.log(level, "%s dropped %s: %s", self._server.task, channel.peer, reason)
         channel.close()
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or "no memory is left to serve it"

@@ -283,8 +283,8 @@ class ParameterServer:
         except ConnectionLost as error:
             self._lose(connection, str(error), quiet=True)
             return
-        except WireError as error:
-            self._lose(connection, str(error))
+        except (WireError, MemoryError) as error:
+            self._lose(connection, str(error) or "no memory is left for its replies")
             return
         self._watch(connection)
 

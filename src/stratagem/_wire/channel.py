@@ -33,7 +33,7 @@ from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClientHandshake, ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.stream import FrameStream, prepare, wait_for
-from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError
+from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
 _POLL_SLICE_S = 0.5
 """How long a caller sleeps at most while another thread reads replies for it."""
@@ -247,6 +247,7 @@ class Channel:
         Raises:
             ConnectionLost: the other side closed, or is gone.
             ProtocolError: what it sends is not our protocol.
+            WireError: no memory is left to take in what it sends.
         """
         return self._stream.receive()
 
@@ -381,7 +382,7 @@ class Channel:
                             self._replies[frame.call] = frame
                     else:
                         self._inbox.append(frame)
-        except (ConnectionLost, ProtocolError) as error:
+        except WireError as error:
             self._lost = error
 
     def _lost_error(self) -> Exception:

@@ -79,8 +79,20 @@ class RawFrame:
     spans: tuple[tuple[int, int], ...]
     """(offset, length) of every buffer in the area."""
 
+    starved_bytes: int = 0
+    """What its buffers would have taken, had there been memory: they were thrown away."""
+
     def buffer(self, index: int) -> memoryview:
-        """Memory of one buffer; writable, and alive as long as something refers to it."""
+        """Memory of one buffer; writable, and alive as long as something refers to it.
+
+        Raises:
+            MemoryError: there was none for it when the frame came in.
+        """
+        if self.starved_bytes:
+            raise MemoryError(
+                f"no memory is left for the {self.starved_bytes} bytes of tensors of one message; "
+                f"send less at a time, or give the process that takes them in more memory"
+            )
         if not 0 <= index < len(self.spans):
             raise ProtocolError(
                 f"the message names buffer {index!r}, but its frame has {len(self.spans)} buffers"
@@ -157,7 +169,7 @@ class FrameParser:
         self._end = 0
         self._needed = PREFIX.size  # bytes of the head to be complete, counted from _start
         self._partial: RawFrame | None = None  # a frame whose area is being filled
-        self._filled = 0
+        self._missing = 0  # bytes of it yet to come
 
     @property
     def is_between_frames(self) -> bool:
@@ -167,7 +179,9 @@ class FrameParser:
     def space(self) -> memoryview:
         """Where the next bytes go; never empty."""
         if self._partial is not None:
-            return self._partial.area[self._filled :]
+            if self._partial.starved_bytes:  # nothing of the next frame is here yet: overwritten
+                return self._view[: self._missing]
+            return self._partial.area[-self._missing :]
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._input) > INPUT_BYTES:  # one long head must not be paid for ever after
@@ -179,7 +193,7 @@ class FrameParser:
     def advance(self, count: int) -> None:
         """Says that `count` bytes were put into `space()`."""
         if self._partial is not None:
-            self._filled += count
+            self._missing -= count
         else:
             self._end += count
 
@@ -191,7 +205,7 @@ class FrameParser:
         """
         partial = self._partial
         if partial is not None:
-            if self._filled < len(partial.area):
+            if self._missing:
                 return None
             self._partial = None
             return partial
@@ -237,15 +251,20 @@ class FrameParser:
                 f"a frame announces {total} bytes of buffers; the limit is "
                 f"{self._limits.frame_bytes} bytes. Large tensors must be sent in pieces."
             )
-        area = allocate(total)
         here = min(total, self._end - self._start)
-        area[:here] = self._view[self._start : self._start + here]
+        try:
+            area = allocate(total)
+            area[:here] = self._view[self._start : self._start + here]
+            frame = RawFrame(kind, call, message, area, tuple(spans))
+        except (MemoryError, RuntimeError):  # the latter is how torch says it
+            # Whoever wants the buffers hears of it, and may say so to the sender: the connection
+            # goes on, and so does everybody else's.
+            frame = RawFrame(kind, call, message, _NOTHING, tuple(spans), starved_bytes=total)
         self._start += here
-        frame = RawFrame(kind, call, message, area, tuple(spans))
         if here == total:
             return frame
         self._partial = frame
-        self._filled = here
+        self._missing = total - here
         return None
 
     def _replace_input(self, size: int) -> None:

@@ -7,8 +7,10 @@ Used by parameter servers and by workers.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
+import resource
 import select
 import socket
 import time
@@ -30,6 +32,14 @@ HANDSHAKE_LIMIT_S = 5.0
 
 PENDING_LIMIT = 128
 """Connections in the handshake at one time; beyond it the oldest is dropped."""
+
+PAUSE_S = 0.2
+"""After a connection that could not be taken in: trying at once again would only burn a core."""
+
+COMPLAIN_S = 5.0
+"""Least time between two log lines that say so."""
+
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 def is_loopback(host: str) -> bool:
@@ -109,6 +119,8 @@ class Listener:
         self._pending: dict[int, _Pending] = {}
         self._ready: list[Channel] = []
         self._closed = False
+        self._paused_until: float | None = None
+        self._complain_at = 0.0
         self.accepted = 0
         self.refused = 0
         bound = self._sock.getsockname()
@@ -121,6 +133,9 @@ class Listener:
 
     def progress(self) -> list[Channel]:
         """Takes every waiting connection as far as it goes without waiting; gives those let in."""
+        if self._paused_until is not None and time.monotonic() >= self._paused_until:
+            self._paused_until = None
+            self._epoll.register(self._sock, select.EPOLLIN)
         for fd, _ in self._epoll.poll(0):
             if fd == self._sock.fileno():
                 self._take_new()
@@ -142,7 +157,7 @@ class Listener:
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return None
-            poll.poll(min(left, 1.0) * 1000.0)
+            poll.poll(min(left, 1.0 if self._paused_until is None else PAUSE_S) * 1000.0)
 
     def close(self) -> None:
         """Stops listening and drops who has not proved the key. May be called again."""
@@ -182,17 +197,47 @@ class Listener:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # out of file descriptors: keep serving those that are in
-                _log.warning("%s cannot take a connection: %s", self.address, error)
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._pause(error)
+                    return
+                continue  # what became of that connection before it was taken (see accept(2))
+            try:
+                self._begin(sock, f"{address[0]}:{address[1]}")
+            except MemoryError as error:
+                sock.close()
+                self._pause(error)
                 return
-            prepare(sock)
-            peer = f"{address[0]}:{address[1]}"
-            if len(self._pending) >= PENDING_LIMIT:
-                oldest = next(iter(self._pending))
-                self._refuse(oldest, "too many connections in the handshake")
-            handshake = ServerHandshake(self._key, who=peer, version=self._version)
-            self._pending[sock.fileno()] = _Pending(sock, peer, handshake)
-            self._epoll.register(sock, select.EPOLLIN)
+            except OSError:  # it broke before it began
+                sock.close()
+
+    def _begin(self, sock: socket.socket, peer: str) -> None:
+        prepare(sock)
+        if len(self._pending) >= PENDING_LIMIT:
+            oldest = next(iter(self._pending))
+            self._refuse(oldest, "too many connections in the handshake")
+        handshake = ServerHandshake(self._key, who=peer, version=self._version)
+        pending = _Pending(sock, peer, handshake)
+        self._epoll.register(sock, select.EPOLLIN)
+        self._pending[sock.fileno()] = pending
+
+    def _pause(self, error: OSError | MemoryError) -> None:
+        """Takes in nobody for a moment; who waits, waits in the kernel's line."""
+        now = time.monotonic()
+        self._epoll.unregister(self._sock)
+        self._paused_until = now + PAUSE_S
+        if now < self._complain_at:
+            return
+        self._complain_at = now + COMPLAIN_S
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        _log.warning(
+            "%s takes in no more connections for now: %s. Those that are in are served, others wait. "
+            "If it lasts, allow more open files (ulimit -n, now %d), give it more memory, or connect "
+            "fewer tasks.",
+            self.address,
+            str(error) or "no memory is left",
+            files,
+        )
 
     def _advance(self, fd: int) -> None:
         pending = self._pending[fd]
@@ -207,26 +252,27 @@ class Listener:
                 return
             data, pending.data = pending.data, b""
             pending.sock.send(handshake.feed(data))  # at most 48 bytes: always taken whole
+            if handshake.done:
+                self._let_in(fd, pending)
         except WireError as error:
             self._refuse(fd, str(error))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
             self._refuse(fd, f"broke during the handshake: {error}")
-        else:
-            if handshake.done:
-                self._let_in(fd)
+        except MemoryError:
+            self._refuse(fd, "no memory is left for another connection")
 
-    def _let_in(self, fd: int) -> None:
-        pending = self._pending.pop(fd)
-        self._epoll.unregister(fd)
-        self.accepted += 1
+    def _let_in(self, fd: int, pending: _Pending) -> None:
         channel = Channel(
             pending.sock,
             peer=pending.peer,
             limits=self._limits,
             may_unpickle=self._may_unpickle,
         )
+        del self._pending[fd]
+        self._epoll.unregister(fd)
+        self.accepted += 1
         self._ready.append(channel)
 
     def _refuse(self, fd: int, reason: str) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from stratagem._wire import frames, messages
 from stratagem._wire.frames import Buffer, FrameParser, Limits
 from stratagem._wire.messages import Frame, Message
-from stratagem.errors import ConnectionLost
+from stratagem.errors import ConnectionLost, WireError
 
 _IOV_LIMIT = 512
 """Pieces given to one sendmsg; the kernel takes 1024."""
@@ -134,7 +134,14 @@ class FrameStream:
         Raises:
             ConnectionLost: the other side closed, or is gone.
             ProtocolError: what it sends is not our protocol.
+            WireError: no memory is left to take in what it sends.
         """
+        try:
+            return self._receive()
+        except MemoryError as error:  # half taken in: nothing that follows could be understood
+            raise WireError(f"no memory is left to take in a message of {self.peer}") from error
+
+    def _receive(self) -> list[Frame]:
         found: list[Frame] = []
         while not found:
             space = self._parser.space()

@@ -8,9 +8,7 @@ from stratagem._ps.stepping import (
     Gradient,
     GroupSpec,
     ServerOptimizer,
-    put_rows,
     resolve_optimizer_class,
-    take_rows,
 )
 from stratagem.errors import UnsupportedOptimizer
 
@@ -182,27 +180,3 @@ def test_only_allowed_modules_are_imported():
     for name in ("torch.optim.lr_scheduler", "torch.optim.Nothing", "torch.optim.Optimizers"):
         with pytest.raises(UnsupportedOptimizer, match=r"not a torch\.optim\.Optimizer"):
             resolve_optimizer_class(name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(7, 3), (7, 2, 2), (7, 1), (7, 0), (7,)])
-@pytest.mark.parametrize("ids", [[], [5], [0, 3, 6]])
-def test_rows_are_taken_and_put_as_torch_does(dtype, shape, ids):
-    """Moving rows as pieces of memory gives what index_select and index_copy_ give."""
-    table = torch.arange(7.0).reshape(7, *[1] * (len(shape) - 1)).expand(shape).to(dtype).clone()
-    chosen = torch.tensor(ids, dtype=torch.int64)
-    taken = take_rows(table, chosen)
-    assert torch.equal(taken, table.index_select(0, chosen))
-    expected = table.clone().index_copy_(0, chosen, taken * 2 + 1)
-    put_rows(table, chosen, taken * 2 + 1)
-    assert torch.equal(table, expected)
-
-
-def test_rows_of_a_table_that_is_not_in_one_piece():
-    """A transposed table has no rows in one piece; it is moved by torch."""
-    table = torch.arange(12.0).reshape(3, 4).t()
-    chosen = torch.tensor([1, 3])
-    taken = take_rows(table, chosen)
-    assert torch.equal(taken, table.index_select(0, chosen))
-    put_rows(table, chosen, torch.zeros(2, 3))
-    assert torch.equal(table[chosen], torch.zeros(2, 3))

@@ -252,3 +252,33 @@ def test_any_sequence_of_lookups_sums_to_the_dense_gradient(batches):
             ids = torch.tensor(batch, dtype=torch.int64)
             F.embedding(ids, weight).square().sum().backward()
     torch.testing.assert_close(dense_gradient(table), plain.grad)
+
+
+def many_ids(rows):
+    return torch.randint(0, rows, (300, 5), generator=torch.Generator().manual_seed(4))
+
+
+def test_many_rows_looked_up_have_plain_pytorchs_gradient_bit_for_bit():
+    """A batch as in practice, where rows are moved by other ways than a handful of them."""
+    source = InMemory(torch.randn(400, 8, generator=torch.Generator().manual_seed(3)))
+    table, plain = TableParameter.over(source), nn.Parameter(source.data.clone())
+    ids = many_ids(400)
+    weights = torch.randn(300, 5, 8, generator=torch.Generator().manual_seed(5))
+    (F.embedding(ids, table) * weights).sum().backward()
+    (plain.index_select(0, ids.flatten()).view(300, 5, 8) * weights).sum().backward()
+    assert torch.equal(dense_gradient(table), plain.grad)
+
+
+def test_a_lookup_can_be_differentiated_twice():
+    """Gradient penalties differentiate a gradient (create_graph=True)."""
+    source = InMemory(torch.randn(40, 8, generator=torch.Generator().manual_seed(3)))
+    table, plain = TableParameter.over(source), nn.Parameter(source.data.clone())
+    ids = torch.tensor([3, 3, 17, 0])
+    scale = torch.tensor(1.5, requires_grad=True)
+    results = []
+    for weight in (table, plain):
+        rows = weight[ids] if weight is plain else F.embedding(ids, weight)
+        (slope,) = torch.autograd.grad((rows * scale).pow(3).sum(), scale, create_graph=True)
+        slope.pow(2).backward()
+        results.append(dense_gradient(table) if weight is table else plain.grad)
+    torch.testing.assert_close(results[0], results[1])

@@ -23,6 +23,7 @@ from stratagem._ps.batches import Slots, WriteBatch
 from stratagem._ps.control import ControlConnections
 from stratagem._ps.link import Link, Membership, Pending
 from stratagem._ps.mapping import PIECE_BYTES, MappedVariable, Mappings, Place
+from stratagem._ps.rows import take_rows
 from stratagem._ps.stepping import GroupSpec
 from stratagem._ps.store import InitOp, StateEntry
 from stratagem._wire import codec, messages
@@ -222,7 +223,7 @@ class PsClient:
             if all(one is not None for one in mapped):
                 self.settle()
                 return [
-                    (one.tensor.index_select(0, ids), one.version)
+                    (take_rows(one.tensor, ids), one.version)
                     for one, (_, ids) in zip(mapped, wanted, strict=True)
                     if one is not None
                 ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from stratagem._ps.rows import sort_ids, sum_rows
 
 
 class RowSource(Protocol):
@@ -28,21 +29,6 @@ class RowSource(Protocol):
 
     def update_rows(self, ids: Tensor, values: Tensor) -> None:
         """Overwrite rows (a lookup with ``max_norm`` shortens them, as in plain PyTorch)."""
-
-
-def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted unique ids, and for every id its place among them (in the shape of `ids`).
-
-    NumPy's sort is about twice as fast as torch.unique on one core (0.8 ms against 1.5 ms for
-    26 k ids).
-
-    Example:
-        >>> unique_ids(torch.tensor([[7, 0], [7, 3]]))
-        (tensor([0, 3, 7]), tensor([[2, 0], [2, 1]]))
-    """
-    flat = ids.detach().reshape(-1).numpy()
-    unique, inverse = np.unique(flat, return_inverse=True)
-    return torch.from_numpy(unique).long(), torch.from_numpy(inverse).reshape(ids.shape)
 
 
 class RowGradient:
@@ -148,8 +134,6 @@ class RowGradient:
         if len(pieces) == 1:
             self._ids, self._values = pieces[0]
             return
-        unique, places = unique_ids(torch.cat([ids for ids, _ in pieces]))
+        found = sort_ids(torch.cat([ids for ids, _ in pieces]))
         values = torch.cat([values for _, values in pieces if values is not None])
-        self._ids = unique
-        self._values = values.new_zeros(unique.numel(), *values.shape[1:])
-        self._values.index_add_(0, places, values)
+        self._ids, self._values = found.unique, sum_rows(values, found)

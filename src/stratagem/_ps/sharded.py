@@ -18,7 +18,7 @@ from typing_extensions import override
 from stratagem._core.partition import ShardLayout
 from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators
 from stratagem._core.variables import Variable
-from stratagem._ps.row_gradients import unique_ids
+from stratagem._ps.rows import sort_ids
 
 
 @delegate_operators
@@ -232,7 +232,8 @@ class ShardedVariable(Convertible):
         return rows[(slice(None), *rest)] if rest else rows
 
     def _rows(self, ids: Tensor) -> Tensor:
-        unique, places = unique_ids(ids)
+        found = sort_ids(ids)
+        unique, places = found.unique, found.places
         cuts = self._layout.cut_sorted(unique)
         pieces = [
             shard.sparse_read(unique[begin:end] - offset)

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps.ledger import Admission, WriteId, WriteLedger
+from stratagem._ps.rows import take_rows
 from stratagem._ps.stepping import Gradient, GroupSpec, Hyperparameters, ServerOptimizer
 from stratagem.errors import NotFoundError
 
@@ -179,7 +180,7 @@ class VariableStore:
         """Copies of the rows asked, in the order asked."""
         stored = self._find(variable)
         _check_ids(stored, ids)
-        return stored.tensor.index_select(0, ids)
+        return take_rows(stored.tensor, ids)
 
     def version(self, variable: int) -> int:
         """How many writes the variable has seen."""

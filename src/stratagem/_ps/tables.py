@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stratagem._ps.row_gradients import RowGradient, RowSource, unique_ids
+from stratagem._ps.row_gradients import RowGradient, RowSource
+from stratagem._ps.rows import SortedIds, sort_ids, sum_rows, take_rows
 from stratagem.errors import ForeignParameterError
 
 
@@ -114,7 +115,8 @@ class TableParameter(nn.Parameter):
 
     def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> _Lookup:
         """Fetch the rows of `ids`; `skip` is a row whose gradient is not recorded (padding)."""
-        unique, places = unique_ids(ids)
+        found = sort_ids(ids)
+        unique = found.unique
         if unique.numel() and (int(unique[0]) < 0 or int(unique[-1]) >= self.source.shape[0]):
             bad = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
             raise IndexError(
@@ -125,7 +127,7 @@ class TableParameter(nn.Parameter):
         if self._wants_gradient():
             leaf.requires_grad_()
             self.gradient.watch(unique, leaf, sparse=sparse, skip=skip)
-        return _Lookup(unique, places, leaf)
+        return _Lookup(found, leaf)
 
     def _wants_gradient(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
@@ -135,20 +137,18 @@ class TableParameter(nn.Parameter):
 class _Lookup:
     """Rows fetched for one operator."""
 
-    __slots__ = ("leaf", "places", "unique")
+    __slots__ = ("found", "leaf", "places", "unique")
 
-    def __init__(self, unique: Tensor, places: Tensor, leaf: Tensor) -> None:
-        self.unique = unique
-        self.places = places
+    def __init__(self, found: SortedIds, leaf: Tensor) -> None:
+        self.found = found
+        self.unique = found.unique
+        self.places = found.places
         self.leaf = leaf
 
-    def place_of(self, row: int | None, rows: int) -> int | None:
-        """Where one row of the table is among those fetched; None if it is not."""
-        if row is None:
-            return None
-        row = row + rows if row < 0 else row
-        found = int(torch.searchsorted(self.unique, row))
-        return found if found < self.unique.numel() and int(self.unique[found]) == row else None
+    def spread(self) -> Tensor:
+        """The rows in the order and shape of the ids asked, repeated where these repeat."""
+        flat = cast("Tensor", cast("Any", _Spread).apply(self.leaf, self.found))
+        return flat.view(*self.places.shape, *self.leaf.shape[1:])
 
     def shorten(self, table: TableParameter, max_norm: float, norm_type: float) -> None:
         """Shorten rows longer than `max_norm`, here and at home, as F.embedding does in place."""
@@ -159,6 +159,43 @@ class _Lookup:
             changed = (before != self.leaf.detach()).flatten(1).any(1).nonzero().flatten()
             if changed.numel():
                 table.source.update_rows(self.unique[changed], self.leaf.detach()[changed])
+
+
+def _place_of(unique: Tensor, row: int | None, rows: int) -> int | None:
+    """Where one row of the table is among those looked up; None if it is not."""
+    if row is None:
+        return None
+    row = row + rows if row < 0 else row
+    found = int(torch.searchsorted(unique, row))
+    return found if found < unique.numel() and int(unique[found]) == row else None
+
+
+class _Spread(torch.autograd.Function):
+    """``leaf.index_select(0, places)``, the same numbers bit for bit; a quarter of its time.
+
+    The ids are sorted already, so that the backward adds up neighbours instead of scattering.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaf: Tensor, found: SortedIds) -> Tensor:
+        ctx.found = found
+        return take_rows(leaf, found.places.reshape(-1))
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        found: SortedIds = ctx.found
+        if not torch.is_grad_enabled():
+            return sum_rows(gradient, found), None
+        total = gradient.new_zeros(found.unique.numel(), *gradient.shape[1:])
+        return total.index_add(0, found.places.reshape(-1), gradient), None
+
+    @staticmethod
+    @override
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        found: SortedIds = ctx.found
+        return tangent.index_select(0, found.places.reshape(-1))
 
 
 # ------------------------------------------------------------------ operators that look rows up
@@ -187,9 +224,7 @@ def _embedding(
     if max_norm is not None:
         found.shorten(weight, max_norm, norm_type)
     if padding is None and not scale_grad_by_freq and found.leaf.dim() == 2:
-        # The same numbers, bit for bit; its backward takes a third of embedding's (26 k rows of 16).
-        picked = found.leaf.index_select(0, found.places.reshape(-1))
-        return picked.view(*found.places.shape, found.leaf.shape[1])
+        return found.spread()
     return F.embedding(
         found.places, found.leaf, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq
     )
@@ -233,10 +268,9 @@ def _look_up(
         raise AssertionError("Padding_idx must be within num_embeddings")
     skip = None
     if padding_idx is not None and sparse:
-        unique, _ = unique_ids(ids)
-        skip = _Lookup(unique, unique, unique).place_of(padding_idx, rows)
+        skip = _place_of(sort_ids(ids).unique, padding_idx, rows)
     found = table.lookup(ids, sparse=sparse, skip=skip)
-    return found, found.place_of(padding_idx, rows)
+    return found, _place_of(found.unique, padding_idx, rows)
 
 
 def _torch_embedding(
@@ -255,8 +289,7 @@ def _torch_embedding(
 def _index_select(input: Any, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
     if not isinstance(input, TableParameter) or dim not in (0, -len(input.source.shape)) or kwargs:
         return torch.index_select(_materialise(input), dim, _materialise(index), **kwargs)
-    found = input.lookup(index)
-    return found.leaf.index_select(0, found.places)
+    return input.lookup(index).spread()
 
 
 def _getitem(table: TableParameter, key: Any) -> Tensor:
@@ -267,13 +300,7 @@ def _getitem(table: TableParameter, key: Any) -> Tensor:
     found = table.lookup(ids)
     # A table looked up in order, without repetition, needs no second gather.
     in_order = ids.dim() == 1 and found.unique.numel() == ids.numel()
-    rows = (
-        found.leaf
-        if in_order and torch.equal(found.unique, ids)
-        else F.embedding(found.places, found.leaf)
-        if found.leaf.dim() == 2
-        else found.leaf[found.places]
-    )
+    rows = found.leaf if in_order and torch.equal(found.unique, ids) else found.spread()
     if not rest:
         return rows
     return rows[(slice(None),) * ids.dim() + tuple(rest)]

@@ -29,7 +29,7 @@ from stratagem._core.variables import (
 from stratagem._ps.homes import CoordinatorVariables
 from stratagem._ps.placement import Description
 from stratagem._ps.remote import RemoteVariable
-from stratagem._ps.row_gradients import unique_ids
+from stratagem._ps.rows import sort_ids
 from stratagem._ps.sharded import ShardedVariable
 
 _OPERATION = {"assign": "set", "assign_add": "add", "assign_sub": "sub"}
@@ -124,8 +124,8 @@ class RemotePlace(Place):
     def rows(self, ids: Tensor) -> Tensor:
         if self._leaf is not None and torch.is_grad_enabled():
             return self.read()[ids]
-        unique, spots = unique_ids(ids)
-        return self._remote.rows(unique)[spots]
+        found = sort_ids(ids)
+        return self._remote.rows(found.unique)[found.places]
 
     @override
     def write(self, variable: Variable, how: Write, value: Any) -> Tensor:

@@ -1,0 +1,161 @@
+"""Moving rows of tables: which of them, out of a table, back into it, and summed where they repeat.
+
+What workers (lookups and their gradients) and servers (steps on rows) both do all day, in the fastest
+ways found; figures are for 13 k rows of 16 numbers out of 500 k, one core. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MANY = 4096
+"""Numbers to be moved from which the ways that cost more to begin with are worth it."""
+
+
+class SortedIds(NamedTuple):
+    """Ids as they were asked, and what there is to know about them once they are sorted.
+
+    Attributes:
+        unique: the ids, sorted, each once.
+        places: for every id asked, where it is in `unique`; in the shape asked.
+        order: the positions of the ids asked, sorted by id; equal ids stay in order.
+        starts: where in `order` each of `unique` begins.
+    """
+
+    unique: Tensor
+    places: Tensor
+    order: Tensor
+    starts: Tensor
+
+
+_counted = np.arange(1 << 10)
+
+
+def _count_to(size: int) -> np.ndarray[Any, Any]:
+    """0, 1, 2 … `size` - 1; not to be written to."""
+    global _counted
+    counted = _counted
+    if counted.size < size:
+        counted = _counted = np.arange(max(size, 2 * counted.size))
+    return counted[:size]
+
+
+def sort_ids(ids: Tensor) -> SortedIds:
+    """Sort ids by one plain sort of numbers that hold id and position both.
+
+    26 k ids: 0.6 ms; NumPy's and torch's `unique` take 1.3 and 1.8.
+
+    Example:
+        >>> found = sort_ids(torch.tensor([[7, 0], [7, 3]]))
+        >>> found.unique, found.places
+        (tensor([0, 3, 7]), tensor([[2, 0], [2, 1]]))
+        >>> found.order, found.starts
+        (tensor([1, 3, 0, 2]), tensor([0, 1, 2]))
+    """
+    flat = ids.detach().reshape(-1).numpy()
+    if flat.dtype != np.int64:
+        flat = flat.astype(np.int64)
+    count = flat.size
+    bits = max(1, count - 1).bit_length()
+    limit = 1 << (63 - bits)
+    if count and -limit <= flat.min() and flat.max() < limit:
+        keys = flat << bits
+        keys |= _count_to(count)
+        keys.sort()
+        order = keys & ((1 << bits) - 1)
+        keys >>= bits
+    else:
+        order = np.argsort(flat, kind="stable")
+        keys = flat[order]
+    is_new = np.empty(count, np.bool_)
+    is_new[:1] = True
+    np.not_equal(keys[1:], keys[:-1], out=is_new[1:])
+    starts = np.flatnonzero(is_new)
+    places = np.empty(count, np.int64)
+    if starts.size == count:
+        places[order] = _count_to(count)
+        unique = keys
+    else:
+        ranks = np.cumsum(is_new, dtype=np.int64)
+        ranks -= 1
+        places[order] = ranks
+        unique = keys[starts]
+    return SortedIds(
+        torch.from_numpy(unique),
+        torch.from_numpy(places).reshape(ids.shape),
+        torch.from_numpy(order),
+        torch.from_numpy(starts),
+    )
+
+
+def take_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table, copied; as ``index_select(0, ids)``. The ids must have been checked.
+
+    For float32 a sum of bags of one row each: that kernel asks for rows before it needs them, so
+    that it waits less for memory (0.13 ms, `index_select` 0.36, NumPy 0.24).
+    """
+    plain = table.detach()
+    if _sums_fast(plain, ids):
+        bags = torch.from_numpy(_count_to(ids.numel()))
+        return torch.embedding_bag(plain, ids, bags, False, 0, False, None, False)[0]
+    taken = torch.empty((ids.numel(), *table.shape[1:]), dtype=table.dtype)
+    rows, into = as_pieces(plain), as_pieces(taken)
+    if rows is None or into is None:
+        return plain.index_select(0, ids)
+    rows.take(ids.numpy(), out=into, mode="clip")  # the ids were checked; "raise" would buffer
+    return taken
+
+
+def put_rows(table: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Overwrites rows of a table; as ``index_copy_(0, ids, values)``, in half the time."""
+    rows, pieces = as_pieces(table.detach()), as_pieces(values.detach())
+    if rows is None or pieces is None:
+        table.detach().index_copy_(0, ids, values.detach())
+    else:
+        rows[ids.numpy()] = pieces
+
+
+def sum_rows(values: Tensor, found: SortedIds) -> Tensor:
+    """One row for each of ``found.unique``: the sum of the values at the positions of that id.
+
+    As ``zeros.index_add_(0, found.places, values)``, and in the same order of additions (26 k rows:
+    0.11 ms against 0.47).
+    """
+    plain = values.detach()
+    if _sums_fast(plain, found.order):
+        return torch.embedding_bag(plain, found.order, found.starts, False, 0, False, None, False)[
+            0
+        ]
+    total = plain.new_zeros(found.unique.numel(), *plain.shape[1:])
+    return total.index_add_(0, found.places.reshape(-1), plain)
+
+
+def _sums_fast(rows: Tensor, ids: Tensor) -> bool:
+    return (
+        rows.dtype == torch.float32
+        and rows.dim() == 2
+        and rows.device.type == "cpu"
+        and ids.numel() * rows.shape[1] >= _MANY
+        and rows.is_contiguous()
+        and ids.is_contiguous()
+    )
+
+
+def as_pieces(table: Tensor) -> np.ndarray[Any, Any] | None:
+    """The same memory as one piece for each row; None if its rows are not such pieces.
+
+    NumPy moves a row as one piece of memory, torch as so many numbers.
+    """
+    if table.dim() < 2 or not table.numel() or table.device.type != "cpu":
+        return None
+    if not table.is_contiguous():
+        return None
+    width = table.stride(0) * table.element_size()
+    flat = (
+        table if table.dtype == torch.float32 else table.view(table.shape[0], -1).view(torch.uint8)
+    )
+    return flat.numpy().reshape(table.shape[0], -1).view(np.dtype((np.void, width))).reshape(-1)

@@ -29,6 +29,19 @@ def test_older_spellings_are_todays_methods(make, old: str, new: str) -> None:
         assert getattr(strategy, old) == getattr(strategy, new)
 
 
+def test_every_release_of_the_central_storage_page_is_answered() -> None:
+    """CSS-5: what r2.1, r2.2 and r2.4 each called things, on one object."""
+    with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert strategy.experimental_run_v2(lambda x: x + 1, args=(1,)) == 2  # r2.0 and r2.1
+        numbers = strategy.experimental_make_numpy_dataset(np.arange(4.0))  # r2.2
+        (step,) = strategy.experimental_distribute_dataset(numbers.batch(4))
+        assert strategy.gather(step, axis=0).tolist() == [0.0, 1.0, 2.0, 3.0]  # r2.4 and later
+        assert strategy.run(lambda: 3, options=sg.RunOptions()) == 3
+        made = strategy.distribute_datasets_from_function(lambda context: numbers.batch(2))
+        assert len(list(made)) == 1
+        assert strategy.cluster_resolver is None
+
+
 @each_strategy
 def test_kept_names_are_methods(make) -> None:
     """Names that exist for TensorFlow's people only are callable on every strategy (DEV-1, 13.9)."""

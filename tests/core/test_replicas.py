@@ -126,6 +126,46 @@ def test_replica_zeros_function_is_used(two):
     assert two.run(lambda: sg.get_replica_context().merge_call(functions[me()])) == "zero"
 
 
+def test_a_function_kept_for_tf_may_hold_a_merge_call(strategy):
+    """CTX-34, 13.4: nothing is traced, so ``sg.function`` around either is no obstacle."""
+
+    @sg.function
+    def inner():
+        return sg.get_replica_context().merge_call(
+            lambda strategy, value: sum(strategy.local_results(value)), args=(me(),)
+        )
+
+    @sg.function
+    def step():
+        return inner() + 1
+
+    size = strategy.num_replicas_in_sync
+    assert strategy.run(step) == size * (size - 1) // 2 + 1
+
+
+def test_what_replica_zero_alone_records_is_recorded_once(strategy):
+    """CTX-23: a summary writer is the user's; the number in the context is an ordinary condition."""
+    written = []
+
+    def step(number):
+        if sg.get_replica_context().replica_id_in_sync_group == 0:
+            written.append(number)
+
+    for number in range(3):
+        strategy.run(step, args=(number,))
+    assert written == [0, 1, 2]
+
+
+def test_the_first_runs_warn_of_nothing(caplog, recwarn):
+    """RUN-12: TF warns that running eagerly is slow; here it is how steps run (13.9)."""
+    caplog.set_level(0)
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as fresh:
+        for _ in range(6):
+            fresh.run(me)
+    assert [record for record in caplog.records if record.levelno >= 30] == []
+    assert len(recwarn) == 0
+
+
 def test_many_meetings_in_a_row(strategy):
     """Meetings do not mix up, whoever is faster."""
     size = strategy.num_replicas_in_sync

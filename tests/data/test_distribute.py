@@ -83,10 +83,13 @@ def test_inp_2_3_4_5_one_split_rule(make, rows, batch, replicas, expected):
         lambda x: [part.numpy() for part in x.split(3)],
         lambda x: (part for part in x.split(3)),
         lambda x: Dataset.from_generator(lambda: iter(x.split(3))),
+        lambda x: Dataset.from_tensor_slices(x).batch(3).map(lambda b: b + 0).prefetch(1),
+        lambda x: Dataset.from_tensor_slices(x).batch(3).filter(lambda b: True),
     ],
-    ids=["dataset", "DataLoader", "list", "numpy", "generator", "from_generator"],
+    ids=["dataset", "DataLoader", "list", "numpy", "generator", "from_generator", "map", "filter"],
 )  # fmt: skip
 def test_the_rule_holds_for_every_source(two, source):
+    """13.10; INP-8: no batch size is inferred, so what follows the batching changes nothing."""
     steps = two.distribute_dataset(source(torch.arange(8)))
     assert [parts(two, step) for step in steps] == [[[0, 1], [2]], [[3, 4], [5]], [[6], [7]]]
 
@@ -430,6 +433,16 @@ def test_inp_22_contradicting_options(two):
     )
     steps = two.distribute_datasets_from_function(lambda c: Dataset.range(2).batch(2), allowed)
     assert len(list(steps)) == 1
+
+
+def test_inp_14_placing_is_not_the_business_of_distribute_dataset(make, one):
+    """The option that datasets from a function are refused with is no obstacle here (CSS-6)."""
+    options = sg.InputOptions(place_dataset_on_device=True)
+    strategy = make(2)
+    steps = strategy.distribute_dataset(Dataset.range(2).batch(2), options)
+    assert [parts(strategy, step) for step in steps] == [[[0], [1]]]
+    alone = one.distribute_dataset(Dataset.range(2).batch(2), options)
+    assert [x.tolist() for x in alone] == [[0, 1]]
 
 
 def test_inp_23_bad_dataset_functions(two):

@@ -298,3 +298,37 @@ def test_sync_modules_that_register_late_are_shared(several):
         torch.testing.assert_close(grad, reference.late.grad)
     assert list(model.state_dict()) == list(reference.state_dict())
     assert sum(p is model.late for p in model.parameters()) == 1
+
+
+@pytest.mark.parametrize(("aggregation", "rows"), [("mean", 6), ("sum", 6), ("sum", 5)])
+def test_losses_that_couple_rows_agree_as_documented(aggregation, rows, make_strategy):
+    """Rows gathered, the loss of all of them in every replica (docs/same-numbers.md)."""
+    torch.manual_seed(0)
+    data = torch.randn(rows, 4)
+
+    def coupled(encoded, temperature):
+        logits = encoded @ encoded.T * temperature
+        return F.cross_entropy(logits, torch.arange(len(encoded)))
+
+    class Encoder(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    for kind in ("central2", "mirrored2", "central3"):
+        strategy = make_strategy(kind, gradient_aggregation=aggregation)
+        with strategy.scope():
+            model = Encoder()
+        plain = Encoder()
+        plain.load_state_dict(model.state_dict())
+
+        def step(x, model=model):
+            context = sg.get_replica_context()
+            loss = coupled(context.all_gather(model(x), axis=0), model.temperature)
+            (loss / context.num_replicas_in_sync if aggregation == "sum" else loss).backward()
+
+        size = strategy.num_replicas_in_sync
+        strategy.run(step, args=(sg.PerReplica(list(torch.tensor_split(data, size))),))
+        coupled(plain(data), plain.temperature).backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)

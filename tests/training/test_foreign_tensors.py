@@ -162,7 +162,7 @@ def test_one_replica_trains_models_made_anywhere():
 def test_gradients_made_in_run_are_stepped_outside_with_the_same_numbers(
     aggregation, make_strategy
 ):
-    """backward() in run, clipping and optimizer.step() outside, an uneven batch: as one device."""
+    """13.7: backward() in run, clipping and step() outside, uneven batches: as one device."""
     for kind in ("central2", "central3", "mirrored2"):
         strategy = make_strategy(kind, gradient_aggregation=aggregation)
         torch.manual_seed(0)

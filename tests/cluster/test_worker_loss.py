@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import pytest
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._cluster.remote import RemoteValueStatus
+from stratagem._cluster.spec import ClusterSpec
 from stratagem._cluster.views import PlainViews
+from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.errors import (
     ClosureAborted,
     ClosureCancelled,
@@ -244,3 +248,37 @@ def test_coordinator_sees_a_loss_by_eof_not_by_waiting(cluster: LocalCluster, co
     wait_until(lambda: coordinator._engine.links[1].last_error is not None)
     cluster.wait_restarted(1, old)
     wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+
+
+@contextmanager
+def black_hole() -> Iterator[str]:
+    """An address that answers nothing, as that of a machine cut off: its line of callers is full."""
+    with socket.socket() as deaf, ExitStack() as callers:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        host, port = deaf.getsockname()
+        for _ in range(8):  # more than the kernel keeps in line: the rest gets no answer at all
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex((host, port))
+        yield f"{host}:{port}"
+
+
+def test_close_does_not_wait_for_a_worker_that_cannot_be_reached(
+    cluster: LocalCluster, connect: Any
+) -> None:
+    """Its link is in the middle of an attempt that would take 5 s; the limit here is shorter."""
+    with black_hole() as nowhere:
+        jobs = cluster.cluster_spec.as_dict()
+        spec = ClusterSpec({"worker": [jobs["worker"][0], nowhere, nowhere, nowhere]})
+
+        class Partly:
+            resolver = SimpleClusterResolver(spec, cluster_key=cluster._key)
+
+        coordinator: ClusterCoordinator = connect(Partly, close_timeout_s=3.0)
+        assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
+        links = coordinator._engine.links
+        assert all(link._thread.is_alive() for link in links)
+        coordinator.close()
+        assert not any(link._thread.is_alive() for link in links)
+        assert [link.connected for link in links] == [False] * 4

@@ -161,9 +161,13 @@ class Engine:
                 closure.value._fail(error)
             self._closures.clear()
             self.changed.notify_all()
+        # All at once, and before any wait: nobody waits for a worker that does not answer.
+        deadline = time.monotonic() + self.options.close_timeout_s
+        for link in self.links:
+            link.leave()
         self._watch.close(self.options.close_timeout_s)
         for link in self.links:
-            link.close(self.options.close_timeout_s)
+            link.join(max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ work comes in
 

@@ -153,8 +153,8 @@ class WorkerLink:
         if channel is not None:
             channel.close()
 
-    def close(self, timeout_s: float) -> None:
-        """Leaves the worker and ends the thread. May be called again."""
+    def leave(self) -> None:
+        """Says goodbye and asks the thread to end, without waiting. May be called again."""
         self._stop.set()
         channel, opening = self._channel, self._opening
         if opening is not None:
@@ -165,6 +165,9 @@ class WorkerLink:
             except WireError:
                 pass  # it is gone anyway
             channel.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the thread to end; it does as soon as it looks, see `leave`."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
@@ -203,6 +206,7 @@ class WorkerLink:
             peer=self.task,
             limits=Limits(),
             may_unpickle=True,
+            stopped=self._stop.is_set,
         )
         self._opening = channel
         try:

@@ -15,6 +15,9 @@ Sockets (`stream.py`) are never blocking; every wait is a poll with a deadline.
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
 import select
 import socket
 import threading
@@ -22,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self, final
+from typing import Self, TypeAlias, final
 
 from typing_extensions import override
 
@@ -37,6 +40,9 @@ from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
 _POLL_SLICE_S = 0.5
 """How long a caller sleeps at most while another thread reads replies for it."""
+
+_STOP_SLICE_S = 0.1
+"""How often an attempt to connect looks whether it should end."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -455,6 +461,7 @@ def connect(
     peer: str | None = None,
     limits: Limits | None = None,
     may_unpickle: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Channel:
     """Connects to a listener and proves the key, both ways.
 
@@ -465,17 +472,21 @@ def connect(
         peer: how to call the other side in errors; its address by default.
         limits: of what is received.
         may_unpickle: see `Channel`.
+        stopped: asked now and then; True ends the attempt.
 
     Raises:
-        ConnectionLost: nobody listens there, or it hung up.
+        ConnectionLost: nobody listens there, it hung up, or the attempt was stopped.
         DeadlineExceeded: it did not answer in time.
         AuthenticationError, ProtocolError: it refused, or is somebody else.
     """
     host, port = split_address(address)
     name = peer or address
     deadline = time.monotonic() + timeout_s
+    wait = functools.partial(_wait, deadline=deadline, stopped=stopped, name=name)
     try:
-        sock = socket.create_connection((host, port), timeout=timeout_s)
+        sock = _dial(host, port, wait)
+    except WireError:
+        raise
     except TimeoutError as error:
         raise DeadlineExceeded(f"{name} did not answer within {timeout_s:g} s") from error
     except OSError as error:
@@ -485,14 +496,54 @@ def connect(
         if sock.getsockname() == sock.getpeername():
             # Connecting to a free local port can meet itself; nobody listens there.
             raise ConnectionLost(f"nobody listens at {address!r}, where {name} should be")
-        _prove(sock, ClientHandshake(key, who=name), deadline, name)
+        _prove(sock, ClientHandshake(key, who=name), wait, name)
     except BaseException:
         sock.close()
         raise
     return Channel(sock, peer=name, limits=limits, may_unpickle=may_unpickle)
 
 
-def _prove(sock: socket.socket, handshake: ClientHandshake, deadline: float, name: str) -> None:
+_Wait: TypeAlias = Callable[[socket.socket, int], bool]
+"""Waits for an event on a socket; False when the time is over."""
+
+
+def _wait(
+    sock: socket.socket, events: int, *, deadline: float, stopped: Callable[[], bool], name: str
+) -> bool:
+    while True:
+        if stopped():
+            raise ConnectionLost(f"connecting to {name} was given up by this process")
+        now = time.monotonic()
+        if wait_for(sock, events, min(deadline, now + _STOP_SLICE_S)):
+            return True
+        if now >= deadline:
+            return False
+
+
+def _dial(host: str, port: int, wait: _Wait) -> socket.socket:
+    """A connected socket, to the first of the host's addresses that answers."""
+    failure: OSError = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            code = sock.connect_ex(where)
+            if code == errno.EINPROGRESS:
+                if not wait(sock, select.POLLOUT):
+                    code = errno.ETIMEDOUT
+                else:
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        except BaseException:
+            sock.close()
+            raise
+        if code == 0:
+            return sock
+        sock.close()
+        failure = OSError(code, os.strerror(code))
+    raise failure
+
+
+def _prove(sock: socket.socket, handshake: ClientHandshake, wait: _Wait, name: str) -> None:
     outgoing = handshake.opening()
     while not handshake.done:
         try:
@@ -500,7 +551,7 @@ def _prove(sock: socket.socket, handshake: ClientHandshake, deadline: float, nam
                 sock.sendall(outgoing)  # at most 48 bytes into an empty socket buffer: never blocks
             data = b""
             while len(data) < handshake.needed:
-                if not wait_for(sock, select.POLLIN, deadline):
+                if not wait(sock, select.POLLIN):
                     raise DeadlineExceeded(f"{name} accepted the connection but does not answer")
                 part = sock.recv(handshake.needed - len(data))
                 if not part:

@@ -275,7 +275,10 @@ def test_close_does_not_wait_for_a_worker_that_cannot_be_reached(
         class Partly:
             resolver = SimpleClusterResolver(spec, cluster_key=cluster._key)
 
-        coordinator: ClusterCoordinator = connect(Partly, close_timeout_s=3.0)
+        # It waits 6 s for the others to come; so the second attempt of each has 4 s to go.
+        coordinator: ClusterCoordinator = connect(
+            Partly, connect_timeout_s=6.0, close_timeout_s=2.0
+        )
         assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
         links = coordinator._engine.links
         assert all(link._thread.is_alive() for link in links)

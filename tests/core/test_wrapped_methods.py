@@ -73,6 +73,20 @@ def test_backward_outside_replicas_is_torchs():
     assert torch.autograd.backward.__doc__.startswith("Compute the sum of gradients")
 
 
+def test_data_outside_replicas_is_torchs():
+    """No version is counted, lazy parameters and ordinary tensors included, also when compiled."""
+    sg.OneDeviceStrategy("cpu:0")
+    p = nn.Parameter(torch.ones(2))
+    p.data.mul_(3)
+    p.data = p.data + 1
+    assert (p.tolist(), p._version) == ([4.0, 4.0], 0)
+    assert p.data_ptr() == p.data.data_ptr()
+    lazy = nn.LazyLinear(2)
+    assert lazy(torch.ones(1, 3)).shape == (1, 2)
+    total = torch.compile(lambda: p.data.sum() + p.sum(), backend="eager", fullgraph=True)
+    assert total().item() == 16.0
+
+
 def test_a_strategy_and_its_models_can_be_collected():
     """Homes, leaves, hooks and optimizers keep nobody alive who is forgotten."""
 

@@ -137,6 +137,57 @@ def test_a_write_inside_a_replica_is_noticed(several):
         several.run(by_hand, args=cut(several, X, Y))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.data.mul_(0.9),
+        lambda p: p.data.clamp_(-0.01, 0.01),
+        lambda p: p.data[0].zero_(),
+        lambda p: p.data.view(-1)[:1].add_(1.0),
+        lambda p: p.data.copy_(torch.zeros_like(p)),
+        lambda p: setattr(p, "data", p.data * 0.9),
+    ],
+    ids=["mul_", "clamp_", "row", "view", "copy_", "assigned"],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before step", "after step"])
+def test_a_write_through_data_inside_a_replica_is_noticed(write, late, several):
+    """The old way to write a parameter by hand: averages, clipping, initialising."""
+    model, optimizer = make(several)
+
+    def step(x, y):
+        F.mse_loss(model(x), y).backward()
+        if late:
+            optimizer.step()
+        for p in model.parameters():
+            write(p)
+        if not late:
+            optimizer.step()
+
+    with pytest.raises(sg.errors.ReplicaError, match=r"parameter '.*inside .*[rR]eplica \d"):
+        several.run(step, args=cut(several, X, Y))
+
+
+def test_reading_through_data_is_as_always(several):
+    """In a replica, outside, and in compiled code; outside a run it may be written, too."""
+    model, optimizer = make(several)
+
+    def step(x, y):
+        norm = sum(p.data.norm() for p in model.parameters())
+        assert not any(p.data.requires_grad for p in model.parameters())
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        return norm
+
+    norms = several.local_results(several.run(step, args=cut(several, X, Y)))
+    assert len(set(map(float, norms))) == 1
+    weight = model[0].weight
+    weight.data.fill_(2.0)
+    weight.data = weight.data * 2
+    assert weight.detach().eq(4.0).all()
+    seen = several.run(lambda: model[0].weight.data.sum())
+    assert all(float(each) == 4.0 * weight.numel() for each in several.local_results(seen))
+
+
 def test_batchnorm_on_a_replica_with_one_row_says_what_to_do(several):
     """Torch's own error (a lone row has no variance), with the rows, the least batch and the ways out."""
     model, optimizer = make(several)

@@ -7,8 +7,8 @@ to the leaves' gradients is `gradients`' business.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,7 @@ class ReplicatedHome(ParameterHome):
         if leaf is None or not _fits(leaf.tensor, central, replica.device):
             leaf = self._new_leaf(replica)
         elif leaf.tensor.device != central.device and leaf.central_version != version_of(central):
-            leaf.tensor.data.copy_(central.data, non_blocking=True)
+            _memory(leaf.tensor).copy_(_memory(central), non_blocking=True)
             leaf.central_version = version_of(central)
         tensor = leaf.tensor
         if tensor.requires_grad != central.requires_grad:
@@ -154,8 +154,7 @@ class ReplicatedHome(ParameterHome):
     def _new_leaf(self, replica: Replica) -> Leaf:
         central = self.central
         with torch.inference_mode(False), torch.no_grad():
-            # `.data` shares memory but not the version counter: writes stay apart (Leaf.version).
-            data = central.data
+            data = _memory(central)
             if data.device != replica.device:
                 data = data.to(replica.device, copy=True)
             tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
@@ -170,7 +169,7 @@ class ReplicatedHome(ParameterHome):
         central = self.central
         for leaf in self._leaves.values():
             if leaf.tensor.device != central.device:
-                leaf.tensor.data.copy_(central.data, non_blocking=True)
+                _memory(leaf.tensor).copy_(_memory(central), non_blocking=True)
                 leaf.central_version = version_of(central)
 
     def publish(self, leaf: Leaf) -> None:
@@ -206,6 +205,11 @@ class ReplicatedHome(ParameterHome):
 
     def __repr__(self) -> str:
         return f"<ReplicatedHome of {self.describe()}, {len(self._leaves)} leaves>"
+
+
+_memory: Callable[[Tensor], Tensor] = cast("Any", torch.Tensor.data).__get__
+"""torch's own ``.data``: shares memory but not the version counter, so that writes stay apart
+(Leaf.version). Not by its name, which means something else in a replica (`data_attribute`)."""
 
 
 def _fits(tensor: Tensor, central: Tensor, device: torch.device) -> bool:

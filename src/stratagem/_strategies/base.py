@@ -34,6 +34,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._core import (
     context,
+    data_attribute,
     foreign,
     modules,
     once,
@@ -78,6 +79,7 @@ class Strategy(ABC):
         modules.install()
         optimizers.install()
         foreign.install()
+        data_attribute.install()
         once.install()
         self._lanes = LaneSet(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._lanes.close)

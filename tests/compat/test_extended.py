@@ -332,3 +332,54 @@ def test_not_under_another_strategy(
         v = sg.Variable(0.0)
     with mirrored.scope(), pytest.raises(RuntimeError, match="mixing different strategy objects"):
         use(central.extended, v)  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------ several steps in one call
+
+
+@pytest.mark.parametrize("kind", ["one", "central", "mirrored"])
+def test_run_steps_on_iterator_keeps_what_the_last_step_set(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """CTX-12: as many steps as asked, from any context that may run; outputs reduced as asked."""
+    strategy = request.getfixturevalue(kind)
+    size = strategy.num_replicas_in_sync
+    batches = iter(strategy.distribute_dataset([torch.arange(4.0) + 10 * k for k in range(5)]))
+
+    def in_replica(steps: object, x: torch.Tensor) -> torch.Tensor:
+        steps.set_last_step_output("largest", x.max(), reduce_op="mean")
+        steps.set_non_tensor_output("rows", f"{len(x)} rows")
+        return x.sum()
+
+    def step(steps: object, batch: object) -> None:
+        assert sg.in_cross_replica_context()
+        sums = strategy.run(in_replica, args=(steps, batch))
+        steps.set_last_step_output("sum", sums, reduce_op="sum")
+        steps.set_last_step_output("kept", "as it is")
+
+    run = strategy.extended.experimental_run_steps_on_iterator
+    steps = run(step, batches, iterations=3, initial_loop_values={"before": 1})
+    assert float(steps.last_step_outputs["sum"]) == 4 * 20 + 6  # the third batch
+    assert float(steps.last_step_outputs["largest"]) == (23 if size == 1 else 22)
+    assert steps.last_step_outputs["kept"] == "as it is"
+    assert steps.last_step_outputs["before"] == 1
+    assert steps.non_tensor_outputs["rows"] == (f"{4 // size} rows",)
+    with strategy.scope():
+        assert float(run(step, batches).last_step_outputs["sum"]) == 4 * 30 + 6
+    with pytest.raises(StopIteration):
+        run(step, batches, iterations=2)
+
+
+def test_run_steps_on_iterator_refuses(central: sg.CentralStorageStrategy) -> None:
+    run = central.extended.experimental_run_steps_on_iterator
+    with pytest.raises(ValueError, match="iterations=-1"):
+        run(lambda steps, batch: None, iter([1]), iterations=-1)
+    with pytest.raises(TypeError, match="not callable"):
+        run(None, iter([1]))
+    with pytest.raises(RuntimeError, match="merge_call"):
+        central.run(lambda: run(lambda steps, batch: None, iter([1])))
+    with pytest.raises(ValueError, match="needs a reduce_op"):
+        run(
+            lambda steps, batch: central.run(steps.set_last_step_output, args=("x", batch)),
+            iter([torch.tensor(1.0)]),
+        )

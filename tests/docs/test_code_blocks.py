@@ -98,6 +98,13 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     assert execute(blocks_of(page)) > 0
 
 
+def test_the_first_example_is_short() -> None:
+    """The README opens with a whole program of at most 15 lines of code."""
+    first = blocks_of(ROOT / "README.md")[0]
+    assert first.language == "python"
+    assert len([line for line in first.text.splitlines() if line.strip()]) <= 15
+
+
 def anchors_of(page: Path) -> set[str]:
     """Anchors that headings make, by the rule of GitHub and mkdocs."""
     found: set[str] = set()

@@ -7,7 +7,7 @@ one when asked; library code never does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from stratagem._core import context, values
 from stratagem._core.variables import Variable
 from stratagem._strategies import updates
 from stratagem._strategies.base import Strategy
-from stratagem.compat import spelling
+from stratagem.compat import spelling, steps
 
 
 def extended_view(strategy: Strategy) -> StrategyExtended:
@@ -88,6 +88,27 @@ class StrategyExtended:
     ) -> Any:
         """`Strategy.run` without the check of ``args`` (RUN-11)."""
         return self._strategy._call_for_each_replica(fn, args, kwargs)
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[steps.MultiStepContext, Any], Any],
+        iterator: Iterator[Any],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> steps.MultiStepContext:
+        """Call ``fn(steps, inputs)`` for the iterator's next ``iterations`` inputs (CTX-12).
+
+        Args:
+            fn: runs one step, in cross-replica context (it calls ``strategy.run``), and leaves what is
+                wanted of the last one in ``steps`` (see `MultiStepContext`).
+            iterator: of distributed inputs.
+            iterations: how many steps.
+            initial_loop_values: what ``last_step_outputs`` holds before the first step.
+
+        Raises:
+            StopIteration: the iterator ended before.
+        """
+        return steps.run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
 
     def reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: object = None

@@ -1,0 +1,112 @@
+"""``extended.experimental_run_steps_on_iterator``: several steps in one call (CTX-12).
+
+TensorFlow had it so that a whole loop could run on an accelerator without coming back to Python. Here
+it is the loop itself; new code writes ``for batch in dataset: strategy.run(step, args=(batch,))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+from stratagem._core import context
+from stratagem._strategies.base import Strategy
+
+
+@final
+class MultiStepContext:
+    """Where the function of a multi-step run leaves what is wanted of its last step.
+
+    Attributes:
+        last_step_outputs: what the last step set, by name, reduced as asked.
+        non_tensor_outputs: the same for other values, unreduced.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.OneDeviceStrategy("cpu:0")
+        >>> batches = iter(strategy.distribute_dataset(sg.data.Dataset.range(4).batch(2)))
+        >>> def step(steps, batch):
+        ...     steps.set_last_step_output("sum", strategy.run(lambda x: x.sum(), args=(batch,)))
+        >>> strategy.extended.experimental_run_steps_on_iterator(
+        ...     step, batches, iterations=2
+        ... ).last_step_outputs
+        {'sum': tensor(5)}
+    """
+
+    def __init__(self, initial: Mapping[str, Any]) -> None:
+        self.last_step_outputs: dict[str, Any] = dict(initial)
+        self.non_tensor_outputs: dict[str, Any] = {}
+
+    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
+        """Keep ``output`` as ``name``, over what an earlier step kept.
+
+        Args:
+            name: under which it is found in ``last_step_outputs``.
+            output: a value; in a replica, the replica's part of one.
+            reduce_op: how parts become one; may be left out in cross-replica context only, and leaves
+                the value as it is.
+
+        Raises:
+            ValueError: in a replica without ``reduce_op``: R parts cannot stand under one name.
+        """
+        if context.current_replica() is None:
+            strategy = context.get_strategy()
+            self.last_step_outputs[name] = (
+                output if reduce_op is None else strategy.reduce(reduce_op, output, axis=None)
+            )
+            return
+        if reduce_op is None:
+            raise ValueError(
+                f"set_last_step_output({name!r}, …) in {context.describe_context()} needs a reduce_op: "
+                'expected "sum" or "mean", by which the replicas\' values become one.'
+            )
+
+        def keep(strategy: Any, value: Any) -> None:
+            self.last_step_outputs[name] = strategy.reduce(reduce_op, value, axis=None)
+
+        _merge(keep, output)
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep any value; set in a replica, a tuple of all replicas' values is kept."""
+        if context.current_replica() is None:
+            self.non_tensor_outputs[name] = output
+            return
+
+        def keep(strategy: Any, value: Any) -> None:
+            self.non_tensor_outputs[name] = strategy.local_results(value)
+
+        _merge(keep, output)
+
+    def __repr__(self) -> str:
+        return (
+            f"<MultiStepContext with {sorted(self.last_step_outputs)} and "
+            f"{sorted(self.non_tensor_outputs)}>"
+        )
+
+
+def _merge(fn: Callable[..., None], value: Any) -> None:
+    replica = context.get_replica_context()
+    assert replica is not None
+    replica.merge_call(fn, args=(value,))
+
+
+def run_steps(
+    strategy: Strategy,
+    fn: Callable[[MultiStepContext, Any], Any],
+    iterator: Iterator[Any],
+    iterations: int,
+    initial_loop_values: Mapping[str, Any] | None,
+) -> MultiStepContext:
+    """Call ``fn(steps, inputs)`` in cross-replica context for the next ``iterations`` inputs."""
+    what = "extended.experimental_run_steps_on_iterator()"
+    if iterations < 0:
+        raise ValueError(f"iterations={iterations!r}: expected a number of steps, 0 or more.")
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r} is not callable: expected a function of (steps, inputs).")
+    context.require_cross_replica_or_default(strategy, what)
+    steps = MultiStepContext(initial_loop_values or {})
+    for _ in range(iterations):
+        inputs = next(iterator)
+        with context.entered(strategy, None):
+            fn(steps, inputs)
+    return steps

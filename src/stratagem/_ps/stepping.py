@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adagrad import adagrad
 from typing_extensions import override
 
 from stratagem._ps.rows import put_rows, take_rows
@@ -113,7 +114,6 @@ class ServerOptimizer:
             for number, tensor in parameters.items()
         }
         self._tensors = dict(parameters)
-        self._small: Any = None
         self._group_of = {
             number: index for index, group in enumerate(groups) for number in group.variables
         }
@@ -143,7 +143,7 @@ class ServerOptimizer:
         compact: list[Gradient] = []
         plain: list[Gradient] = []
         suffice = [self._rows_suffice(group) for group in self._optimizer.param_groups]
-        is_sgd = self._class is torch.optim.SGD
+        is_known = self._class in (torch.optim.SGD, torch.optim.Adagrad)
         try:
             for gradient in gradients:
                 parameter = self._find(gradient.variable)
@@ -151,7 +151,7 @@ class ServerOptimizer:
                     if gradient.ids is not None:
                         compact.append(gradient)
                         continue
-                    if is_sgd:
+                    if is_known:
                         plain.append(gradient)
                         continue
                 parameter.grad = _full_gradient(parameter, gradient)
@@ -216,19 +216,28 @@ class ServerOptimizer:
         return bool(self._class is torch.optim.SparseAdam)
 
     def _step_plainly(self, gradients: Sequence[Gradient]) -> None:
-        """SGD without momentum and decay, all variables of a group in one call.
+        """SGD without momentum and Adagrad, without decay: all variables of a group in one call.
 
-        The whole of that class's step; its own loop costs several times the addition for small
-        parameters, which is what a server does all day.
+        The whole of these classes' steps; their own loops cost several times the arithmetic for
+        small parameters, which is what a server does all day.
         """
-        by_group: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        is_sgd = self._class is torch.optim.SGD
+        by_group: dict[int, tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]] = {}
         for gradient in gradients:
+            index = self._group_of[gradient.variable]
+            parameters, values, states = by_group.setdefault(index, ([], [], []))
             parameter = self._tensors[gradient.variable]
-            parameters, values = by_group.setdefault(self._group_of[gradient.variable], ([], []))
             parameters.append(parameter)
             values.append(_full_gradient(parameter, gradient))
-        for index, (parameters, values) in by_group.items():
-            torch._foreach_add_(parameters, values, alpha=self._plain_rate(index))
+            if not is_sgd:
+                states.append(self._optimizer.state[self._parameters[gradient.variable]])
+        for index, (parameters, values, states) in by_group.items():
+            if is_sgd:
+                torch._foreach_add_(parameters, values, alpha=self._plain_rate(index))
+                continue
+            group = self._optimizer.param_groups[index]
+            sums, steps = ([state[key] for state in states] for key in ("sum", "step"))
+            step_adagrad(parameters, values, sums, steps, group, fused=group.get("fused"))
 
     def _plain_rate(self, index: int) -> float:
         group = self._optimizer.param_groups[index]
@@ -246,46 +255,70 @@ class ServerOptimizer:
             parameter.detach().index_add_(0, ids, gradient.values, alpha=rate)
             return
         state = self._optimizer.state[parameter]
-        if self._class is torch.optim.SparseAdam and not state:
+        if self._class is torch.optim.Adagrad:
+            rows, sums = take_rows(parameter, ids), take_rows(state["sum"], ids)
+            # Fused: one pass over the rows instead of five.
+            fused = rows.dtype == state["step"].dtype == torch.float32
+            step_adagrad([rows], [gradient.values], [sums], [state["step"]], group, fused=fused)
+            put_rows(parameter, ids, rows)
+            put_rows(state["sum"], ids, sums)
+            return
+        if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        rows = nn.Parameter(take_rows(parameter, ids), requires_grad=False)
-        rows.grad = gradient.values
-        if self._class is torch.optim.SparseAdam:
-            rows.grad = torch.sparse_coo_tensor(
-                torch.arange(ids.numel()).unsqueeze(0),
-                gradient.values,
-                rows.shape,
-                is_coalesced=True,
-                check_invariants=False,
-            )
+        taken = nn.Parameter(take_rows(parameter, ids), requires_grad=False)
+        taken.grad = torch.sparse_coo_tensor(
+            torch.arange(ids.numel()).unsqueeze(0),
+            gradient.values,
+            taken.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        settings = {key: value for key, value in group.items() if key != "params"}
+        small: Any = self._class.__new__(self._class)
+        Optimizer.__init__(small, [{"params": [taken], **settings}], dict(self._optimizer.defaults))
         whole = {key: value for key, value in state.items() if _is_per_row(value, parameter)}
-        small = self._small_one(rows, group)
-        small.state[rows] = {
+        small.state[taken] = {
             key: take_rows(value, ids) if key in whole else value for key, value in state.items()
         }
         small.step()
-        put_rows(parameter, ids, rows)
-        for key, value in small.state.pop(rows).items():
+        put_rows(parameter, ids, taken)
+        for key, value in small.state[taken].items():
             if key in whole:
                 put_rows(whole[key], ids, value)
             else:
                 state[key] = value
 
-    def _small_one(self, rows: nn.Parameter, group: Mapping[str, Any]) -> Any:
-        """An object of the real class over rows alone, with a group's settings; made once."""
-        settings = {key: value for key, value in group.items() if key != "params"}
-        if self._small is None:
-            self._small = self._class.__new__(self._class)
-            defaults = dict(self._optimizer.defaults)
-            Optimizer.__init__(self._small, [{"params": [rows], **settings}], defaults)
-        self._small.param_groups[0] = {"params": [rows], **settings}
-        return self._small
-
     @override
     def __repr__(self) -> str:
         return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
+
+
+def step_adagrad(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    sums: list[Tensor],
+    steps: list[Tensor],
+    group: Mapping[str, Any],
+    *,
+    fused: bool | None,
+) -> None:
+    """torch's own Adagrad step on these tensors, with the settings of a group."""
+    adagrad(
+        parameters,
+        gradients,
+        sums,
+        steps,
+        fused=fused,
+        foreach=group.get("foreach") and not fused,
+        has_complex=any(parameter.is_complex() for parameter in parameters),
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        lr_decay=group["lr_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
 
 
 def _is_per_row(value: StateValue, parameter: Tensor) -> bool:

@@ -282,6 +282,10 @@ class ClusterOptions:
     heartbeat_limit_s: float = 4.0
     """Silence after which a task counts as lost; with the checks' own delay it stays under 5 s."""
 
+    busy_limit_s: float = 60.0
+    """Silence of a worker on this host that is borne while its process computes: native code that
+    keeps Python's lock (GIL) for long silences it. 0 bears none."""
+
     connect_timeout_s: float = 30.0
     """How long a connection attempt to one task may take, its start-up included."""
 
@@ -339,6 +343,7 @@ class ClusterOptions:
         return cls(
             heartbeat_s=number("heartbeat_s"),
             heartbeat_limit_s=number("heartbeat_limit_s"),
+            busy_limit_s=number("busy_limit_s"),
             connect_timeout_s=number("connect_timeout_s"),
             worker_wait_s=number("worker_wait_s"),
             restart_pause_s=number("restart_pause_s"),

@@ -26,7 +26,7 @@ from typing import Any, Final, final
 from stratagem import metrics
 from stratagem._cluster import output
 from stratagem._cluster.closures import Action, ClosureQueue, Fate, Recall, Settle
-from stratagem._cluster.link import WorkerLink
+from stratagem._cluster.link import WorkerLink, close_links
 from stratagem._cluster.remote import Bell, PerWorkerValues
 from stratagem._cluster.sending import Call, Closure, Sender
 from stratagem._cluster.shipping import Encoded
@@ -161,13 +161,8 @@ class Engine:
                 closure.value._fail(error)
             self._closures.clear()
             self.changed.notify_all()
-        # All at once, and before any wait: nobody waits for a worker that does not answer.
-        deadline = time.monotonic() + self.options.close_timeout_s
-        for link in self.links:
-            link.leave()
+        close_links(self.links, self.options.close_timeout_s)
         self._watch.close(self.options.close_timeout_s)
-        for link in self.links:
-            link.join(max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ work comes in
 
@@ -363,10 +358,9 @@ class Engine:
 
     def look_for_silence(self) -> None:
         """Gives up workers that have said nothing for too long. Never waits."""
+        now = time.monotonic()
         for link in self.links:
-            silent_s = link.silent_s()
-            if silent_s > self.options.heartbeat_limit_s:
-                link.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s", task=link.task))
+            link.look_for_silence(now)
 
     def beat(self) -> None:
         """Tells every worker that its coordinator lives. Never waits."""

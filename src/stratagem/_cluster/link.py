@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from typing import Protocol, final
 
 from typing_extensions import override
 
+from stratagem._cluster.pulse import WINDOW_S, Pulse
 from stratagem._cluster.shipping import Encoded
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel, connect
@@ -23,7 +25,7 @@ from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost, WireError
+from stratagem.errors import ParameterServerLost, WireError, WorkerLost
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -99,6 +101,8 @@ class WorkerLink:
         self._workers = workers
         self._key = key
         self._channel: Channel | None = None
+        self._pulse = Pulse()
+        self._told = False  # that it computes in silence
         self._opening: Channel | None = None  # while a life is being opened, for close()
         self._why: Exception | None = None
         self._stop = threading.Event()
@@ -140,10 +144,33 @@ class WorkerLink:
             except WireError as error:
                 self.give_up(error)
 
-    def silent_s(self) -> float:
-        """How long the worker has said nothing; 0 while there is no life to listen to."""
-        channel = self._channel
-        return 0.0 if channel is None else channel.silent_s()
+    def look_for_silence(self, now: float) -> None:
+        """Gives the worker up if it has said nothing for too long. Never waits; one thread calls."""
+        channel, pulse = self._channel, self._pulse
+        options = self._owner.options
+        limit_s = options.heartbeat_limit_s
+        silent_s = 0.0 if channel is None else channel.silent_s()
+        if channel is None or silent_s <= limit_s / 2:
+            pulse.rest()
+            self._told = False
+            return
+        computes = pulse.computes(now, window_s=min(WINDOW_S, limit_s / 4))
+        if silent_s <= limit_s:
+            return
+        if computes and silent_s <= options.busy_limit_s and channel.cut_off_s() <= limit_s:
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "%s has said nothing for %.1f s, but its process computes: native code that "
+                    "keeps Python's lock (GIL), it seems. It is given %g s (busy_limit_s).",
+                    self.task,
+                    silent_s,
+                    options.busy_limit_s,
+                )
+            return
+        self.give_up(
+            WorkerLost(f"no sign of life for {silent_s:.1f} s{_why(pulse)}", task=self.task)
+        )
 
     def give_up(self, reason: Exception) -> None:
         """Ends this life: the worker is silent, or sends cannot reach it."""
@@ -239,6 +266,7 @@ class WorkerLink:
             self.version = 0
             self.incarnation = incarnation
             self.pid = reply.pid
+            self._pulse = Pulse(reply.process)
             self.mean_run_s = 0.0
             self._why = None
             self._channel = channel
@@ -271,3 +299,22 @@ class WorkerLink:
     def __repr__(self) -> str:
         state = f"life {self.incarnation}" if self.connected else f"down: {self.last_error!r}"
         return f"<WorkerLink to {self.task} at {self.address} [{state}]>"
+
+
+def close_links(links: Sequence[WorkerLink], timeout_s: float) -> None:
+    """Leaves all workers at once, then waits: nobody waits for one that does not answer."""
+    deadline = time.monotonic() + timeout_s
+    for link in links:
+        link.leave()
+    for link in links:
+        link.join(max(0.0, deadline - time.monotonic()))
+
+
+def _why(pulse: Pulse) -> str:
+    """What is known of a silence."""
+    if pulse.can_be_felt:
+        return ", and its process on this host does nothing: it is stopped, or waits for something"
+    return (
+        ": it is stopped, cut off, or runs native code that keeps Python's lock (GIL); for such code "
+        "raise heartbeat_limit_s (STRATAGEM_HEARTBEAT_LIMIT_S)"
+    )

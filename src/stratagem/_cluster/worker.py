@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from stratagem import metrics
 from stratagem._cluster.output import OutputForwarder
+from stratagem._cluster.pulse import own_process
 from stratagem._cluster.shipping import check_size
 from stratagem._cluster.views import WorkerSetup, WorkerViews
 from stratagem._core import context
@@ -362,7 +363,8 @@ class _Session:
             self.channel.reply(self._opening, failure)
             return False
         self.channel.reply(
-            self._opening, messages.WorkerOpened(task=self._worker.task, pid=os.getpid())
+            self._opening,
+            messages.WorkerOpened(task=self._worker.task, pid=os.getpid(), process=own_process()),
         )
         return True
 

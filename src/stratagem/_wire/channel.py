@@ -20,6 +20,7 @@ import functools
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -40,6 +41,9 @@ from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
 _POLL_SLICE_S = 0.5
 """How long a caller sleeps at most while another thread reads replies for it."""
+
+_TCP_INFO = struct.Struct("=24xI28xI")
+"""tcpi_unacked and tcpi_last_ack_recv (milliseconds) of the kernel's struct tcp_info."""
 
 _STOP_SLICE_S = 0.1
 """How often an attempt to connect looks whether it should end."""
@@ -216,6 +220,20 @@ class Channel:
         except (OSError, ValueError):  # closed meanwhile
             waiting = False
         return 0.0 if waiting else time.monotonic() - self._heard_at
+
+    def cut_off_s(self) -> float:
+        """Seconds since the other side's machine has acknowledged anything of what waits for that.
+
+        A process that reads nothing is not cut off: its kernel acknowledges what it keeps for it.
+        """
+        try:
+            facts = self._stream.sock.getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size
+            )
+            unacknowledged, last_ms = _TCP_INFO.unpack(facts)
+        except (OSError, struct.error):  # closed meanwhile, or not TCP
+            return 0.0
+        return last_ms / 1000.0 if unacknowledged else 0.0
 
     def reply(
         self,

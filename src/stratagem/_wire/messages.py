@@ -439,6 +439,8 @@ class WorkerOpened(Message, frozen=True):
 
     task: str
     pid: int
+    process: str = ""
+    """The process, so named that a coordinator on the same host can look at it."""
 
 
 class Define(Message, frozen=True):

@@ -1,0 +1,131 @@
+"""A worker that keeps Python's lock is busy, not lost; one that does nothing is (FLT-1)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from stratagem import ClusterCoordinator, LocalCluster
+from stratagem._cluster.pulse import Pulse, own_process
+from stratagem.errors import ClosurePoisonous
+
+LIMIT_S = 30.0
+
+# A process that says who it is, then computes or sleeps.
+CHILD = """
+import sys, time
+from stratagem._cluster.pulse import own_process
+print(own_process(), flush=True)
+while True:
+    time.sleep(3600) if sys.argv[1] == "sleep" else pow(3, 100_000)
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Pulse]]]:
+    """Starts such a process, and feels its pulse."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(what: str) -> tuple[subprocess.Popen[str], Pulse]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, what], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process, Pulse(process.stdout.readline().strip())
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate(timeout=LIMIT_S)
+
+
+def felt(pulse: Pulse, wanted: bool) -> bool:
+    """Looks again and again until it is as wanted, or the limit is over."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        if pulse.computes(time.monotonic(), window_s=0.1) is wanted:
+            return True
+        select.select([], [], [], 0.02)
+    return False
+
+
+def test_a_process_that_computes_is_told_from_a_stopped_and_from_a_dead_one(child: Any) -> None:
+    process, pulse = child("compute")
+    assert pulse.can_be_felt
+    assert felt(pulse, True)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert felt(pulse, False)
+    os.kill(process.pid, signal.SIGCONT)
+    assert felt(pulse, True)
+    process.kill()
+    process.wait(LIMIT_S)
+    assert felt(pulse, False)
+
+
+def test_a_process_that_sleeps_does_not_compute(child: Any) -> None:
+    _, pulse = child("sleep")
+    for tenth in range(30):
+        assert not pulse.computes(tenth / 10)
+
+
+def test_processes_of_other_hosts_containers_and_lives_cannot_be_felt() -> None:
+    """The same number may be another process there, or by now."""
+    boot, numbering, pid, started = own_process().split(" ")
+    assert not Pulse(f"other {numbering} {pid} {started}").can_be_felt
+    assert not Pulse(f"{boot} pid:[1] {pid} {started}").can_be_felt
+    assert not Pulse("").can_be_felt
+    later = Pulse(f"{boot} {numbering} {pid} {int(started) + 1}")
+    assert later.can_be_felt
+    assert later._ticks() is None
+
+
+def keep_the_lock(least_s: float) -> float:
+    """Runs on a worker: one call of native code, longer than that, that never gives the lock away."""
+    import re
+    import time
+
+    took_s, length = 0.0, 16
+    while took_s < least_s:
+        length += 1
+        began = time.monotonic()
+        re.match("(a+)+$", "a" * length + "b")
+        took_s = time.monotonic() - began
+    return took_s
+
+
+def test_a_closure_that_keeps_pythons_lock_for_long_is_waited_for(
+    cluster: LocalCluster, connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice the limit without a sign of life; its worker is not lost, the closure runs once."""
+    limit_s = 1.0
+    coordinator: ClusterCoordinator = connect(cluster, heartbeat_limit_s=limit_s)
+    with caplog.at_level(logging.WARNING, "stratagem.coordinator"):
+        took_s = coordinator.schedule(keep_the_lock, args=(2 * limit_s,)).fetch(timeout_s=LIMIT_S)
+    assert took_s > limit_s
+    assert [worker.life for worker in coordinator.workers] == [1, 1]
+    assert "keeps Python's lock (GIL)" in caplog.text
+
+
+def test_no_more_is_borne_than_the_limit_says(cluster: LocalCluster, connect: Any) -> None:
+    """busy_limit_s=0: as it is for workers on other hosts."""
+    coordinator: ClusterCoordinator = connect(
+        cluster, heartbeat_limit_s=1.0, busy_limit_s=0.0, poison_limit=1
+    )
+    value = coordinator.schedule(keep_the_lock, args=(3.0,))
+    with pytest.raises(ClosurePoisonous, match="keep_the_lock"):
+        coordinator.join(timeout_s=LIMIT_S)
+    with pytest.raises(ClosurePoisonous):
+        value.fetch()
+    assert any("no sign of life" in str(link.last_error) for link in coordinator._engine.links)

@@ -46,6 +46,10 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # file -> room it may see although it lies above or beside, and why.
 UPWARD: dict[tuple[str, str], str] = {
     ("_core/context.py", "_strategies"): "the default strategy is a strategy, made when asked for",
+    (
+        "_strategies/parameter_server.py",
+        "_cluster",
+    ): "entering the scope makes the coordinator (PSS-5)",
 }
 
 # file -> why it imports modules whose names are not written in it.

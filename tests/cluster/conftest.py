@@ -19,6 +19,7 @@ class PlainStrategy:
     def __init__(self, cluster_resolver: Any, views: Any = None) -> None:
         self.cluster_resolver = cluster_resolver
         self.views = views or PlainViews()
+        self._cluster_coordinator: Any = None
 
     def _cluster_views(self) -> Any:
         return self.views

@@ -130,3 +130,73 @@ def test_closing_a_session_the_servers_have_ended_does_not_raise(
     assert strategy._variables.closed
     if not client.shares_memory(0):
         assert "not brought home" in caplog.text
+
+
+def on_server(coordinator: sg.ClusterCoordinator) -> int:
+    """How many variables the only server holds."""
+    return len(coordinator.strategy._variables.client.versions(0))
+
+
+def settled(coordinator: sg.ClusterCoordinator) -> int:
+    """How many, after the next closure; scheduling is when the forgotten are freed."""
+    gc.collect()
+    coordinator.schedule(float)
+    coordinator.join(timeout_s=60)
+    return on_server(coordinator)
+
+
+def test_forgotten_variables_are_freed_as_models_are(coordinator: sg.ClusterCoordinator) -> None:
+    """Plain, sharded and per-worker ones; those that stay keep their values."""
+    with coordinator.strategy.scope():
+        stays = sg.Variable(torch.arange(3.0))
+        before = on_server(coordinator)
+        gone: list[Any] = [
+            sg.Variable(torch.zeros(1 << 16)),
+            sg.Variable(1.0),
+            sg.Variable(0, per_worker_variable=True),
+        ]
+    used = coordinator.schedule(lambda: float(gone[0].read_value().sum()) + float(gone[1]))
+    assert used.fetch(timeout_s=60) == 1.0
+    value = gone[0].read_value()
+    assert on_server(coordinator) == before + 3
+    del used, gone[:]
+    assert settled(coordinator) == before
+    assert float(value.sum()) == 0.0  # what was read stays valid
+    assert coordinator.schedule(lambda: stays.read_value().tolist()).fetch() == [0.0, 1.0, 2.0]
+    # Without a single closure in between, too: a loop on the coordinator must not fill the servers.
+    with coordinator.strategy.scope():
+        for _ in range(5):
+            sg.Variable(torch.zeros(8))
+            gc.collect()
+    assert on_server(coordinator) <= before + 1
+
+
+def test_what_a_function_captures_is_freed_after_it_and_not_before(
+    coordinator: sg.ClusterCoordinator,
+) -> None:
+    """Captured by a function, alone or beside a list: held while it waits, free when it is done."""
+    empty = settled(coordinator)
+    results = []
+
+    def schedule_and_forget(captures_list: bool) -> None:
+        model, optimizer = build(coordinator, torch.optim.SGD)
+        with coordinator.strategy.scope():
+            counter = sg.Variable(0.0)
+        extras = [1.0]  # a list can change unseen: such a function is packed at every schedule
+
+        def plain() -> float:
+            slow_step(model, optimizer, torch.randn(4, 2))
+            return float(counter.assign_add(1.0))
+
+        def with_list() -> float:
+            return plain() * extras[0]
+
+        function = with_list if captures_list else plain
+        results.extend(coordinator.schedule(function) for _ in range(20))
+
+    for captures_list in (False, True, False, True):
+        schedule_and_forget(captures_list)
+        gc.collect()
+    coordinator.join(timeout_s=60)
+    assert sorted(coordinator.fetch(results)) == sorted([float(n) for n in range(1, 21)] * 4)
+    assert settled(coordinator) == empty

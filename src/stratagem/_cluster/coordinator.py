@@ -56,16 +56,19 @@ class WorkerStatus:
 class ClusterCoordinator:
     """Schedules functions on the workers of a parameter-server cluster.
 
-    One coordinator per strategy: constructing it again gives the same object (CCO-1). Close it, or
-    use it as a context manager; the cluster then serves the next strategy.
+    One coordinator per strategy: constructing it again gives the same object (CCO-1), and entering
+    the strategy's scope makes it (PSS-5). It connects to the workers when it is constructed here, or
+    at the first call of one that a scope has made. Close it, or use it as a context manager; the
+    cluster then serves the next strategy.
 
     Args:
         strategy: a `ParameterServerStrategy`.
         options: limits; by default from the environment (`ClusterOptions.from_environment`).
 
     Raises:
-        ValueError: `strategy` has no cluster.
-        UnavailableError: no worker answered within ``connect_timeout_s``.
+        ValueError: `strategy` has no cluster, or its coordinator works with other options already.
+        UnavailableError: no worker answered within ``connect_timeout_s``; construct it again when
+            they are there.
 
     Example:
         >>> import stratagem as sg
@@ -78,62 +81,87 @@ class ClusterCoordinator:
         [0, 1, 4, 9]
     """
 
-    # Weak on both sides: a coordinator (its errors' tracebacks, for one) may lead to its strategy.
-    _of: ClassVar[weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]]] = (
-        weakref.WeakKeyDictionary()
-    )
-    _of_lock = threading.Lock()
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    _strategy: weakref.ref[ClusterStrategy]
+    _starting: threading.RLock
+    _running: Engine | None
+    _closed: bool
+    _joining: int
 
     def __new__(cls, strategy: Any, *, options: ClusterOptions | None = None) -> Self:
-        """The strategy's coordinator, made at the first call."""
-        if not isinstance(strategy, ClusterStrategy):
-            raise ValueError(
-                f"{strategy!r} has no cluster: ClusterCoordinator needs a ParameterServerStrategy."
-            )
-        with cls._of_lock:
-            known = cls._of.get(strategy)
-            found = known() if known is not None else None
-            if found is None:
-                found = super().__new__(cls)
-                found._begin(strategy, options or ClusterOptions.from_environment())
-                cls._of[strategy] = weakref.ref(found)
-        assert isinstance(found, cls)
+        """The strategy's coordinator, at work."""
+        found = cls.of(strategy)
+        found._start(options)
         return found
 
     def __init__(self, strategy: Any, *, options: ClusterOptions | None = None) -> None:
         """Everything happens in `__new__`: a second construction must not begin again."""
 
-    def _begin(self, strategy: ClusterStrategy, options: ClusterOptions) -> None:
-        self._strategy = weakref.ref(strategy)
-        resolver = strategy.cluster_resolver
-        self._engine = Engine(
-            resolver.cluster_spec(),
-            strategy._cluster_views(),
-            options,
-            key=cluster_key(resolver.cluster_key_text()),
-        )
-        self._joining = 0
-        self._engine.start()
-        try:
-            self._await_workers(options.connect_timeout_s)
-        except BaseException:
-            self.close()
-            raise
+    @classmethod
+    def of(cls, strategy: Any) -> Self:
+        """The strategy's coordinator, which may not have begun to work (PSS-5).
 
-    def _await_workers(self, limit_s: float) -> None:
-        engine = self._engine
-        wanted = len(engine.links)
-        with engine.changed:
-            engine.changed.wait_for(lambda: engine.queue.workers_up() == wanted, timeout=limit_s)
-            up = engine.queue.workers_up()
-        if up == 0:
-            raise UnavailableError(
-                f"no worker answered within {limit_s:g} s ({engine.why_down()}). Start the workers, "
-                "or raise STRATAGEM_CONNECT_TIMEOUT_S.",
-                task="/job:worker",
+        Example:
+            >>> import stratagem as sg
+            >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+            ...     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+            ...         with strategy.scope():  # makes the coordinator
+            ...             pass
+            ...         print(sg.ClusterCoordinator.of(strategy))
+            <ClusterCoordinator [not connected]>
+        """
+        if not isinstance(strategy, ClusterStrategy):
+            raise ValueError(
+                f"{strategy!r} has no cluster: ClusterCoordinator needs a ParameterServerStrategy."
             )
-        if up < wanted:
-            _log.warning("%d of %d workers answer after %g s; going on", up, wanted, limit_s)
+        with cls._making:
+            found = strategy._cluster_coordinator
+            if found is None:
+                found = super().__new__(cls)
+                found._strategy = weakref.ref(strategy)  # which holds this coordinator
+                found._starting = threading.RLock()
+                found._running = None
+                found._closed = False
+                found._joining = 0
+                strategy._cluster_coordinator = found
+        assert isinstance(found, cls)
+        return found
+
+    @property
+    def _engine(self) -> Engine:
+        return self._running or self._start(None)
+
+    def _start(self, options: ClusterOptions | None) -> Engine:
+        """Connects to the workers, unless that is done."""
+        with self._starting:
+            if self._running is not None:
+                if options is not None and options != self._running.options:
+                    raise ValueError(
+                        f"this strategy's coordinator works with {self._running.options!r} already, "
+                        f"not with {options!r}: give the options when it is first constructed."
+                    )
+                return self._running
+            strategy = self._strategy()
+            if self._closed or strategy is None:
+                raise _closed_error("ClusterCoordinator")
+            resolver = strategy.cluster_resolver
+            engine = Engine(
+                resolver.cluster_spec(),
+                strategy._cluster_views(),
+                options or ClusterOptions.from_environment(),
+                key=cluster_key(resolver.cluster_key_text()),
+            )
+            engine.start()
+            try:
+                _await_workers(engine)
+            except BaseException:
+                engine.close()
+                raise
+            self._running = engine
+            # One that is simply forgotten ends its threads (CCO-2). The engine knows nothing of us.
+            weakref.finalize(self, engine.abandon).atexit = False
+            return engine
 
     # ------------------------------------------------------------------ for the user
 
@@ -302,9 +330,16 @@ class ClusterCoordinator:
 
         Variables of the strategy are freed on the servers. May be called again.
         """
-        if not self._engine.closed:
-            self._engine.close()
-            self._engine.views.close()
+        with self._starting:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            return
+        engine, strategy = self._running, self._strategy()
+        if engine is not None:
+            engine.close()
+            engine.views.close()
+        elif strategy is not None:
+            strategy._cluster_views().close()
 
     def __enter__(self) -> Self:
         return self
@@ -322,8 +357,11 @@ class ClusterCoordinator:
 
     @override
     def __repr__(self) -> str:
-        state = "closed" if self._engine.closed else repr(self._engine.queue)
-        return f"<ClusterCoordinator {self._engine.name} [{state}, {self._engine.finished} done]>"
+        engine = self._running
+        if engine is None:
+            return f"<ClusterCoordinator [{'closed' if self._closed else 'not connected'}]>"
+        state = "closed" if self._closed else repr(engine.queue)
+        return f"<ClusterCoordinator {engine.name} [{state}, {engine.finished} done]>"
 
     # ------------------------------------------------------------------ inside
 
@@ -356,8 +394,28 @@ class ClusterCoordinator:
             raise error
 
     def _refuse_if_closed(self, what: str) -> None:
-        if self._engine.closed:
-            raise RuntimeError(
-                f"{what}: this coordinator is closed. Make a new strategy and a coordinator for it; "
-                "the cluster can serve them."
-            )
+        if self._closed or self._engine.closed:
+            raise _closed_error(what)
+
+
+def _closed_error(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what}: this coordinator is closed. Make a new strategy and a coordinator for it; the "
+        "cluster can serve them."
+    )
+
+
+def _await_workers(engine: Engine) -> None:
+    """Waits until every worker has answered; goes on without some, but not without any."""
+    wanted, limit_s = len(engine.links), engine.options.connect_timeout_s
+    with engine.changed:
+        engine.changed.wait_for(lambda: engine.queue.workers_up() == wanted, timeout=limit_s)
+        up = engine.queue.workers_up()
+    if up == 0:
+        raise UnavailableError(
+            f"no worker answered within {limit_s:g} s ({engine.why_down()}). Start the workers, "
+            "or raise STRATAGEM_CONNECT_TIMEOUT_S.",
+            task="/job:worker",
+        )
+    if up < wanted:
+        _log.warning("%d of %d workers answer after %g s; going on", up, wanted, limit_s)

@@ -115,6 +115,7 @@ class Engine:
             len(tasks), limit=options.queue_limit, poison_limit=options.poison_limit
         )
         self.closed = False
+        self.abandoned = False
         self.errors: deque[ClosureRecord] = deque(maxlen=ERRORS_KEPT)
         self.facts: dict[int, metrics.Snapshot] = {}
         self.finished = 0
@@ -163,6 +164,13 @@ class Engine:
             self.changed.notify_all()
         close_links(self.links, self.options.close_timeout_s)
         self._watch.close(self.options.close_timeout_s)
+
+    def abandon(self) -> None:
+        """Nobody has the coordinator any more: the watch ends everything soon.
+
+        Called while objects are being collected, in any thread, whatever it holds: it only notes.
+        """
+        self.abandoned = True
 
     # ------------------------------------------------------------------ work comes in
 

@@ -28,6 +28,8 @@ class Call:
     function: Shipment
     arguments: Shipment | None
     version: int
+    holds: Sequence[object] = ()
+    """What the function captures of the strategy's: not to be freed before the call is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +69,7 @@ class Sender:
     ) -> Call:
         """Packs a call as everything is now; raises what cannot be sent."""
         with self._packing:
-            shipped = self._shipper.function(function)
+            shipped, holds = self._shipper.function(function)
             arguments = None
             if args or kwargs:
                 arguments = self._shipper.arguments(args or (), dict(kwargs or {}))
@@ -77,7 +79,7 @@ class Sender:
                 if shipment is not None:
                     self._updates.append((version, shipment))
                 self._version = version
-        return Call(shipped, arguments, version)
+        return Call(shipped, arguments, version, holds)
 
     def catch_up(self, link: WorkerLink) -> None:
         """Tells a new life what the strategy's state is now."""

@@ -1,11 +1,8 @@
 """Turns functions and arguments into messages, each function once.
 
-Here is decided when a function that is scheduled again is still the same one. A function is known by
-its *mark*: its code, and what it captures (closure cells, defaults, the globals its code names). Plain
-values count by value; the strategy's own objects, modules, classes and functions by identity; tensors
-by identity and version. Anything else it captures (a list, a dictionary, an object of yours) may have
-changed inside without a trace: such a function is packed anew at every `schedule`, and sent again if
-its bytes changed. So a worker always sees what the coordinator had at the time of `schedule`.
+A function that is scheduled again is known by its *mark* (`marks.py`). One that has none, because it
+captures what may have changed without a trace, is packed anew at every `schedule`, and sent again if its
+bytes changed. So a worker always sees what the coordinator had at the time of `schedule`.
 
 Tokens of the strategy's objects (`views.py`) are collected on the way: their definitions travel once
 per worker life, before the first closure that names them.
@@ -15,16 +12,15 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 import types
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-import torch
-
 from stratagem import metrics
+from stratagem._cluster.marks import ChangeableError, Check, Look, Marker, is_installed
 from stratagem._cluster.remote import PerWorkerValues, RemoteValue
 from stratagem._cluster.views import CoordinatorViews
 from stratagem._wire import messages
@@ -52,43 +48,23 @@ class Shipment:
 
 
 @dataclass(slots=True, eq=False)
-class _Check:
-    """One thing a function captures, as it was when the function was packed."""
+class _Recent:
+    """A function scheduled before: known by itself, as long as its checks hold."""
 
-    holder: Any  # a cell, or the globals
-    name: str | None
-    found: Any
-    version: int  # of a tensor; -1 for everything else
-
-    def holds(self) -> bool:
-        """Whether it is still the same."""
-        if self.name is not None:
-            now = self.holder.get(self.name, _MISSING)
-        else:
-            now = self.holder.cell_contents
-        return now is self.found and (self.version < 0 or self.found._version == self.version)
-
-
-@dataclass(slots=True, eq=False)
-class _Look:
-    """What is noted while a function is looked at."""
-
-    alive: list[object]  # the marks hold ids: what they belong to must not be freed meanwhile
-    checks: list[_Check]
-    quick: bool = True  # whether the checks are all there is to it
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
+    function: weakref.ref[Any]
     shipment: Shipment
-    look: _Look
+    checks: list[Check]
 
-
-_MISSING: Final = object()
-
-
-class _ChangeableError(Exception):
-    """The function captures something whose changes cannot be seen."""
+    def still_holds(self) -> list[object] | None:
+        """What it captures that must live as long as its closure; None if something changed."""
+        held: list[object] = []
+        for check in self.checks:
+            now = check.now()
+            if not check.is_same(now):
+                return None
+            if check.is_handle:
+                held.append(now)
+        return held
 
 
 @final
@@ -97,8 +73,13 @@ class Shipper:
 
     def __init__(self, views: CoordinatorViews) -> None:
         self._views = views
-        self._known: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._recent: dict[int, _Entry] = {}
+        self._marker = Marker(views.describe)
+        # By mark: the shipment, its captured objects watched, and what else the mark's ids stand for.
+        self._known: OrderedDict[Hashable, tuple[Shipment, Sequence[object], Sequence[object]]] = (
+            OrderedDict()
+        )
+        self._stale: deque[Hashable] = deque()
+        self._recent: dict[int, _Recent] = {}
         self._by_digest: OrderedDict[bytes, Shipment] = OrderedDict()
         self._tokens: list[Hashable] = []
         self._holds: list[object] = []
@@ -107,29 +88,44 @@ class Shipper:
         self.definitions: dict[Hashable, tuple[Encoded, tuple[Hashable, ...]]] = {}
         self.evicted: list[bytes] = []
 
-    def function(self, function: Callable[..., object]) -> Shipment:
-        """The packed function; the same shipment as before if nothing it sees has changed."""
+    def function(self, function: Callable[..., object]) -> tuple[Shipment, Sequence[object]]:
+        """The packed function, the same shipment as before if nothing it sees has changed.
+
+        Beside it, what the function captures of the strategy's objects: to be kept until its closure
+        is done. Nothing here keeps them alive, so that a model nobody has any more is freed.
+        """
         recent = self._recent.get(id(function))
-        if recent is not None and all(check.holds() for check in recent.look.checks):
-            return recent.shipment
-        look = _Look([function], [])
+        if recent is not None and recent.function() is function:
+            held = recent.still_holds()
+            if held is not None:
+                return recent.shipment, held
+        while self._stale:
+            self._known.pop(self._stale.popleft(), None)
+        look = Look()
         try:
-            mark = self._mark(function, look, 0)
-        except _ChangeableError:
+            mark = self._marker.mark(function, look)
+        except ChangeableError:
             self._packed_again.add()
             return self._pack_function(function)
         known = self._known.get(mark)
-        shipment = known.shipment if known is not None else self._pack_function(function)
-        entry = _Entry(shipment, look)
-        self._known[mark] = entry
-        self._known.move_to_end(mark)
-        if len(self._known) > FUNCTION_LIMIT:
-            self._known.popitem(last=False)
-        if look.quick and type(function) is types.FunctionType:
+        if known is not None:
+            shipment = known[0]
+            self._known.move_to_end(mark)
+        else:
+            shipment = self._pack_function(function)[0]
+            # A mark is made of ids: with one of the objects it goes, too (maybe in another thread).
+            note = functools.partial(_note, self._stale, mark)
+            watched = [weakref.ref(obj, note) for obj in look.handles]
+            self._known[mark] = (shipment, watched, look.kept)
+            if len(self._known) > FUNCTION_LIMIT:
+                self._known.popitem(last=False)
+        if look.is_quick and type(function) is types.FunctionType:
             if len(self._recent) >= FUNCTION_LIMIT:
                 self._recent.clear()
-            self._recent[id(function)] = entry  # the look keeps the function, so its id, alive
-        return shipment
+            forget = functools.partial(_pop, self._recent, id(function))
+            reference = weakref.ref(function, forget)
+            self._recent[id(function)] = _Recent(reference, shipment, look.checks)
+        return shipment, look.handles
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Shipment:
         """The packed arguments of one call."""
@@ -152,8 +148,9 @@ class Shipper:
         """Packed updates."""
         return self._pack(list(updates))
 
-    def _pack_function(self, function: Callable[..., object]) -> Shipment:
+    def _pack_function(self, function: Callable[..., object]) -> tuple[Shipment, Sequence[object]]:
         _ship_user_modules_by_value()
+        self._holding = True
         try:
             shipment = self._pack(function)
         except (ValueError, StratagemError):
@@ -164,16 +161,19 @@ class Shipper:
                 "something it captures, cannot be pickled; create that thing inside the function, "
                 "or with create_per_worker_resource."
             ) from error
+        finally:
+            self._holding = False
+        held, shipment.holds = shipment.holds, ()  # the shipment may outlive the closure by far
         shipment.digest = digest_of(shipment.packed, shipment.buffers)
         shipment.name = describe_function(function)
         same = self._by_digest.get(shipment.digest)
         if same is not None:
             self._by_digest.move_to_end(shipment.digest)
-            return same
+            return same, held
         self._by_digest[shipment.digest] = shipment
         if len(self._by_digest) > FUNCTION_LIMIT:
             self.evicted.append(self._by_digest.popitem(last=False)[0])
-        return shipment
+        return shipment, held
 
     def _pack(self, obj: object) -> Shipment:
         self._tokens, self._holds = [], []
@@ -225,128 +225,13 @@ class Shipper:
             self._holds.append(obj)
         return "v", token
 
-    # ------------------------------------------------------------------ marks
 
-    def _mark(self, obj: Any, look: _Look, depth: int) -> Hashable:
-        kind = type(obj)
-        if kind in _BY_VALUE:
-            return kind, obj
-        if kind is types.FunctionType:
-            return self._mark_function(obj, look, depth)
-        if kind in _BY_IDENTITY or isinstance(obj, type):
-            look.alive.append(obj)
-            return id(obj)
-        if kind is tuple:
-            return tuple(self._mark(item, look, depth) for item in obj)
-        if kind is functools.partial:
-            look.quick = False
-            return (
-                "partial",
-                self._mark(obj.func, look, depth),
-                self._mark(obj.args, look, depth),
-                self._mark(tuple(sorted(obj.keywords.items())), look, depth),
-            )
-        if kind is types.MethodType:
-            look.quick = False
-            return (
-                "method",
-                self._mark(obj.__func__, look, depth),
-                self._mark(obj.__self__, look, depth),
-            )
-        if kind is PerWorkerValues or self._views.describe(obj) is not None:
-            look.alive.append(obj)
-            return id(obj)
-        if isinstance(obj, torch.Tensor):
-            look.alive.append(obj)
-            return id(obj), obj._version
-        raise _ChangeableError
-
-    def _mark_function(self, function: types.FunctionType, look: _Look, depth: int) -> Hashable:
-        look.alive.append(function)
-        code = function.__code__
-        if is_installed(function.__module__):
-            return id(function)
-        if depth > 8:  # functions that name each other; their globals are looked at once
-            return id(code)
-        look.alive.append(code)
-        parts: list[Hashable] = [id(code)]
-        for cell in function.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not yet filled
-                look.quick = False
-                parts.append(None)
-            else:
-                parts.append(self._mark_captured(cell, None, content, look, depth))
-        if function.__defaults__ or function.__kwdefaults__:
-            look.quick = False
-            pairs = tuple(sorted((function.__kwdefaults__ or {}).items()))
-            parts.append(self._mark((function.__defaults__ or (), pairs), look, depth + 1))
-        space = function.__globals__
-        for name in names_of(code):
-            found = space.get(name, _MISSING)
-            if found is not _MISSING:
-                parts.append(self._mark_captured(space, name, found, look, depth))
-            else:
-                look.checks.append(_Check(space, name, _MISSING, -1))
-        return tuple(parts)
-
-    def _mark_captured(
-        self, holder: Any, name: str | None, obj: Any, look: _Look, depth: int
-    ) -> Hashable:
-        """Marks what a function captures; a function already being looked at counts by its code."""
-        # A captured tensor inside a tuple can change without the tuple being another one.
-        if type(obj) is tuple:
-            look.quick = False
-        tensor = isinstance(obj, torch.Tensor)
-        described = tensor and self._views.describe(obj) is not None
-        version = obj._version if tensor and not described else -1
-        look.checks.append(_Check(holder, name, obj, version))
-        if type(obj) is types.FunctionType and any(obj is seen for seen in look.alive):
-            return id(obj.__code__)
-        return self._mark(obj, look, depth + 1)
+def _note(stale: deque[Hashable], mark: Hashable, _: object) -> None:
+    stale.append(mark)
 
 
-_BY_VALUE: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
-_BY_IDENTITY: Final = frozenset(
-    {types.ModuleType, types.BuiltinFunctionType, type, torch.dtype, torch.device, torch.Size}
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def names_of(code: types.CodeType) -> tuple[str, ...]:
-    """Global names a function's code, and the functions defined in it, may look up."""
-    names = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(names_of(constant)))
-    return tuple(names)
-
-
-@functools.cache
-def _installed_roots() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(sorted(path + "/" for path in found))
-
-
-@functools.cache
-def is_installed(module: str | None) -> bool:
-    """Whether a module is part of the installation, so that every task has it.
-
-    Example:
-        >>> is_installed("torch.nn"), is_installed("__main__")
-        (True, False)
-    """
-    if module is None or module == "__main__":
-        return False
-    if module == "stratagem" or module.startswith("stratagem."):
-        return True
-    found = sys.modules.get(module)
-    if found is None:
-        return False
-    file = getattr(found, "__file__", None)
-    return file is None or str(file).startswith(_installed_roots())
+def _pop(recent: dict[int, _Recent], key: int, _: object) -> None:
+    recent.pop(key, None)
 
 
 _looked_at: set[str] = set()

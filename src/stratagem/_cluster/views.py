@@ -78,6 +78,9 @@ class CoordinatorViews(Protocol):
 class ClusterStrategy(Protocol):
     """A strategy that has a cluster."""
 
+    _cluster_coordinator: Any
+    """Its coordinator, once there is one."""
+
     @property
     def cluster_resolver(self) -> Any:
         """Where the cluster's tasks are."""

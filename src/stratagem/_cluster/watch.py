@@ -75,6 +75,9 @@ class Watch:
     def _watch_life(self) -> None:
         beat_at = 0.0
         while not self._stop.wait(TICK_S):
+            if self._engine.abandoned:
+                self._engine.close()
+                return
             self._guard(self._engine.look_for_silence)
             now = time.monotonic()
             if now - beat_at >= self._engine.options.heartbeat_s:

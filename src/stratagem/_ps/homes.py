@@ -215,7 +215,7 @@ class CoordinatorVariables:
         self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
             weakref.WeakValueDictionary()
         )
-        self._forgotten: deque[Kept] = deque()
+        self._forgotten: deque[Kept | tuple[Place, ...]] = deque()
         self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
         devices.coordinate(id(self))  # this process is the cluster's chief now (PSS-10)
 
@@ -238,6 +238,14 @@ class CoordinatorVariables:
         """A variable on the servers, not created there yet; it lets go of them when we close."""
         remote = RemoteVariable(description, self.client)
         self._remotes.add(remote)
+        return remote
+
+    def new_variable(self, description: Description) -> RemoteVariable:
+        """A variable created on the servers, and freed there when nobody has it any more."""
+        self.free_forgotten()
+        remote = self.new_remote(description)
+        self.client.create_all(remote.wanted())
+        self._when_gone(remote, remote.places)
         return remote
 
     def adopt_parameter(
@@ -266,19 +274,27 @@ class CoordinatorVariables:
 
     def _keep(self, home: CoordinatorHome | CoordinatorBuffer) -> None:
         self._homes.add(home)
-        # May run in any thread, at any time: it only notes what `flush` is to free.
-        weakref.finalize(home, self._forgotten.append, home.kept).atexit = False
+        self._when_gone(home, home.kept)
+
+    def _when_gone(self, owner: object, what: Kept | tuple[Place, ...]) -> None:
+        # May run in any thread, at any time: it only notes what `free_forgotten` is to free.
+        weakref.finalize(owner, self._forgotten.append, what).atexit = False
+
+    def free_forgotten(self) -> None:
+        """Delete on the servers what nobody has here any more."""
+        gone: list[Place] = []
+        while self._forgotten:
+            what = self._forgotten.popleft()
+            if not isinstance(what, Kept):
+                gone.extend(what)
+            elif what.remote is not None:
+                gone.extend(what.remote.places)
+        if gone:
+            self.client.delete(gone)
 
     def flush(self) -> None:
         """Create what is new on the servers, write what was changed here, free what is forgotten."""
-        forgotten = []
-        while self._forgotten:
-            forgotten.append(self._forgotten.popleft())
-        gone = [
-            place for kept in forgotten if kept.remote is not None for place in kept.remote.places
-        ]
-        if gone:
-            self.client.delete(gone)
+        self.free_forgotten()
         every = [home.kept for home in self._homes if not is_lazy(home.kept.tensor)]
         new = [kept for kept in every if kept.remote is None]
         if new:

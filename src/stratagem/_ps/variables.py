@@ -43,7 +43,7 @@ class ReadCache:
     """Values read once and kept while ``cache_variable_reads`` is open (PSS-14)."""
 
     def __init__(self) -> None:
-        self.values: dict[int, Tensor] | None = None
+        self.values: dict[RemotePlace, Tensor] | None = None
 
 
 @final
@@ -94,9 +94,9 @@ class RemotePlace(Place):
         cached = self._cache.values
         if cached is None:
             return self._fresh()
-        known = cached.get(id(self))
+        known = cached.get(self)
         if known is None:
-            known = cached[id(self)] = self._fresh().detach().clone()
+            known = cached[self] = self._fresh().detach().clone()
         return known
 
     def _fresh(self) -> Tensor:
@@ -257,8 +257,7 @@ def create(
     tracks = request.tracks_gradient()
 
     def made(part: Description, value: Tensor, asked: VariableRequest) -> Variable:
-        remote = owner.new_remote(part)
-        owner.client.create_all(remote.wanted())
+        remote = owner.new_variable(part)
         remote.put(value)
         place = RemotePlace(remote, tracks=tracks, strategy=strategy, cache=cache)
         return Variable.at(place, asked, strategy)
@@ -307,8 +306,7 @@ def create_per_worker(
     for worker in workers:
         name = f"{request.name}/worker_{worker}"
         where = owner.place_variable(name, tuple(value.shape), value.dtype, 1)
-        remote = owner.new_remote(where)
-        owner.client.create_all(remote.wanted())
+        remote = owner.new_variable(where)
         remote.put(value)
         remotes.append(remote)
     return PerWorkerVariable(remotes, replace(request, initial_value=value))

@@ -8,6 +8,7 @@ scheduling them is the `ClusterCoordinator`'s business, which finds the strategy
 
 from __future__ import annotations
 
+import importlib
 import logging
 import secrets
 import weakref
@@ -101,6 +102,7 @@ class ParameterServerStrategy(Strategy):
         self._session = secrets.token_hex(8)
         self._cache = ReadCache()
         self._views: CoordinatorViews | None = None
+        self._cluster_coordinator: Any = None
         super().__init__(gradient_aggregation=gradient_aggregation)
         secret = cluster_resolver.cluster_key_text()
         membership = Membership(
@@ -179,10 +181,16 @@ class ParameterServerStrategy(Strategy):
 
     @override
     def _scope_entered(self) -> AbstractContextManager[object]:
+        if self._cluster_coordinator is None:
+            # Made, not started (PSS-5): it connects to the workers when it is first used. Found by
+            # name, since imports go down only.
+            importlib.import_module("stratagem._cluster.coordinator").ClusterCoordinator.of(self)
         return BigTables(config.remote_table_bytes())
 
     @override
     def _close(self) -> None:
+        if self._cluster_coordinator is not None:
+            self._cluster_coordinator.close()
         self._session_end()
 
     # -------------------------------------------------------------- variables

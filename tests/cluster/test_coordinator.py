@@ -13,7 +13,7 @@ import torch
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster, RemoteValue
-from stratagem._cluster.engine import ClosureRecord
+from stratagem._cluster.coordinator import ClosureRecord
 from stratagem._cluster.remote import PerWorkerValues, RemoteValueStatus
 from stratagem.errors import ClosureCancelled, ClosureInputError, DeadlineExceeded, StratagemError
 

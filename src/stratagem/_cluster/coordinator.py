@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Self, final
 from typing_extensions import override
 
 from stratagem import metrics
-from stratagem._cluster.engine import ClosureRecord as ClosureRecord
 from stratagem._cluster.engine import Engine
+from stratagem._cluster.remote import ClosureRecord as ClosureRecord
 from stratagem._cluster.remote import (
     PerWorkerDataset,
     PerWorkerValues,

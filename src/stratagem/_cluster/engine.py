@@ -20,14 +20,13 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 from stratagem import metrics
 from stratagem._cluster import output
 from stratagem._cluster.closures import Action, ClosureQueue, Fate, Recall, Settle
 from stratagem._cluster.link import WorkerLink, close_links
-from stratagem._cluster.remote import Bell, PerWorkerValues
+from stratagem._cluster.remote import Bell, ClosureRecord, PerWorkerValues
 from stratagem._cluster.sending import Call, Closure, Sender
 from stratagem._cluster.shipping import Encoded
 from stratagem._cluster.spec import ClusterSpec
@@ -66,29 +65,6 @@ _COUNTED: Final = (
     "workers_lost",
     "closures_repeated",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClosureRecord:
-    """One error: whose it was, where, and what happened.
-
-    Example:
-        >>> from stratagem._cluster.engine import ClosureRecord
-        >>> ClosureRecord(
-        ...     closure=3,
-        ...     function="step",
-        ...     worker="/job:worker/task:1",
-        ...     error=ValueError("no"),
-        ...     remote_traceback="...",
-        ... ).error
-        ValueError('no')
-    """
-
-    closure: int | None
-    function: str
-    worker: str
-    error: BaseException
-    remote_traceback: str = ""
 
 
 @final

@@ -10,6 +10,7 @@ import enum
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
@@ -221,6 +222,29 @@ class PerWorkerDataset:
     @override
     def __repr__(self) -> str:
         return f"<PerWorkerDataset of {self._source!r}>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosureRecord:
+    """One error: whose it was, where, and what happened.
+
+    Example:
+        >>> from stratagem._cluster.remote import ClosureRecord
+        >>> ClosureRecord(
+        ...     closure=3,
+        ...     function="step",
+        ...     worker="/job:worker/task:1",
+        ...     error=ValueError("no"),
+        ...     remote_traceback="...",
+        ... ).error
+        ValueError('no')
+    """
+
+    closure: int | None
+    function: str
+    worker: str
+    error: BaseException
+    remote_traceback: str = ""
 
 
 def build_dataset(source: object, *, index: int, workers: int) -> Iterable[object]:

@@ -1,4 +1,4 @@
-"""Hostile bytes against every listening socket: no crash, no hang, bounded memory, others undisturbed.
+"""Hostile bytes against a parameter server: no crash, no hang, bounded memory, others undisturbed.
 
 Three depths: strangers before the handshake; peers that have the key and send broken frames; peers that
 send well-formed messages with absurd contents. The seed is fixed; a failure can be repeated.
@@ -6,37 +6,25 @@ send well-formed messages with absurd contents. The seed is fixed; a failure can
 
 from __future__ import annotations
 
-import os
 import random
-import select
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
+from hostile import KEY, LIMIT_S, SEED, Target, attack_as_strangers, mutate, send_then_hang_up
+from hostile import broken as broken_bytes
 
-from stratagem._cluster.worker import Worker
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel, connect
 from stratagem._wire.frames import FrameParser, Limits
-from stratagem._wire.handshake import ClientHandshake, ClusterKey
-from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError, WireError
+from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 
 # Measured 40 s with six other jobs per core; the usual limit of 60 s is too near for that.
 pytestmark = pytest.mark.timeout(300)
-
-LIMIT_S = 30.0
-SEED = 20240607
-KEY = ClusterKey(b"a key for this test only")
 
 # Frames of each kind; together more than 100,000 go over sockets, and 100,000 through the parser alone.
 STRANGERS = 2_000
@@ -58,38 +46,14 @@ server.serve()
 """
 
 
-class Target:
-    """A parameter server in a process of its own."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, KEY.text()], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
-
-    def memory(self) -> int:
-        """Resident bytes."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
-        return int(line.split()[1]) * 1024
-
-    def threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/task"))
-
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
-
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
     """The server under attack."""
-    target = Target()
+    target = Target(SERVER)
     try:
         yield target
     finally:
-        target.process.kill()
-        target.process.communicate(timeout=LIMIT_S)
+        target.close()
 
 
 @pytest.fixture
@@ -97,88 +61,21 @@ def honest(target: Target) -> Iterator[PsClient]:
     """An ordinary client; after the attack it must find everything as it was."""
     who = Membership(session="honest", task="/job:chief/task:0", is_owner=True, key=KEY)
     w = Place(0, 1, (4,), torch.float32)
-    memory, descriptors = target.memory(), target.descriptors()
     with PsClient([("/job:ps/task:0", target.address)], who) as client:
         client.create(w, "w", value=torch.arange(4.0))
         yield client
         assert client.read([w])[0][0].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert client.ping(0, timeout_s=LIMIT_S).served > 0
-        assert target.process.poll() is None
-        assert target.memory() - memory < 200 << 20
-    deadline = Deadline()
-    while target.descriptors() > descriptors + 8:
-        deadline.check()
-
-
-class Deadline:
-    """Fails a wait that lasts too long."""
-
-    def __init__(self) -> None:
-        self.left = int(LIMIT_S / 0.01)
-
-    def check(self) -> None:
-        self.left -= 1
-        assert self.left > 0
-        select.select([], [], [], 0.01)
+    target.check_unharmed()
 
 
 # Before the handshake.
-
-
-def strange_bytes(random_: random.Random) -> bytes:
-    """What scanners, other protocols and half-broken peers send."""
-    opening = bytearray(ClientHandshake(KEY, who="x").opening())
-    choice = random_.randrange(5)
-    if choice == 0:
-        return random_.randbytes(random_.randrange(200))
-    if choice == 1:
-        return b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
-    if choice == 2:
-        opening[random_.randrange(len(opening))] ^= 1 << random_.randrange(8)
-        return bytes(opening) + random_.randbytes(random_.randrange(100))
-    if choice == 3:
-        return bytes(opening) + random_.randbytes(32)
-    return bytes(opening[: random_.randrange(len(opening))])
-
-
-def attack_as_strangers(address: str, count: int) -> None:
-    """Many connections, a window of them open at the same time."""
-    random_ = random.Random(SEED)
-    host, port = address.rsplit(":", 1)
-    window: list[socket.socket] = []
-    for _ in range(count):
-        sock = socket.create_connection((host, int(port)), timeout=LIMIT_S)
-        try:
-            sock.sendall(strange_bytes(random_))
-        except OSError:
-            pass  # refused while we were sending
-        window.append(sock)
-        if len(window) > 30:
-            window.pop(0).close()
-    for sock in window:
-        sock.close()
 
 
 def test_strangers_at_a_parameter_server(target: Target, honest: PsClient) -> None:
     """None gets in; the honest client is served all the while."""
     attack_as_strangers(target.address, STRANGERS)
     assert honest.versions(0) == {1: 1}
-
-
-def test_strangers_at_a_worker() -> None:
-    """The other listening socket of a cluster."""
-    with Worker("127.0.0.1:0", index=0, key=KEY) as worker:
-        thread = threading.Thread(target=worker.serve, name="test-worker")
-        thread.start()
-        attack_as_strangers(worker.address, STRANGERS // 4)
-        with connect(worker.address, key=KEY, timeout_s=LIMIT_S) as channel:
-            with pytest.raises(WireError):  # not a coordinator: turned away, but let in
-                channel.request(messages.Ping(), timeout_s=LIMIT_S)
-        with connect(worker.address, key=KEY, timeout_s=LIMIT_S):
-            pass
-        worker.close()
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
 
 
 # With the key.
@@ -221,29 +118,6 @@ SEEDS: list[messages.Message] = [
     messages.WriteState(optimizer=1, items=(messages.StateItem(1, "momentum_buffer", _T),)),
     messages.DeleteVariables(variables=(9,)),
 ]
-INTERESTING = [0, 1, 2, -1, 7, 255, 2**31, 2**63 - 1, -(2**63), 2**40]
-
-
-def mutate(value: Any, random_: random.Random) -> Any:
-    """The same structure with one or more leaves changed to others of the same kind."""
-    if isinstance(value, dict):
-        return {key: one if key == "type" else mutate(one, random_) for key, one in value.items()}
-    if isinstance(value, list):
-        changed = [mutate(one, random_) for one in value]
-        if changed and not isinstance(value[0], str) and random_.random() < 0.03:
-            changed.append(random_.choice(changed))
-        return changed
-    if random_.random() > 0.06 or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return random_.choice(INTERESTING)
-    if isinstance(value, float):
-        return random_.choice([0.0, -1.0, float("nan"), float("inf"), 1e300])
-    if isinstance(value, bytes):
-        return random_.randbytes(len(value))
-    return value  # texts are names and tags; changed in `absurd`
-
-
 TEXTS = ["", "float64", "bool", "int64", "no such", "sub", "set", "max", "uniform", "trunc_normal"]
 
 
@@ -265,18 +139,7 @@ def absurd(random_: random.Random) -> bytes:
 
 
 def broken(random_: random.Random) -> bytes:
-    """A frame with some bytes changed, cut out or put in."""
-    data = bytearray(absurd(random_))
-    for _ in range(random_.randrange(1, 4)):
-        position = random_.randrange(min(len(data), random_.choice([24, 120, 2000])))
-        choice = random_.randrange(3)
-        if choice == 0:
-            data[position] ^= 1 << random_.randrange(8)
-        elif choice == 1:
-            del data[position : position + random_.randrange(1, 9)]
-        else:
-            data[position:position] = random_.randbytes(random_.randrange(1, 9))
-    return bytes(data)
+    return broken_bytes(absurd(random_), random_)
 
 
 class Attacker:
@@ -337,43 +200,8 @@ def test_broken_frames_at_a_parameter_server(target: Target, honest: PsClient) -
     for _ in range(BROKEN_FRAMES):
         attacker = Attacker(target.address)
         with attacker.connected() as channel:
-            sock = channel._stream.sock
-            try:
-                sock.send(broken(random_))
-                # A frame that announces more than it brings is waited for; this ends the waiting.
-                sock.shutdown(socket.SHUT_WR)
-                while select.select([sock], [], [], LIMIT_S)[0] and sock.recv(1 << 16):
-                    pass
-                assert not sock.recv(1)
-            except OSError:
-                pass  # it hung up on us while we were sending
+            send_then_hang_up(channel._stream.sock, broken(random_))
     assert honest.versions(0) == {1: 1}
-
-
-def test_broken_frames_at_a_worker() -> None:
-    """It hangs up on each of them, and then serves the next caller."""
-    random_ = random.Random(SEED + 4)
-    with Worker("127.0.0.1:0", index=0, key=KEY) as worker:
-        thread = threading.Thread(target=worker.serve, name="test-worker")
-        thread.start()
-        for _ in range(BROKEN_FRAMES // 4):
-            with connect(worker.address, key=KEY, timeout_s=LIMIT_S) as channel:
-                sock = channel._stream.sock
-                try:
-                    sock.send(broken(random_))
-                    sock.shutdown(socket.SHUT_WR)
-                    while select.select([sock], [], [], LIMIT_S)[0] and sock.recv(1 << 16):
-                        pass
-                    assert not sock.recv(1)
-                except OSError:
-                    pass  # it hung up on us while we were sending
-        with connect(worker.address, key=KEY, timeout_s=LIMIT_S) as channel:
-            attend = messages.Hello(task="/job:chief/task:0")
-            with pytest.raises(WireError):  # not a coordinator: turned away, but let in
-                channel.request(attend, timeout_s=LIMIT_S)
-        worker.close()
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
 
 
 def test_half_frames_are_waited_for_without_harm(target: Target, honest: PsClient) -> None:

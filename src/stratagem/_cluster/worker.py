@@ -207,15 +207,22 @@ class Worker:
         """Answers those who only ask; tells other coordinators that this worker is taken."""
         for channel in self._listener.progress():
             with channel:
-                frame = channel.receive(timeout_s=0.2)
-                if frame is not None and isinstance(frame.message, messages.AskStats):
-                    channel.reply(frame, messages.Stats(facts=self.facts()))
-                elif frame is not None:
-                    busy = UnavailableError(
-                        f"{self.task} serves another coordinator: close that one first.",
-                        task=self.task,
-                    )
-                    channel.reply(frame, failure_from(busy, task=self.task, with_pickle=True))
+                try:
+                    self._answer_other(channel)
+                except WireError as error:  # its trouble, not that of the coordinator we serve
+                    _log.info("%s turned away %s: %s", self.task, channel.peer, error)
+
+    def _answer_other(self, channel: Channel) -> None:
+        frame = channel.receive(timeout_s=0.2)
+        if frame is not None and isinstance(frame.message, messages.AskStats):
+            channel.reply(frame, messages.Stats(facts=self.facts()), timeout_s=0.2)
+        elif frame is not None:
+            busy = UnavailableError(
+                f"{self.task} serves another coordinator: close that one first.",
+                task=self.task,
+            )
+            failure = failure_from(busy, task=self.task, with_pickle=True)
+            channel.reply(frame, failure, timeout_s=0.2)
 
     def __enter__(self) -> Self:
         return self

@@ -140,9 +140,12 @@ def test_variables_without_a_gradient_stay_and_groups_keep_their_rates():
     both = [Gradient(variable=1, values=torch.ones(2)), Gradient(variable=3, values=torch.ones(2))]
     stepper.step(both)
     assert (a[0], b[0], c[0]) == (0.5, 1.0, 0.75)
-    stepper.set_hyperparameters({2: {"lr": 0.75}})
-    stepper.step(both)
+    with stepper.settings({2: {"lr": 0.75, "initial_lr": 1.0}}):
+        stepper.step(both)
     assert (a[0], b[0], c[0]) == (0.0, 1.0, 0.0)
+    stepper.step(both)  # the settings were that step's alone
+    assert (a[0], b[0], c[0]) == (-0.5, 1.0, -0.25)
+    assert "initial_lr" not in stepper._optimizer.param_groups[2]
 
 
 def test_state_survives_saving_loading_and_a_new_group():

@@ -139,7 +139,7 @@ class WriteBatch:
         gradients: Sequence[PushedGradient],
         settings: Mapping[int, Mapping[str, Setting]] | None = None,
     ) -> None:
-        """One step of the optimizer on the server; `settings` by group number are changed first."""
+        """One step of the optimizer on the server; `settings`, by group number, are this step's own."""
         part = self._part(server)
         refs = tuple(
             messages.GradientRef(

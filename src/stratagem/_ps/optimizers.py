@@ -22,6 +22,7 @@ from stratagem._ps.homes import CoordinatorHome, CoordinatorVariables
 from stratagem._ps.settings import settings_of
 from stratagem._ps.stepping import WHOLE_TENSOR_OPTIMIZERS, GroupSpec
 from stratagem._ps.store import StateEntry
+from stratagem._wire.messages import Setting
 from stratagem.errors import UnsupportedOptimizer
 
 
@@ -35,6 +36,11 @@ class OptimizersOnServers:
     def __init__(self, variables: CoordinatorVariables) -> None:
         self._variables = variables
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # What each group had when servers first heard of it. It stays what they use when a step says
+        # nothing else; workers know it, too.
+        self._initial: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Setting]]] = (
+            weakref.WeakKeyDictionary()
+        )
         # Never given twice: a forgotten optimizer leaves the dictionary, but not the servers.
         self._next_number = itertools.count(1)
 
@@ -46,7 +52,8 @@ class OptimizersOnServers:
         if number is None:
             number = self._numbers[optimizer] = next(self._next_number)
         self._variables.flush()
-        settings = settings_of(optimizer)
+        settings = {**settings_of(optimizer), **self._initial.get(optimizer, {})}
+        self._initial[optimizer] = settings
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         servers = range(len(self._variables.client.tasks))
         for server in servers:

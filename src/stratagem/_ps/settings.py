@@ -1,8 +1,9 @@
 """An optimizer's settings as plain data: what servers are told, and what changed since.
 
 Servers never unpickle, so a setting must be a number, a text, a truth value, None or several
-numbers. Used by the coordinator (creation) and by workers (changed learning rates travel with their
-pushes).
+numbers. Used by the coordinator (creation) and by workers: settings that are not those of the creation
+travel with every step and are that step's alone. So what a function changes on its worker concerns that
+worker's steps, and what the coordinator changes those of the functions scheduled afterwards.
 """
 
 from __future__ import annotations
@@ -59,14 +60,10 @@ def are_unchanged(optimizer: Optimizer, told: dict[int, dict[str, Any]]) -> bool
 def changed_settings(
     optimizer: Optimizer, initial: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Setting]]:
-    """Settings that are not, or once were not, those in `initial`.
-
-    A changed setting is remembered in `initial` as changed, so that it is also sent when it takes
-    its first value again: another worker may have told the servers otherwise.
-    """
+    """Settings that are not those in `initial`, which the servers use unless a step says otherwise."""
     changed: dict[int, dict[str, Setting]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        known = initial.setdefault(number, {})
+        known = initial.get(number, {})
         for key, value in group.items():
             if key in _NOT_SETTINGS:
                 continue
@@ -75,18 +72,9 @@ def changed_settings(
                 if before is value or (type(value) is type(before) and value == before):
                     continue
             plain = _plain(optimizer, key, value)
-            if key in known and plain == known[key]:
-                continue
-            known[key] = _CHANGED
-            changed.setdefault(number, {})[key] = plain
+            if key not in known or plain != known[key]:
+                changed.setdefault(number, {})[key] = plain
     return changed
-
-
-class _Changed:
-    """Stands for a setting that has been changed at least once; equal to nothing."""
-
-
-_CHANGED = _Changed()
 
 
 def _plain(optimizer: Optimizer, key: str, value: Any) -> Setting:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,6 +35,8 @@ from stratagem.errors import UnsupportedOptimizer
 HyperparameterValue = float | int | bool | str | None | Sequence[float | None]
 Hyperparameters = Mapping[str, HyperparameterValue]
 StateValue = Tensor | float | int | bool | None
+
+_ABSENT = object()
 
 # Classes that look at a whole tensor at once (its norm, its rows and columns, its matrix shape):
 # on a part of the tensor they would compute something else.
@@ -132,10 +135,21 @@ class ServerOptimizer:
         """Name of the optimizer class, without its module."""
         return str(self._class.__name__)
 
-    def set_hyperparameters(self, changes: Mapping[int, Hyperparameters]) -> None:
-        """Change settings of groups, by group number, for this and later steps."""
-        for index, values in changes.items():
-            self._optimizer.param_groups[index].update(_checked(values))
+    @contextmanager
+    def settings(self, changes: Mapping[int, Hyperparameters]) -> Iterator[None]:
+        """While open, groups (by their number) have these settings instead of their own."""
+        before = []
+        try:
+            for index, values in changes.items():
+                group = self._optimizer.param_groups[index]
+                before.append((group, {key: group.get(key, _ABSENT) for key in values}))
+                group.update(_checked(values))
+            yield
+        finally:
+            for group, own in before:
+                group.update(own)
+                for key in [key for key, value in own.items() if value is _ABSENT]:
+                    del group[key]
 
     def step(self, gradients: Sequence[Gradient]) -> None:
         """One step of the real class; variables without a gradient are left alone."""

@@ -12,6 +12,7 @@ Which writes may be applied is decided in `ledger.py`, how an optimizer steps in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -261,16 +262,16 @@ class VariableStore:
     ) -> list[int]:
         """One optimizer step with these gradients; returns each variable's version after it.
 
-        `hyperparameters` (group number → changed values) stay in force for later pushes.
+        `hyperparameters` (group number → values) are those of this step alone: another worker's step
+        has its own.
         """
         stepper = self._find_optimizer(optimizer)
         stored = [self._find(gradient.variable) for gradient in gradients]
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
                 _check_ids(variable, gradient.ids)
-        if hyperparameters:
-            stepper.set_hyperparameters(hyperparameters)
-        stepper.step(gradients)
+        with stepper.settings(hyperparameters) if hyperparameters else nullcontext():
+            stepper.step(gradients)
         return [self._moved(variable) for variable in stored]
 
     def optimizer_state(self, optimizer: int) -> list[StateEntry]:

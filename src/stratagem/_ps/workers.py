@@ -148,6 +148,15 @@ class PlainGradients(NamedTuple):
     tensors: list[Tensor]
 
 
+class _Repeatable(NamedTuple):
+    """A step's batch that can be sent again: what it was made for, it itself, what it writes."""
+
+    key: list[int]
+    settings: Settings
+    batch: WriteBatch
+    touched: list[RemoteVariable]
+
+
 class WorkerVariables:
     """Everything one worker has of a strategy's variables.
 
@@ -163,9 +172,7 @@ class WorkerVariables:
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
         self._turn = 0  # whose memory is looked at next for hidden writes
-        # The last batch of each optimizer that can be sent again: what it was made for, it itself,
-        # the variables it writes.
-        self._batches: dict[int, tuple[list[int], WriteBatch, list[RemoteVariable]]] = {}
+        self._batches: dict[int, _Repeatable] = {}
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
         self._push_time = counting.timer("ps.push")
@@ -271,13 +278,13 @@ class WorkerVariables:
         Args:
             number: the optimizer's, on the servers.
             optimizer: whose parameters' gradients are sent.
-            initial: settings the servers know; others are sent along.
+            initial: settings the servers use; others are sent along, for this step.
         """
         with self._push_time.measure(), self.client.lock:
             settings = changed_settings(optimizer, initial)
             changed = [buffer for buffer in self._buffers if buffer.is_changed()]
-            plain = None if settings or changed else self._plain_gradients(optimizer)
-            batch = None if plain is None else self._repeated(number, plain)
+            plain = None if changed else self._plain_gradients(optimizer)
+            batch = None if plain is None else self._repeated(number, plain, settings)
             if batch is None:
                 batch = self.client.batch()
                 touched = self._fill(batch, number, optimizer, settings)
@@ -286,10 +293,10 @@ class WorkerVariables:
                 if batch.is_empty:
                     return
                 if plain is not None:
-                    self._batches[number] = (plain.key, batch, touched)
+                    self._batches[number] = _Repeatable(plain.key, settings, batch, touched)
             self.client.send(batch)
             versions = self.client.settle()
-            touched = self._batches[number][2] if plain is not None else touched
+            touched = self._batches[number].touched if plain is not None else touched
         self._note_staleness(touched, versions)
         self.refresh()
         self._note_reads()
@@ -328,12 +335,14 @@ class WorkerVariables:
                     by_server.setdefault(dense.remote.places[0].server, []).append(grad)
         return PlainGradients(key, [grad for some in by_server.values() for grad in some])
 
-    def _repeated(self, number: int, plain: PlainGradients) -> WriteBatch | None:
-        """The last step's batch with this step's gradients, if it was over the same variables."""
+    def _repeated(
+        self, number: int, plain: PlainGradients, settings: Settings
+    ) -> WriteBatch | None:
+        """The last step's batch with this step's gradients, if only they differ."""
         known = self._batches.get(number)
-        if known is None or known[0] != plain.key or not self.client.is_settled:
+        if known is None or known.key != plain.key or known.settings != settings:
             return None
-        return known[1].again(plain.tensors)
+        return known.batch.again(plain.tensors) if self.client.is_settled else None
 
     def forget(self, tensor: Tensor) -> None:
         """Let go of one parameter or buffer."""

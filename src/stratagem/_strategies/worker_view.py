@@ -10,7 +10,7 @@ an in-process cluster runs several workers side by side.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -118,7 +118,6 @@ class WorkerViews:
                 if update.token in self._objects:
                     group = self._objects[update.token].param_groups[update.group]
                     group.update(update.settings)
-                    self._steppers[update.token].tell(update.group, update.settings)
             elif isinstance(update, definitions.Forget):
                 self._forget(update.tokens)
             elif isinstance(update, definitions.AddGroup) and update.token in self._objects:
@@ -238,14 +237,6 @@ class _Stepper:
         self._variables = variables
         self._number = number
         self.settings = {group: dict(values) for group, values in settings.items()}
-
-    def tell(self, group: int, settings: Iterable[str]) -> None:
-        """These settings moved on the coordinator: from now on servers are told them with every step.
-
-        Even if they have their first values again: another worker may have told otherwise.
-        """
-        for key in settings:
-            self.settings.setdefault(group, {}).pop(key, None)
 
     def push(self, optimizer: Optimizer) -> None:
         """Send the gradients."""

@@ -295,7 +295,7 @@ class GradientRef(Record, frozen=True):
 
 
 class Push(Record, frozen=True):
-    """One optimizer step; `settings` (group number → values) change hyperparameters first."""
+    """One optimizer step; `settings` (group number → values) are this step's, instead of the groups'."""
 
     optimizer: int
     gradients: tuple[GradientRef, ...]

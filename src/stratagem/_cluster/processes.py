@@ -422,9 +422,12 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     """Runs one task in this process until it ends."""
     import torch
 
+    from stratagem._cluster.allocator import keep_freed_memory
     from stratagem._cluster.tasks import make_task
 
     torch.set_num_threads(order.threads)
+    if order.job == "worker":
+        keep_freed_memory()
     with make_task(order.job, order.index, order.address, key=order.key or None) as task:
         ready(task.address)
         task.serve()

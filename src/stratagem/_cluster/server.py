@@ -14,6 +14,7 @@ from typing import Any, Final, Self, final
 
 from typing_extensions import override
 
+from stratagem._cluster.allocator import keep_freed_memory
 from stratagem._cluster.spec import ClusterSpec
 from stratagem._cluster.tasks import Task, cluster_key
 from stratagem._cluster.worker import Worker
@@ -111,6 +112,7 @@ class Server:
         """
         self.start()
         if self._worker is not None:
+            keep_freed_memory()
             self._worker.forward_output(echo=True)
         if timeout_s is not None:
             self._closed.wait(timeout_s)

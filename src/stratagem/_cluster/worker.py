@@ -266,6 +266,8 @@ class _Session:
         self._functions: dict[bytes, Frame | Callable[..., object]] = {}
         self._resources: dict[int, object] = {}
         self._views: WorkerViews | None = None
+        # What could not be learnt: the definitions' errors by their token; of everything else the first.
+        self._undefined: dict[Hashable, Exception] = {}
         self._spoiled: Exception | None = None
         self._facts_at = 0.0
         self.life = opening.message.incarnation
@@ -376,11 +378,19 @@ class _Session:
         return True
 
     def _try_to_learn(self, frame: Frame) -> None:
-        """As `_learn`; what goes wrong is the error of every closure that comes after it."""
+        """As `_learn`; an update that goes wrong is the error of every closure that comes after it."""
         try:
             self._learn(frame)
         except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked
             self._spoiled = self._spoiled or error
+
+    def _define(self, token: Hashable, frame: Frame, value: Packed) -> None:
+        """What goes wrong is the error of the closures that name this object, or one made of it."""
+        assert self._views is not None
+        try:
+            self._views.define(token, unpack(value, frame, rebuild=self._rebuild))
+        except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked
+            self._undefined[token] = error
 
     def _learn(self, frame: Frame) -> None:
         message = frame.message
@@ -389,8 +399,8 @@ class _Session:
             if message.token is None:
                 self._functions[message.function] = frame
             else:
-                token = unpack(message.token, frame)
-                self._views.define(token, unpack(message.value, frame, rebuild=self._rebuild))
+                token = cast("Hashable", unpack(message.token, frame))
+                self._define(token, frame, message.value)
         elif isinstance(message, messages.Update):
             self._views.apply(unpack(message.updates, frame, rebuild=self._rebuild))
         elif isinstance(message, messages.Forget):
@@ -434,7 +444,7 @@ class _Session:
     def _call(self, frame: Frame, message: messages.Run) -> object:
         assert self._views is not None
         if self._spoiled is not None:
-            raise self._spoiled
+            raise self._spoiled.with_traceback(None)
         function = self._functions[message.function]
         if isinstance(function, Frame):
             assert isinstance(function.message, messages.Define)
@@ -458,6 +468,9 @@ class _Session:
                 )
             return found
         assert self._views is not None
+        failed = self._undefined.get(value)
+        if failed is not None:
+            raise failed.with_traceback(None)  # or it would grow with every closure
         return self._views.rebuild(value)
 
     def _failure(self, closure: int, error: BaseException) -> messages.Failed:

@@ -163,8 +163,12 @@ class PsClient:
                 }
             )
 
-    def assign(self, place: Place, value: Tensor) -> None:
-        """Overwrites a whole variable, in pieces if it is large; returns when it is done."""
+    def assign(self, place: Place, value: Tensor) -> int:
+        """Overwrites a whole variable, in pieces if it is large; returns when it is done.
+
+        Returns:
+            The version that has exactly this value; -1 if somebody else wrote between two pieces.
+        """
         if tuple(value.shape) != place.shape:
             raise ValueError(
                 f"cannot assign a value of shape {tuple(value.shape)!r} to a variable of shape "
@@ -172,6 +176,7 @@ class PsClient:
             )
         with self._lock:
             self.settle()
+            versions = []
             for start, count in place.pieces():
                 batch = self.batch()
                 piece = value if count < 0 else value[start : start + count]
@@ -180,7 +185,9 @@ class PsClient:
                 else:
                     batch.assign_rows(place.server, place.variable, start, piece.to(place.dtype))
                 self.send(batch)
-                self.settle()
+                versions.append(self.settle().get((place.server, place.variable), -1))
+            undisturbed = versions[-1] - versions[0] == len(versions) - 1
+            return versions[-1] if undisturbed else -1
 
     def name_variables(self, server: int, names: dict[int, str]) -> None:
         """Tells the names of variables this client did not create, for errors."""

@@ -98,7 +98,6 @@ class Kept:
         assert self.remote is not None
         pushed = version_of(self.tensor)
         self.remote.put(self.tensor.detach())
-        self.remote.seen = self.remote.versions()
         self._pushed = pushed
 
     def refresh(self) -> None:

@@ -174,9 +174,15 @@ class RemoteVariable:
         return list(zip(self.places, names, recipes or [()] * len(self.places), strict=True))
 
     def put(self, value: Tensor) -> None:
-        """Overwrite all rows, large shards in pieces; returns when it is done."""
-        for place, part in zip(self.places, self.cut(value), strict=True):
+        """Overwrite all rows, large shards in pieces; returns when it is done.
+
+        `seen` then says which versions have this value: asked for afterwards, they could be somebody
+        else's, written in the meantime.
+        """
+        self.seen = tuple(
             self._client.assign(place, part.detach())
+            for place, part in zip(self.places, self.cut(value), strict=True)
+        )
 
     def cut(self, value: Tensor) -> Sequence[Tensor]:
         """A value of the variable's shape, cut along the shards."""

@@ -12,10 +12,10 @@ TESTS  ?=
 ONLY   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check format demo bench docs build clean
+.PHONY: help install test test-nightly check format demo bench docs build clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,6 +27,12 @@ install: $(STAMP) ## make .venv with the project (editable) and everything neede
 
 test: $(STAMP) ## run the whole test suite, doctests and the documents' code included
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+
+# The pure parts, by tens of thousands of orders of events; a quarter of an hour on two cores.
+ORDERS := tests/cluster/test_closures.py tests/ps/test_ledger.py tests/ps/test_store.py tests/core/test_partition.py
+
+test-nightly: $(STAMP) ## 50,000 random orders of events for every pure part, not thousands
+	$(BIN)/python -m pytest -n $(JOBS) --timeout 7200 --hypothesis-profile=nightly $(ORDERS)
 
 check: $(STAMP) ## ruff, mypy --strict, the architecture test
 	$(BIN)/ruff check .

@@ -1,3 +1,3 @@
-"""Loads the leak police for every test of the session, doctests of ``src`` included."""
+"""Loads the leak police, and the number of orders to try, for every test of the session."""
 
-pytest_plugins = ["police"]
+pytest_plugins = ["police", "orders"]

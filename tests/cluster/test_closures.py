@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from orders import Events, orders
 
 from stratagem._cluster.closures import ClosureQueue, Fate, Fence, Recall, Settle
 
@@ -196,25 +192,23 @@ def test_misuse_is_refused() -> None:
 
 
 WORKERS = 3
-workers = st.integers(0, WORKERS - 1)
 
 
-class AnyOrder(RuleBasedStateMachine):
-    """Random orders of everything that can happen; the world outside is modelled beside it."""
+class World:
+    """A queue, and what happens around it, modelled plainly. Which events happen how often: below."""
 
-    @initialize()
-    def start(self) -> None:
+    def __init__(self) -> None:
         self.queue = ClosureQueue(WORKERS, poison_limit=3)
         self.next_closure = 0
-        self.open: set[int] = set()
-        self.settled: Counter[int] = Counter()
+        self.open: set[int] = set()  # shared closures whose future is not settled
+        self.open_resources: set[int] = set()
         self.resources: set[int] = set()
+        self.settled: set[int] = set()
         self.lives = [0] * WORKERS
         self.alive = [False] * WORKERS
         self.limbo: set[int] = set()
         self.held: list[list[int]] = [[] for _ in range(WORKERS)]
         self.recalled: set[int] = set()
-        self.completions: Counter[int] = Counter()
 
     def act(self, actions: list[object] | None) -> None:
         for action in actions or ():
@@ -228,47 +222,64 @@ class AnyOrder(RuleBasedStateMachine):
                 self.recalled.add(action.worker)
 
     def settle(self, closure: int) -> None:
-        self.settled[closure] += 1
+        assert closure not in self.settled, "completed or settled twice"
+        self.settled.add(closure)
         self.open.discard(closure)
+        self.open_resources.discard(closure)
 
-    @rule(count=st.integers(1, 4))
-    def schedule(self, count: int) -> None:
-        for _ in range(count):
+    def check(self) -> None:
+        assert self.queue.idle == (not self.open)
+
+    # What happens; each reads from the events what it needs to know.
+
+    def nothing(self, events: Events) -> None:
+        self.queue.hungriest()
+
+    def schedule(self, events: Events) -> None:
+        for _ in range(1 + events.below(4)):
             if self.queue.error is None:
                 self.queue.add(self.next_closure)
                 self.open.add(self.next_closure)
                 self.next_closure += 1
 
-    @rule(worker=workers)
-    def create_resource(self, worker: int) -> None:
+    def create_resource(self, events: Events) -> None:
         closure, self.next_closure = self.next_closure, self.next_closure + 1
-        self.open.add(closure)
+        self.open_resources.add(closure)
         self.resources.add(closure)
-        self.act(self.queue.add_resource(closure, worker))
+        self.act(self.queue.add_resource(closure, events.below(WORKERS)))
 
-    @rule(worker=workers)
-    def come_up(self, worker: int) -> None:
+    def come_up(self, events: Events) -> None:
+        self.bring_up(events.below(WORKERS))
+
+    def bring_up(self, worker: int) -> None:
         if not self.alive[worker] and worker not in self.limbo:
             self.lives[worker] += 1
             self.alive[worker] = True
             self.queue.worker_up(worker, incarnation=self.lives[worker])
 
-    @rule(worker=workers)
-    def take(self, worker: int) -> None:
+    def take(self, events: Events) -> None:
+        self.take_for(events.below(WORKERS))
+
+    def take_for(self, worker: int) -> None:
         taken = self.queue.take(worker)
         assert not taken or self.alive[worker]
-        everywhere = [closure for held in self.held for closure in held]
-        assert not set(taken) & set(everywhere), "a closure at two workers"
+        assert all(taken.count(closure) == 1 for closure in taken)
+        for held in self.held:
+            assert not any(closure in held for closure in taken), "a closure at two workers"
         self.held[worker] += taken
 
-    @rule()
-    def feed_the_hungriest(self) -> None:
+    def feed_the_hungriest(self, events: Events) -> None:
         worker = self.queue.hungriest()
         if worker is not None:
-            self.take(worker)
+            self.take_for(worker)
 
-    @rule(worker=workers, how=st.sampled_from(["done", "done", "done", "error", "retry"]))
-    def finish_one(self, worker: int, how: str) -> None:
+    def finish_one(self, events: Events) -> None:
+        self.finish(events.below(WORKERS), events.of(["done"] * 7 + ["retry"]))
+
+    def fail_one(self, events: Events) -> None:
+        self.finish(events.below(WORKERS), "error")
+
+    def finish(self, worker: int, how: str) -> None:
         if not self.alive[worker] or not self.held[worker]:
             return
         closure = self.held[worker].pop(0)
@@ -279,11 +290,19 @@ class AnyOrder(RuleBasedStateMachine):
             self.act(self.queue.failed(worker, closure, ValueError(closure)))
         else:
             assert self.queue.completed(worker, closure)
-            self.completions[closure] += 1
             self.settle(closure)
 
-    @rule(worker=workers)
-    def lose(self, worker: int) -> None:
+    def die_at_work(self, events: Events) -> None:
+        worker = events.below(WORKERS)
+        self.bring_up(worker)
+        self.take_for(worker)
+        self.lose_one(worker)
+        self.fence_off(worker)
+
+    def lose(self, events: Events) -> None:
+        self.lose_one(events.below(WORKERS))
+
+    def lose_one(self, worker: int) -> None:
         actions = self.queue.worker_lost(worker)
         if self.alive[worker]:
             assert actions[0] == Fence(worker, self.lives[worker])
@@ -297,26 +316,28 @@ class AnyOrder(RuleBasedStateMachine):
         for closure in late:
             assert not self.queue.completed(worker, closure), "a late report counted"
 
-    @rule(worker=workers)
-    def fence(self, worker: int) -> None:
+    def fence(self, events: Events) -> None:
+        self.fence_off(events.below(WORKERS))
+
+    def fence_off(self, worker: int) -> None:
         if worker in self.limbo:
             self.limbo.discard(worker)
             self.act(self.queue.fenced(worker))
 
-    @rule(worker=workers, keep=st.integers(0, 2))
-    def answer_recall(self, worker: int, keep: int) -> None:
+    def answer_recall(self, events: Events) -> None:
+        self.give_back(events.below(WORKERS), events.below(3))
+
+    def give_back(self, worker: int, keep: int) -> None:
         if worker in self.recalled:
             self.recalled.discard(worker)
             back = [c for c in self.held[worker][keep:] if c not in self.resources]
             self.held[worker] = [c for c in self.held[worker] if c not in back]
             self.act(self.queue.returned(worker, back))
 
-    @rule()
-    def rebalance(self) -> None:
+    def rebalance(self, events: Events) -> None:
         self.act(self.queue.rebalance())
 
-    @rule()
-    def lose_a_server(self) -> None:
+    def lose_a_server(self, events: Events) -> None:
         self.act(self.queue.stop(RuntimeError("server lost")))
         for closure in self.queue.abandon():
             self.settle(closure)
@@ -324,44 +345,60 @@ class AnyOrder(RuleBasedStateMachine):
             held[:] = [closure for closure in held if closure in self.resources]
         assert self.queue.quiet
 
-    @rule(worker=workers, window=st.integers(1, 5))
-    def change_window(self, worker: int, window: int) -> None:
-        self.queue.set_window(worker, window)
+    def change_window(self, events: Events) -> None:
+        self.queue.set_window(events.below(WORKERS), 1 + events.below(5))
 
-    @rule()
-    def raise_error(self) -> None:
+    def raise_error(self, events: Events) -> None:
+        self.clear_error()
+
+    def clear_error(self) -> None:
         if self.queue.error is not None and self.queue.quiet:
             self.queue.clear_error()
 
-    @invariant()
-    def nothing_is_settled_twice(self) -> None:
-        assert all(count == 1 for count in self.settled.values())
-        assert all(count == 1 for count in self.completions.values())
-
-    @invariant()
-    def idle_means_nothing_open(self) -> None:
-        shared = self.open - self.resources
-        assert self.queue.idle == (not shared)
-
-    def teardown(self) -> None:
+    def end_well(self) -> None:
         """From any state: bring everybody up, answer everything, and no future is stuck."""
         for _ in range(40):
             for worker in range(WORKERS):
-                self.fence(worker)
-                self.come_up(worker)
-                self.answer_recall(worker, 0)
-                self.take(worker)
+                self.fence_off(worker)
+                self.bring_up(worker)
+                self.give_back(worker, 0)
+                self.take_for(worker)
                 while self.held[worker]:
-                    self.finish_one(worker, "done")
-            self.raise_error()
-        assert self.open == set(), "stuck futures"
-        assert set(self.settled) == set(range(self.next_closure)), "lost closures"
+                    self.finish(worker, "done")
+            self.clear_error()
+            if not self.open and not self.open_resources:
+                break
+        assert self.open == self.open_resources == set(), "stuck futures"
+        assert self.settled == set(range(self.next_closure)), "lost closures"
+        assert self.queue.idle
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
-    max_examples=400,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+CALM = [
+    World.nothing,
+    *[World.schedule, World.take, World.feed_the_hungriest] * 3,
+    *[World.finish_one, World.come_up] * 5,
+    *[World.lose, World.fence, World.answer_recall, World.raise_error] * 2,
+    *[World.create_resource, World.rebalance, World.change_window],
+]
+# Workers die under what they have just been given, again and again.
+DEADLY = [
+    World.nothing,
+    *[World.come_up, World.take, World.lose, World.fence] * 2,
+    *[World.die_at_work] * 6,
+    *[World.schedule, World.finish_one, World.answer_recall, World.raise_error] * 2,
+]
+# Errors of users and of servers come between.
+ANGRY = [*CALM, World.lose_a_server, World.fail_one, World.fail_one]
+
+
+@orders(4000, events=60)
+def test_in_any_order_no_closure_is_lost_or_completed_twice_and_no_future_is_stuck(
+    events: Events,
+) -> None:
+    """Issue 4, section 6; CCO-12, CCO-13, FLT-1, FLT-7 in orders nobody would think of."""
+    world = World()
+    mood = events.of([CALM, DEADLY, ANGRY])
+    while events.more:
+        events.of(mood)(world, events)
+        world.check()
+    world.end_well()

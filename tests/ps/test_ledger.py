@@ -1,7 +1,6 @@
 """No write twice, none of a fenced worker: the decisions of the server, by thousands of orders."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from orders import orders
 
 from stratagem._ps.ledger import Admission, WriteId, WriteLedger
 
@@ -41,46 +40,71 @@ def test_exactly_once_closure_counts_once_across_workers_until_forgotten():
     assert "0 closures remembered" in repr(ledger)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_no_order_of_retries_and_deaths_applies_a_closure_twice(data):
+@orders(5000, events=60)
+def test_no_order_of_retries_and_deaths_applies_a_closure_twice(events):
     """Workers run exactly-once closures, die after any write, are fenced, and old writes arrive late.
 
     Checked against the plain truth: a set of (closure, nth) applied, and the fences given.
     """
     ledger = WriteLedger()
     applied: set[tuple[int, int]] = set()
-    fenced: dict[int, int] = {}
-    life = {0: 1, 1: 1, 2: 1}
-    sent = {0: 0, 1: 0, 2: 0}
+    lives = [1, 1, 1]
+    sent = [0, 0, 0]
     wire: list[WriteId] = []
-    for _ in range(data.draw(st.integers(1, 60))):
-        worker = data.draw(st.integers(0, 2))
-        step = data.draw(st.sampled_from(["send", "send", "again", "die"]))
+    refused = repeated = 0
+    while events.more:
+        step = events.of(["send", "send", "again", "die"])
+        worker = events.below(3)
         if step == "die":
-            ledger.fence(f"worker:{worker}", life[worker])
-            fenced[worker] = life[worker]
-            life[worker] += 1
+            ledger.fence(f"worker:{worker}", lives[worker])
+            lives[worker] += 1
             sent[worker] = 0
             continue
         if step == "send" or not wire:
             sent[worker] += 1
-            message = write(
-                sent[worker],
-                life[worker],
-                data.draw(st.integers(0, 5)),
-                data.draw(st.integers(0, 2)),
-                f"worker:{worker}",
-            )
-            wire.append(message)
+            closure, nth = events.below(6), events.below(3)
+            wire.append(write(sent[worker], lives[worker], closure, nth, f"worker:{worker}"))
+            message = wire[-1]
         else:
-            message = data.draw(st.sampled_from(wire))
+            message = events.of(wire)
         answer = ledger.admit(message)
-        number = int(message.worker[-1])
-        if message.incarnation <= fenced.get(number, 0):
-            assert answer is F
+        key = (message.closure, message.nth)
+        fenced = message.incarnation < lives[int(message.worker[-1])]
+        assert (answer is F) == fenced
         if answer is A:
-            key = (message.closure, message.nth)
             assert key not in applied
             applied.add(key)
-    assert ledger.applied == len(applied)
+        elif answer is D:
+            assert key in applied, "a write is lost"
+        refused += answer is F
+        repeated += answer is D
+    assert (ledger.applied, ledger.duplicates, ledger.fenced) == (len(applied), repeated, refused)
+
+
+@orders(5000, events=60)
+def test_every_write_of_a_worker_counts_once_whatever_is_repeated(events):
+    """Without closures: after a broken connection what is unacknowledged comes again, in order."""
+    ledger = WriteLedger()
+    counted: set[tuple[str, int, int]] = set()
+    lives, sent, acknowledged = [1, 1], [0, 0], [0, 0]
+    while events.more:
+        worker = events.below(2)
+        name = f"worker:{worker}"
+        step = events.of(["send", "send", "reconnect", "new life"])
+        if step == "new life":
+            lives[worker] += 1
+            sent[worker] = acknowledged[worker] = 0
+            continue
+        if step == "send":
+            sent[worker] += 1
+            numbers = [sent[worker]]
+        else:
+            acknowledged[worker] += events.below(sent[worker] - acknowledged[worker] + 1)
+            numbers = list(range(acknowledged[worker] + 1, sent[worker] + 1))
+        for number in numbers:
+            key = (name, lives[worker], number)
+            assert ledger.admit(write(number, lives[worker], worker=name)) is (
+                D if key in counted else A
+            )
+            counted.add(key)
+    assert ledger.applied == len(counted)

@@ -5,7 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders import examples, orders
 
+from stratagem._ps.ledger import Admission, WriteId
 from stratagem._ps.store import InitOp, VariableStore
 from stratagem.errors import NotFoundError
 
@@ -92,7 +94,7 @@ NUMPY = {
 }
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(2000))
 @given(
     st.sampled_from([*NUMPY, "update"]),
     st.lists(st.tuples(st.integers(0, 3), st.floats(0.5, 4, width=32)), max_size=12),
@@ -112,6 +114,74 @@ def test_scatter_agrees_with_one_row_after_another(operation, writes):
         else:
             NUMPY[operation](expected, [row], np.float32(value))
     np.testing.assert_allclose(store.read(1).numpy(), expected, rtol=1e-5)
+
+
+class Plain:
+    """What a store should hold, by plain arithmetic on lists."""
+
+    def __init__(self):
+        self.rows: dict[int, list[float]] = {}
+        self.version: dict[int, int] = {}
+
+    def wrote(self, variable, rows):
+        self.rows[variable] = rows
+        self.version[variable] += 1
+
+
+@orders(3000, events=60)
+def test_in_any_order_of_writes_values_and_versions_are_those_of_plain_arithmetic(events):
+    """Creations, deletions, assignments, rows and scatters of several lives; each counts once.
+
+    Versions count the writes that were admitted, one by one: staleness is measured by them.
+    """
+    store, plain = VariableStore(), Plain()
+    lives, sent = [1, 1], [0, 0]
+    last: WriteId | None = None
+    while events.more:
+        step = events.of(
+            ["read", "assign", "scatter", "rows", "again", "fence", "create", "delete"]
+        )
+        variable, worker, value = events.below(3), events.below(2), float(events.below(8))
+        if step == "create":
+            if variable not in plain.rows:
+                store.create(variable, f"v{variable}", (4, 1), torch.float64).zero_()
+                plain.rows[variable], plain.version[variable] = [0.0] * 4, 0
+        elif step == "delete":
+            if variable in plain.rows:
+                store.delete(variable)
+                del plain.rows[variable], plain.version[variable]
+        elif step == "fence":
+            store.fence(f"w{worker}", lives[worker])
+            lives[worker] += 1
+            sent[worker] = 0
+        elif step == "again" and last is not None:
+            assert store.admit(last) is not Admission.APPLY
+        elif step in ("assign", "scatter", "rows") and variable in plain.rows:
+            sent[worker] += 1
+            last = WriteId(worker=f"w{worker}", incarnation=lives[worker], sequence=sent[worker])
+            assert store.admit(last) is Admission.APPLY
+            rows = list(plain.rows[variable])
+            if step == "assign":
+                operation = events.of(["set", "add", "sub"])
+                store.assign(variable, operation, torch.full((4, 1), value, dtype=torch.float64))
+                sign = {"set": 0, "add": 1, "sub": -1}[operation]
+                rows = [row + sign * value if sign else value for row in rows]
+            elif step == "scatter":
+                ids = [events.below(4) for _ in range(events.below(4))]
+                values = torch.full((len(ids), 1), value, dtype=torch.float64)
+                store.scatter(variable, "add", torch.tensor(ids, dtype=torch.int64), values)
+                for row in ids:
+                    rows[row] += value
+            else:
+                start = events.below(4)
+                values = torch.full((4 - start, 1), value, dtype=torch.float64)
+                store.write_rows(variable, start, values)
+                rows[start:] = [value] * (4 - start)
+            plain.wrote(variable, rows)
+            assert store.read(variable).flatten().tolist() == rows
+        assert store.versions() == plain.version
+    for variable, rows in plain.rows.items():
+        assert store.read(variable).flatten().tolist() == rows
 
 
 def test_initialisation_repeats_with_its_seed_and_can_be_composed():

@@ -6,8 +6,10 @@ send well-formed messages with absurd contents. The seed is fixed; a failure can
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ import torch
 from hostile import KEY, LIMIT_S, SEED, Target, attack_as_strangers, mutate, send_then_hang_up
 from hostile import broken as broken_bytes
 
+import stratagem
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
@@ -245,3 +248,21 @@ def test_the_parser_and_decoder_alone() -> None:
                 parser = FrameParser(Limits(message_bytes=1 << 16, frame_bytes=1 << 20))
     assert good > 1000
     assert bad > 1000
+
+
+def test_every_listening_socket_is_attacked() -> None:
+    """A new one must be added here, and to the attacks."""
+    source = Path(stratagem.__file__).parent
+    made = set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in ("Listener", "create_server"):
+                    made.add(path.relative_to(source).as_posix())
+    assert made == {
+        "_wire/listener.py",  # the one place where sockets are made to listen
+        "_ps/server.py",  # attacked here
+        "_cluster/worker.py",  # attacked in test_fuzz_worker.py
+        "_commands/doctor.py",  # listens to itself, for a moment
+    }

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.homes import STALE, journal_of, version_of
+from stratagem._core.homes import BLANK, Journal, journal_of, version_of
 
 
 class BufferCopy:
@@ -36,7 +36,7 @@ class BufferCopy:
     def __init__(self, home: BufferHome, replica_id: int) -> None:
         self.home = home
         self.replica_id = replica_id
-        self.journal: Any = STALE
+        self.journal: Journal = BLANK
         self.own: Tensor | None = None  # the copy made from central
         self.tensor: Tensor | None = None  # what the replica sees: ``own``, or what it put there
         self.version = -1
@@ -119,7 +119,7 @@ class BufferHome:
         if copy is None:
             copy = self._copies[replica.id] = BufferCopy(self, replica.id)
         if (
-            copy.journal is not STALE  # the last run failed: never settled
+            not copy.journal.settled  # the last run failed: never settled
             or copy.source is not central
             or copy.source_version != version_of(central)
         ):
@@ -140,8 +140,6 @@ class BufferHome:
             copies: those used in the run, of replicas with rows first.
             weights: share of the rows by replica number.
         """
-        for copy in copies:
-            copy.journal = STALE
         if not any(copy.written() for copy in copies):
             return
         live = [copy for copy in copies if weights[copy.replica_id] > 0] or copies[:1]

@@ -97,7 +97,7 @@ def _put_base_aside(leaf: Leaf) -> None:
 
 def _open_journal(leaf: Leaf) -> Journal | None:
     journal = leaf.journal
-    return journal if type(journal) is Journal else None  # else: used outside the run it belongs to
+    return None if journal.settled else journal  # settled: used outside the run it belongs to
 
 
 def _queue(journal: Journal) -> None:

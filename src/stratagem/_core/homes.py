@@ -33,11 +33,17 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """What one replica touched in one run, and the gradients of the backward pass in progress."""
+    """What one replica touched in one run, and the gradients of the backward pass in progress.
 
-    __slots__ = ("accumulated", "arrived", "copies", "leaves", "put_aside", "queued", "replica")
+    A tensor is up to date while its journal is its replica's; a journal that was never settled belongs
+    to a run that is under way, or failed.
+    """
 
-    def __init__(self, replica: Replica) -> None:
+    __slots__ = (
+        "accumulated", "arrived", "copies", "leaves", "put_aside", "queued", "replica", "settled",
+    )  # fmt: skip
+
+    def __init__(self, replica: Replica | None) -> None:
         self.replica = replica
         self.leaves: list[Leaf] = []
         self.copies: list[BufferCopy] = []
@@ -47,12 +53,25 @@ class Journal:
             Leaf
         ] = []  # leaves whose earlier gradients wait for the end of the pass
         self.queued = False  # the engine already knows that the replicas meet after this backward
+        self.settled = False
+
+    def close(self) -> None:
+        """What it tells has come home; the tensors that still point here keep nothing alive."""
+        self.settled = True
+        self.replica = None
+        self.leaves = []
+        self.copies = []
 
     def __repr__(self) -> str:
         return (
             f"<Journal of {self.replica!r}: {len(self.leaves)} parameters, "
             f"{len(self.copies)} buffers>"
         )
+
+
+BLANK = Journal(None)
+"""The journal of a tensor no run has used yet."""
+BLANK.close()
 
 
 def journal_of(replica: Replica) -> Journal:
@@ -63,10 +82,6 @@ def journal_of(replica: Replica) -> Journal:
         group = replica.group
         group.at_end("homes.settle", lambda: settle(group.replicas))
     return journal  # type: ignore[no-any-return]
-
-
-# Stands in ``journal`` of a tensor that must be brought up to date before it is used again.
-STALE: Any = object()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -141,21 +156,25 @@ def settle(replicas: Sequence[Replica]) -> None:
     is called: a tensor whose last journal was never settled starts again from central.
     """
     weights = replicas[0].group.row_weights
-    leads = sorted(replicas, key=lambda replica: weights[replica.id] <= 0)  # stable: rows first
-    leaves: dict[ReplicatedHome, list[Leaf]] = {}
-    copies: dict[BufferHome, list[BufferCopy]] = {}
-    for replica in leads:
-        if replica.journal is not None:
-            for leaf in replica.journal.leaves:
-                leaves.setdefault(leaf.home, []).append(leaf)
-            for copy in replica.journal.copies:
-                copies.setdefault(copy.home, []).append(copy)
-    for touched in leaves.values():
-        for leaf in touched:
+    if 0.0 in weights:
+        replicas = sorted(replicas, key=lambda replica: weights[replica.id] <= 0)  # rows first
+    journals = [replica.journal for replica in replicas if replica.journal is not None]
+    for journal in journals:
+        for leaf in journal.leaves:
             leaf.refuse_writes()
-    for home, touched in leaves.items():
-        home.settle(touched)
+    agreed: dict[ReplicatedHome, Any] = {}
+    copies: dict[BufferHome, list[BufferCopy]] = {}
+    for journal in journals:
+        for leaf in journal.leaves:
+            home = leaf.home
+            if home not in agreed:  # the first replica speaks for all
+                agreed[home] = home.settle(leaf)
+            leaf.agreed = agreed[home]
+        for copy in journal.copies:
+            copies.setdefault(copy.home, []).append(copy)
     for buffer, written in copies.items():
         buffer.settle(written, weights)
+    for journal in journals:
+        journal.close()
     for replica in replicas:
         replica.journal = None

@@ -7,7 +7,7 @@ to the leaves' gradients is `gradients`' business.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,44 +16,51 @@ from torch.nn.parameter import is_lazy
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.homes import STALE, ParameterHome, journal_of, version_of
+from stratagem._core.homes import BLANK, Journal, ParameterHome, journal_of, version_of
 from stratagem.errors import ReplicaError
+
+
+_Agreed = tuple["weakref.ref[Tensor]", int] | None
+"""A gradient of central, and its version, that a leaf's own gradient is equal to."""
 
 
 class Leaf:
     """One replica's view of a parameter."""
 
     __slots__ = (
-        "__weakref__",
-        "aggregated",
-        "base",
-        "central_grad",
-        "central_grad_version",
-        "central_version",
-        "home",
-        "journal",
-        "keeps_apart",
-        "met",
-        "replica_id",
-        "tensor",
-        "version",
-    )
+        "__weakref__", "aggregated", "agreed", "base", "central_version", "home", "journal",
+        "keeps_apart", "met", "replica_id", "shares", "tensor", "version",
+    )  # fmt: skip
 
-    def __init__(self, home: ReplicatedHome, replica_id: int, tensor: nn.Parameter) -> None:
+    def __init__(
+        self, home: ReplicatedHome, replica_id: int, tensor: nn.Parameter, *, shares: bool
+    ) -> None:
         self.home = home
         self.replica_id = replica_id
         self.tensor = tensor
-        self.journal: Any = STALE
+        self.shares = shares  # central's memory, rather than a copy on another device
+        self.journal: Journal = BLANK
         self.version = tensor._version
         self.central_version = version_of(home.central)
         self.met: Any = None  # the journal of the run in which its gradient was last aggregated
         self.aggregated: weakref.ref[Tensor] | None = None  # the gradient the replicas agreed on
-        self.central_grad: weakref.ref[Tensor] | None = (
-            None  # central's gradient we last agreed with
-        )
-        self.central_grad_version = -1
+        self.agreed: _Agreed = None
         self.base: Tensor | None = None  # gradient of earlier passes, kept apart during this one
         self.keeps_apart = False  # whether ``base`` is in use (see gradients)
+
+    def fits(self, central: Tensor) -> bool:
+        """Whether this still is a view of central, which may have been moved or given other data."""
+        tensor = self.tensor
+        if tensor.dtype != central.dtype or tensor.shape != central.shape:
+            return False
+        if self.shares:
+            return tensor.data_ptr() == central.data_ptr() and tensor.stride() == central.stride()
+        return tensor.device != central.device
+
+    def refresh(self, central: Tensor) -> None:
+        """Take central's values, for a leaf on another device."""
+        _memory(self.tensor).copy_(_memory(central), non_blocking=True)
+        self.central_version = version_of(central)
 
     def is_aggregated(self) -> bool:
         """Whether the gradient is the one that came out of the replicas' last meeting."""
@@ -127,27 +134,37 @@ class ReplicatedHome(ParameterHome):
         return f"{name} of shape {tuple(self.central.shape)}"
 
     def _bring_up_to_date(self, replica: Replica) -> Tensor:
+        # On the path of every parameter in every run: what usually has not changed is asked in few words.
         central = self.central
-        if replica.strategy is not self._strategy() or is_lazy(central):
+        if replica.strategy is not self._strategy():
             return central
         leaf = self._leaves.get(replica.id)
-        if leaf is not None and leaf.journal is not STALE:  # the last run failed: never settled
-            leaf.aggregated = leaf.central_grad = leaf.base = None
-        if leaf is None or not _fits(leaf.tensor, central, replica.device):
+        if leaf is None or not leaf.fits(central):
+            if is_lazy(central):
+                return central
             leaf = self._new_leaf(replica)
-        elif leaf.tensor.device != central.device and leaf.central_version != version_of(central):
-            _memory(leaf.tensor).copy_(_memory(central), non_blocking=True)
-            leaf.central_version = version_of(central)
+        elif not leaf.journal.settled:  # its last run failed
+            leaf.aggregated = leaf.agreed = leaf.base = None
+        if not leaf.shares and leaf.central_version != version_of(central):
+            leaf.refresh(central)
         tensor = leaf.tensor
         if tensor.requires_grad != central.requires_grad:
             tensor.requires_grad_(central.requires_grad)
         if central.__dict__:
             tensor.__dict__.update(central.__dict__)  # marks that users put on parameters
-        _follow_gradient(leaf, central.grad)
+        grad, agreed = central.grad, leaf.agreed
+        if (
+            grad is None
+            or agreed is None
+            or agreed[0]() is not grad
+            or agreed[1] != version_of(grad)
+            or tensor.grad is None
+        ):
+            _follow_gradient(leaf, grad)
         if not leaf.keeps_apart:
             gradients.keep_apart_if_needed(leaf)
         leaf.version = tensor._version
-        leaf.journal = journal = journal_of(replica)
+        leaf.journal = journal = replica.journal or journal_of(replica)
         journal.leaves.append(leaf)
         return tensor
 
@@ -155,10 +172,11 @@ class ReplicatedHome(ParameterHome):
         central = self.central
         with torch.inference_mode(False), torch.no_grad():
             data = _memory(central)
-            if data.device != replica.device:
+            shares = data.device == replica.device
+            if not shares:
                 data = data.to(replica.device, copy=True)
             tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
-            leaf = Leaf(self, replica.id, tensor)
+            leaf = Leaf(self, replica.id, tensor, shares=shares)
             self._leaves[replica.id] = leaf
             self.hands_out(tensor)
             gradients.watch(leaf)
@@ -166,11 +184,9 @@ class ReplicatedHome(ParameterHome):
 
     def stepped(self) -> None:
         """Central was updated during a run: leaves on other devices follow."""
-        central = self.central
         for leaf in self._leaves.values():
-            if leaf.tensor.device != central.device:
-                _memory(leaf.tensor).copy_(_memory(central), non_blocking=True)
-                leaf.central_version = version_of(central)
+            if not leaf.shares:
+                leaf.refresh(self.central)
 
     def publish(self, leaf: Leaf) -> None:
         """Let code at home see the gradient of a leaf.
@@ -185,23 +201,14 @@ class ReplicatedHome(ParameterHome):
             self._published = weakref.ref(grad)
             central.grad = grad.data if grad.device == central.device else grad.to(central.device)
 
-    def settle(self, leaves: Sequence[Leaf]) -> None:
-        """The run succeeded: central takes over what the replicas agree on.
-
-        Args:
-            leaves: those used in the run; the first speaks for all.
-        """
-        central, lead = self.central, leaves[0].tensor
-        if central.requires_grad != lead.requires_grad:
-            central.requires_grad_(lead.requires_grad)
-        self.publish(leaves[0])
+    def settle(self, lead: Leaf) -> _Agreed:
+        """The run succeeded: central takes over what the replicas agree on, as ``lead`` has it."""
+        central, tensor = self.central, lead.tensor
+        if central.requires_grad != tensor.requires_grad:
+            central.requires_grad_(tensor.requires_grad)
+        self.publish(lead)
         grad = central.grad
-        reference = None if grad is None else weakref.ref(grad)
-        version = -1 if grad is None else version_of(grad)
-        for leaf in leaves:
-            leaf.central_grad, leaf.central_grad_version = reference, version
-            leaf.journal = STALE
-            leaf.met = None
+        return None if grad is None else (weakref.ref(grad), version_of(grad))
 
     def __repr__(self) -> str:
         return f"<ReplicatedHome of {self.describe()}, {len(self._leaves)} leaves>"
@@ -212,28 +219,12 @@ _memory: Callable[[Tensor], Tensor] = cast("Any", torch.Tensor.data).__get__
 (Leaf.version). Not by its name, which means something else in a replica (`data_attribute`)."""
 
 
-def _fits(tensor: Tensor, central: Tensor, device: torch.device) -> bool:
-    if tensor.dtype != central.dtype or tensor.shape != central.shape or tensor.device != device:
-        return False
-    if tensor.device != central.device:
-        return True
-    return tensor.data_ptr() == central.data_ptr() and tensor.stride() == central.stride()
-
-
 def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:
     """At the start of a run the leaf's gradient is central's (zeroed, scaled or set outside, perhaps)."""
     tensor = leaf.tensor
     if grad is None:
         if tensor.grad is not None:
             tensor.grad = None
-        return
-    agreed = leaf.central_grad
-    if (
-        tensor.grad is not None
-        and agreed is not None
-        and agreed() is grad
-        and leaf.central_grad_version == version_of(grad)
-    ):
         return
     with torch.inference_mode(False), torch.no_grad():
         own = grad.to(tensor.device) if grad.device != tensor.device else grad.clone()

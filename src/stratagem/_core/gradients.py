@@ -19,7 +19,7 @@ on one device), the base is put aside before the pass and added back after it (`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from stratagem._core.homes import Journal
 
 if TYPE_CHECKING:
     from stratagem._core.leaves import Leaf, ReplicatedHome
+    from stratagem._core.replicas import ReplicaGroup
 
 BACKWARD = "the end of backward()"
 """Where replicas meet; it stands in messages."""
@@ -114,139 +115,179 @@ def _end_of_backward(journal: Journal) -> None:
     put_aside, journal.put_aside = journal.put_aside, []
     journal.queued = False
     journal.arrived = len(accumulated)
-    replica = journal.replica
     with torch.no_grad():
         if accumulated:
-            aggregate(replica, list(accumulated), BACKWARD)
+            _aggregate(journal.replica, _Offer(accumulated), BACKWARD)
         for leaf in put_aside:  # torch.autograd.grad() only: see _put_base_aside
             if leaf.base is not None:
                 leaf.tensor.grad, leaf.base = leaf.base, None
 
 
-def aggregate(
-    replica: Any, homes: Sequence[ReplicatedHome], label: str, *, by_hand: bool = False
-) -> None:
-    """Replicas meet; afterwards each one's leaves of all named homes hold the aggregated gradient.
+def aggregate_by_hand(replica: Any, homes: Sequence[ReplicatedHome], label: str) -> None:
+    """At ``optimizer.step()``: gradients that did not come out of a meeting are aggregated now."""
+    _aggregate(replica, _Offer(dict.fromkeys(homes)), label, by_hand=True)
 
-    Args:
-        replica: who arrives.
-        homes: parameters whose gradients it brings.
-        label: where.
-        by_hand: at ``optimizer.step()``: only gradients that did not come out of a meeting count.
+
+class _Offer:
+    """What one replica brings to the meeting.
+
+    Attributes:
+        homes: parameters it has gradients for.
+        gradients: one per home, if all of them are plain: dense tensors that need no care.
     """
-    group = replica.group
-    weights = group.row_weights
-    # Closed over, not asked for inside: the meeting may run on any replica's thread.
-    plan: _Plan = group.meet(
-        replica.id, label, homes, lambda brought: _plan(brought, weights, by_hand)
-    )
-    dense, rest = plan
-    me = replica.id
-    if dense is not None:
-        if dense.done:
-            results: Sequence[Tensor | None] = [_gradient(home, me) for home in dense.homes]
-        else:
-            results = _combine_lists(dense.gradients, dense.factors, replica.device)
-        for home, result in zip(dense.homes, results, strict=True):
-            _give(home, me, result)
-    for home, gradients, factors in rest:
-        _give(home, me, _combine_one(gradients, factors, replica.device))
+
+    __slots__ = ("gradients", "homes")
+
+    def __init__(self, brought: Mapping[ReplicatedHome, Leaf | None]) -> None:
+        self.homes = list(brought)
+        self.gradients: list[Tensor] | None = None
+        gradients = []
+        for home, leaf in brought.items():
+            grad = None if leaf is None else leaf.tensor.grad
+            if grad is None or not _is_plain(grad) or _has_hooks(home.central):
+                return
+            gradients.append(grad)
+        self.gradients = gradients
+
+
+class _Plan:
+    """What the meeting came to.
+
+    Attributes:
+        settled: homes whose leaves already hold the result; the meeting itself put it there.
+        dense: homes of dense gradients, combined by every replica for itself, whole lists at a time.
+        rest: the others, one by one: home, gradients, a factor for each.
+    """
+
+    __slots__ = ("dense", "rest", "settled")
+
+    def __init__(self) -> None:
+        self.settled: list[ReplicatedHome] = []
+        self.dense: _Dense | None = None
+        self.rest: list[tuple[ReplicatedHome, list[Tensor], list[float]]] = []
 
 
 class _Dense:
     """Homes for which every contributing replica has a dense gradient: handled as lists."""
 
-    __slots__ = ("done", "factors", "gradients", "homes")
+    __slots__ = ("factors", "gradients", "homes")
 
     def __init__(
-        self, homes: list[ReplicatedHome], gradients: dict[int, list[Tensor]], factors: list[float]
+        self, homes: list[ReplicatedHome], gradients: list[list[Tensor]], factors: list[float]
     ) -> None:
         self.homes = homes
-        self.gradients = gradients  # by replica number, in the order of homes
-        self.factors = factors  # one per entry of gradients
-        self.done = False  # whether the meeting itself left the result in every leaf
+        self.gradients = gradients  # of each contributor, in the order of homes
+        self.factors = factors  # one per contributor
 
 
-IN_MEETING_ELEMENTS = 1 << 20
-"""Up to so many gradient elements, the replica that meets last combines for all, in place: 50 µs for
-200,000 of them, less than a second meeting, and no new memory. Beyond, every replica computes its own
-result at the same time, into new memory."""
+def _aggregate(replica: Any, offer: _Offer, label: str, *, by_hand: bool = False) -> None:
+    """Replicas meet; afterwards each one's leaves of all named homes hold the aggregated gradient."""
+    group = replica.group
+
+    # The group is closed over, not asked for: the meeting may run on any replica's thread.
+    def combine(brought: list[_Offer | None]) -> list[_Plan]:
+        return [_plan(group, brought, by_hand=by_hand)] * len(brought)
+
+    plan: _Plan = group.meet(replica.id, label, offer, combine)
+    me = replica.id
+    for home in plan.settled:
+        leaf = home.leaf(me)
+        if leaf is not None:
+            _take(leaf, leaf.tensor.grad)
+    if plan.dense is not None:
+        for home, result in zip(
+            plan.dense.homes, _combine_lists(plan.dense, replica.device), strict=True
+        ):
+            _give(home, me, result)
+    for home, gradients, factors in plan.rest:
+        _give(home, me, _combine_one(gradients, factors, replica.device))
 
 
-_Plan = tuple[_Dense | None, list[tuple["ReplicatedHome", list[Tensor], list[float]]]]
-
-
-def _plan(
-    brought: Sequence[Sequence[ReplicatedHome] | None], weights: Sequence[float], by_hand: bool
-) -> list[_Plan]:
-    """What each replica is to compute, small dense gradients already combined."""
-    live = [i for i, homes in enumerate(brought) if homes is not None and weights[i] > 0]
-    if not live:
-        live = [i for i, homes in enumerate(brought) if homes is not None]
-    order: dict[ReplicatedHome, None] = {}
-    for homes in brought:
-        if homes is not None:
-            order.update(dict.fromkeys(homes))
-    summed = _adds_up(next(iter(order)).strategy)
+def _plan(group: ReplicaGroup, brought: Sequence[_Offer | None], *, by_hand: bool) -> _Plan:
+    """Who computes what; gradients on one device are combined right here."""
+    weights = group.row_weights
+    offers = {i: offer for i, offer in enumerate(brought) if offer is not None}
+    live = {i: offer for i, offer in offers.items() if weights[i] > 0} or offers
+    order = _order(list(offers.values()))
+    summed = _adds_up(order[0].strategy)
     factors = [1.0 if summed else weights[i] for i in live]
-    dense_homes: list[ReplicatedHome] = []
-    lists: dict[int, list[Tensor]] = {i: [] for i in live}
-    rest: list[tuple[ReplicatedHome, list[Tensor], list[float]]] = []
+    plan = _Plan()
+    if by_hand:
+        for home in order:
+            if not _settled(home, live):
+                found = [_gradient(home, i) for i in live]
+                how = [weights[i] for i in live] if _met_in_this_run(home, live) else factors
+                plan.rest.append((home, *_present(found, how)))
+        return plan
+    lists = [offer.gradients for offer in live.values() if offer.homes == order]
+    if len(lists) == len(live) and all(each is not None for each in lists):  # as nearly always
+        dense = _Dense(order, cast("list[list[Tensor]]", lists), factors)
+    else:
+        dense = _sort_out(plan, order, list(live), factors)
+    if not dense.homes:
+        return plan
+    devices = {group.replicas[i].device for i in offers}
+    if len(devices) > 1:
+        plan.dense = dense
+    else:
+        plan.settled = dense.homes
+        _combine_in_place(dense, offers, next(iter(live)))
+    return plan
+
+
+def _order(offers: Sequence[_Offer]) -> list[ReplicatedHome]:
+    """The parameters any replica brings gradients for, in one order for all."""
+    first = offers[0].homes
+    if all(offer.homes == first for offer in offers[1:]):
+        return first
+    return list(dict.fromkeys(home for offer in offers for home in offer.homes))
+
+
+def _sort_out(
+    plan: _Plan, order: Sequence[ReplicatedHome], live: Sequence[int], factors: list[float]
+) -> _Dense:
+    """Gradients that need care go to the plan, one by one; the plain ones are returned."""
+    dense = _Dense([], [[] for _ in live], factors)
     for home in order:
         found = [_gradient(home, i) for i in live]
-        if by_hand:
-            if not _settled(home, live):
-                how = [weights[i] for i in live] if _met_in_this_run(home, live) else factors
-                rest.append((home, *_present(found, how)))
-        elif _has_hooks(home.central):
-            rest.append((home, *_after_hooks(home, found, factors)))
-        elif all(grad is not None and grad.layout is torch.strided for grad in found):
-            dense_homes.append(home)
-            for i, grad in zip(live, found, strict=True):
-                lists[i].append(cast("Tensor", grad))
+        if _has_hooks(home.central):
+            plan.rest.append((home, *_after_hooks(home, found, factors)))
+        elif any(grad is None or not _is_plain(grad) for grad in found):
+            plan.rest.append((home, *_present(found, factors)))
         else:
-            rest.append((home, *_present(found, factors)))
-    dense = _Dense(dense_homes, lists, factors) if dense_homes else None
-    if dense is not None and _fits_in_meeting(dense):
-        with torch.no_grad():
-            _combine_in_place(dense, [i for i, homes in enumerate(brought) if homes is not None])
-        dense.done = True
-    return [(dense, rest)] * len(brought)
+            dense.homes.append(home)
+            for each, grad in zip(dense.gradients, found, strict=True):
+                each.append(cast("Tensor", grad))
+    return dense
 
 
-def _fits_in_meeting(dense: _Dense) -> bool:
-    elements = 0
-    first, *others = dense.gradients.values()
-    for k, grad in enumerate(first):
-        elements += grad.numel()
-        if elements > IN_MEETING_ELEMENTS or grad.requires_grad:
-            return False
-        if others and any(
-            grad.device != each[k].device or each[k].requires_grad for each in others
-        ):
-            return False
-    return True
+def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
+    """Σ factor · gradient in the first contributor's tensors; everybody else gets copies of them.
 
-
-def _combine_in_place(dense: _Dense, present: Sequence[int]) -> None:
-    """Σ factor · gradient, in the first contributor's tensors; then copied into everybody's."""
-    (lead, results), *others = dense.gradients.items()
-    factors = dense.factors
+    The copies are made when somebody writes (a step that only reads its gradients never pays).
+    """
+    factors, (results, *others) = dense.factors, dense.gradients
     if len(others) == 1 and factors[0] + factors[1] == 1.0:
-        torch._foreach_lerp_(results, others[0][1], factors[1])
+        torch._foreach_lerp_(results, others[0], factors[1])
     else:
         if factors[0] != 1.0:
             torch._foreach_mul_(results, factors[0])
-        for (_, each), factor in zip(others, factors[1:], strict=True):
+        for each, factor in zip(others, factors[1:], strict=True):
             torch._foreach_add_(results, each, alpha=factor)
     for i in present:
-        if i in dense.gradients:
-            if i != lead:
-                torch._foreach_copy_(dense.gradients[i], results)
-        else:  # no rows: its own gradients, if any, do not count
+        if i != lead:
             for home, result in zip(dense.homes, results, strict=True):
                 if (leaf := home.leaf(i)) is not None:
-                    leaf.tensor.grad = result.clone()
+                    leaf.tensor.grad = _copy_on_write(result)
+
+
+def _copy_on_write(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        try:
+            return torch._lazy_clone(tensor)
+        except RuntimeError:  # memory that is not torch's own, such as a NumPy array's
+            pass
+    return tensor.clone()
 
 
 def _gradient(home: ReplicatedHome, replica_id: int) -> Tensor | None:
@@ -254,16 +295,13 @@ def _gradient(home: ReplicatedHome, replica_id: int) -> Tensor | None:
     return None if leaf is None else leaf.tensor.grad
 
 
-def _combine_lists(
-    gradients: dict[int, list[Tensor]], factors: list[float], device: torch.device
-) -> Sequence[Tensor]:
+def _combine_lists(dense: _Dense, device: torch.device) -> Sequence[Tensor]:
     """Σ factor · gradient for whole lists, into new tensors; the same operations on every replica."""
-    lists = list(gradients.values())
+    lists, factors = dense.gradients, dense.factors
     if len(lists) == 1 and factors[0] == 1.0:
         # The contributor takes a copy too: it goes on and may clip in place while others still read.
         return [grad.detach().to(device, copy=True) for grad in lists[0]]
-    if any(grad.device != device for each in lists for grad in each):
-        lists = [[grad.to(device, non_blocking=True) for grad in each] for each in lists]
+    lists = [[grad.to(device, non_blocking=True) for grad in each] for each in lists]
     if len(lists) == 2 and factors[0] + factors[1] == 1.0:
         return torch._foreach_lerp(lists[0], lists[1], factors[1])  # one pass over memory
     if all(factor == 1.0 for factor in factors):
@@ -296,12 +334,16 @@ def _combine_one(
 
 def _give(home: ReplicatedHome, replica_id: int, result: Tensor | None) -> None:
     leaf = home.leaf(replica_id)
-    if leaf is None:
-        return
+    if leaf is not None:
+        leaf.tensor.grad = result
+        _take(leaf, result)
+
+
+def _take(leaf: Leaf, result: Tensor | None) -> None:
+    """A leaf's gradient has become what the replicas agreed on; earlier ones are added now."""
     if leaf.base is not None:
         result = leaf.base if result is None else leaf.base + result
-        leaf.base = None
-    leaf.tensor.grad = result
+        leaf.tensor.grad, leaf.base = result, None
     leaf.met = leaf.journal
     leaf.aggregated = None if result is None else weakref.ref(result)
 
@@ -311,6 +353,10 @@ def _give(home: ReplicatedHome, replica_id: int, result: Tensor | None) -> None:
 
 def _adds_up(strategy: Any) -> bool:
     return strategy is not None and strategy.gradient_aggregation == "sum"
+
+
+def _is_plain(grad: Tensor) -> bool:
+    return grad.layout is torch.strided and not grad.requires_grad
 
 
 def _has_hooks(central: Tensor) -> bool:
@@ -351,12 +397,12 @@ def _present(
     return [g for g, _ in present], [f for _, f in present]
 
 
-def _settled(home: ReplicatedHome, live: Sequence[int]) -> bool:
+def _settled(home: ReplicatedHome, live: Iterable[int]) -> bool:
     leaves = [leaf for i in live if (leaf := home.leaf(i)) is not None]
     return all(leaf.is_aggregated() for leaf in leaves)
 
 
-def _met_in_this_run(home: ReplicatedHome, live: Sequence[int]) -> bool:
+def _met_in_this_run(home: ReplicatedHome, live: Iterable[int]) -> bool:
     # Then what was put in .grad by hand was made from the aggregated gradient, alike on every
     # replica: it is averaged (which changes nothing), also under "sum".
     leaves = [leaf for i in live if (leaf := home.leaf(i)) is not None]

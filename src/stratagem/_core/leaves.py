@@ -19,7 +19,6 @@ from stratagem._core.context import Replica, current_replica
 from stratagem._core.homes import BLANK, Journal, ParameterHome, journal_of, version_of
 from stratagem.errors import ReplicaError
 
-
 _Agreed = tuple["weakref.ref[Tensor]", int] | None
 """A gradient of central, and its version, that a leaf's own gradient is equal to."""
 
@@ -136,12 +135,10 @@ class ReplicatedHome(ParameterHome):
     def _bring_up_to_date(self, replica: Replica) -> Tensor:
         # On the path of every parameter in every run: what usually has not changed is asked in few words.
         central = self.central
-        if replica.strategy is not self._strategy():
-            return central
         leaf = self._leaves.get(replica.id)
+        if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
+            return central
         if leaf is None or not leaf.fits(central):
-            if is_lazy(central):
-                return central
             leaf = self._new_leaf(replica)
         elif not leaf.journal.settled:  # its last run failed
             leaf.aggregated = leaf.agreed = leaf.base = None
@@ -182,6 +179,11 @@ class ReplicatedHome(ParameterHome):
             gradients.watch(leaf)
         return leaf
 
+    def refuse_writes(self) -> None:
+        """Raise if any replica wrote the parameter in place."""
+        for leaf in self._leaves.values():
+            leaf.refuse_writes()
+
     def stepped(self) -> None:
         """Central was updated during a run: leaves on other devices follow."""
         for leaf in self._leaves.values():
@@ -199,7 +201,7 @@ class ReplicatedHome(ParameterHome):
             central.grad = None
         elif self._published is None or self._published() is not grad or central.grad is None:
             self._published = weakref.ref(grad)
-            central.grad = grad.data if grad.device == central.device else grad.to(central.device)
+            central.grad = grad.data if leaf.shares else grad.to(central.device)
 
     def settle(self, lead: Leaf) -> _Agreed:
         """The run succeeded: central takes over what the replicas agree on, as ``lead`` has it."""

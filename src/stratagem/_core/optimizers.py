@@ -40,14 +40,15 @@ class GroupByReplica(dict[str, Any]):
 
     Attributes:
         homes: one entry per parameter, in order; None where there is no home.
+        replicated: those homes of which every replica has a leaf.
     """
 
-    __slots__ = ("homes",)
+    __slots__ = ("homes", "replicated")
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
         central = plain["params"]
-        self.homes: list[ParameterHome | None] = [home_of(each) for each in central]
+        self._find_homes(central)
         # Made inside a replica, an optimizer is given leaves: it keeps what they stand for.
         dict.__setitem__(
             self,
@@ -56,6 +57,16 @@ class GroupByReplica(dict[str, Any]):
                 each if home is None else home.central
                 for each, home in zip(central, self.homes, strict=True)
             ],
+        )
+
+    def _find_homes(self, parameters: Iterable[Tensor]) -> None:
+        self.homes: list[ParameterHome | None] = [home_of(each) for each in parameters]
+        self.replicated = [home for home in self.homes if isinstance(home, ReplicatedHome)]
+
+    def belongs_to(self, strategy: Any) -> bool:
+        """Whether all its parameters have leaves in the replicas of this strategy."""
+        return len(self.replicated) == len(self.homes) and all(
+            home.strategy is strategy for home in self.replicated
         )
 
     @property
@@ -77,7 +88,7 @@ class GroupByReplica(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             value = list(value)
-            self.homes = [home_of(each) for each in value]
+            self._find_homes(value)
         dict.__setitem__(self, key, value)
 
     @override
@@ -186,7 +197,7 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     result = group.meet(replica.id, STEP, (self, by_hand), once)
     if result is _BY_HAND:
         with torch.no_grad():
-            gradients.aggregate(replica, homes, STEP, by_hand=True)
+            gradients.aggregate_by_hand(replica, homes, STEP)
         result = group.meet(replica.id, STEP, (self, False), once)
     return result
 
@@ -214,8 +225,7 @@ def _step_at_home(
         closure: for a lone replica.
     """
     for home in homes:
-        for leaf in home.leaves():
-            leaf.refuse_writes()
+        home.refuse_writes()
     for home in homes:
         spoke = home.leaf(lead)
         if spoke is None:
@@ -229,13 +239,10 @@ def _step_at_home(
 
 
 def _homes(optimizer: Optimizer) -> list[ReplicatedHome]:
-    return [
-        home
-        for group in optimizer.param_groups
-        if isinstance(group, GroupByReplica)
-        for home in group.homes
-        if isinstance(home, ReplicatedHome)
-    ]
+    groups = [group for group in optimizer.param_groups if isinstance(group, GroupByReplica)]
+    if len(groups) == 1:
+        return groups[0].replicated
+    return [home for group in groups for home in group.replicated]
 
 
 # ------------------------------------------------------------------ refusing
@@ -247,6 +254,8 @@ def _refuse_foreign(optimizer: Optimizer, replica: Replica) -> None:
         return
     for number, group in enumerate(optimizer.param_groups):
         held = group if isinstance(group, GroupByReplica) else GroupByReplica(group)
+        if held.belongs_to(replica.strategy):
+            continue
         for position, (parameter, home) in enumerate(zip(held.central, held.homes, strict=True)):
             if isinstance(home, ReplicatedHome) and home.strategy is not replica.strategy:
                 whose = "no strategy any more" if home.strategy is None else repr(home.strategy)

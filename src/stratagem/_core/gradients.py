@@ -44,67 +44,59 @@ _queue_callback = cast(
 # ------------------------------------------------------------------ noticing
 
 
-class _Hook:
-    """A hook on a leaf's tensor; weak, since the tensor keeps it and the leaf keeps the tensor."""
-
-    __slots__ = ("_call", "_leaf")
-
-    def __init__(self, leaf: Leaf, call: Callable[[Leaf], None]) -> None:
-        self._leaf = weakref.ref(leaf)
-        self._call = call
-
-    def __call__(self, _: Tensor) -> None:
-        leaf = self._leaf()
-        if leaf is not None:
-            self._call(leaf)
-
-
 def watch(leaf: Leaf) -> None:
     """Notice every gradient that arrives at a new leaf."""
     tensor = leaf.tensor
     wanted = tensor.requires_grad
     tensor.requires_grad_()  # hooks can only be put on a tensor that takes gradients
-    tensor.register_post_accumulate_grad_hook(_Hook(leaf, _accumulated))
+    tensor.register_post_accumulate_grad_hook(_hook(leaf, _accumulated))
     tensor.requires_grad_(wanted)
 
 
 def keep_apart_if_needed(leaf: Leaf) -> None:
     """Put earlier gradients aside during a pass, for a leaf whose aggregation needs it."""
-    central = leaf.home.central
-    if _adds_up(leaf.home.strategy) or _has_hooks(central):
+    home = leaf.home
+    if _has_hooks(home.central) or _adds_up(home.strategy):
         tensor = leaf.tensor
         if tensor.requires_grad:
-            tensor.register_hook(_Hook(leaf, _put_base_aside))
+            tensor.register_hook(_hook(leaf, _put_base_aside))
             leaf.keeps_apart = True
 
 
-def _accumulated(leaf: Leaf) -> None:
-    journal = _open_journal(leaf)
-    if journal is not None:
-        journal.accumulated[leaf.home] = leaf
+def _hook(leaf: Leaf, call: Callable[[Leaf, Journal], None]) -> Callable[[Tensor], None]:
+    """A hook for the leaf's tensor; weak, since the tensor keeps it and the leaf keeps the tensor."""
+    reference = weakref.ref(leaf)
+
+    def hook(_: Tensor) -> None:
+        leaf = reference()
+        if (
+            leaf is not None and not leaf.journal.settled
+        ):  # else: used outside the run it belongs to
+            call(leaf, leaf.journal)
+
+    return hook
+
+
+def _accumulated(leaf: Leaf, journal: Journal) -> None:
+    journal.accumulated[leaf.home] = leaf
+    if not journal.queued:
         _queue(journal)
 
 
-def _put_base_aside(leaf: Leaf) -> None:
+def _put_base_aside(leaf: Leaf, journal: Journal) -> None:
     # Also called for torch.autograd.grad(), which accumulates nothing: then the meeting's callback
     # finds no new gradient and only puts the base back.
-    journal = _open_journal(leaf)
-    if journal is not None and leaf.base is None and leaf.tensor.grad is not None:
+    if leaf.base is None and leaf.tensor.grad is not None:
         leaf.base = leaf.tensor.grad
         leaf.tensor.grad = None
         journal.put_aside.append(leaf)
-        _queue(journal)
-
-
-def _open_journal(leaf: Leaf) -> Journal | None:
-    journal = leaf.journal
-    return None if journal.settled else journal  # settled: used outside the run it belongs to
+        if not journal.queued:
+            _queue(journal)
 
 
 def _queue(journal: Journal) -> None:
-    if not journal.queued:
-        journal.queued = True
-        _queue_callback(lambda: _end_of_backward(journal))
+    journal.queued = True
+    _queue_callback(lambda: _end_of_backward(journal))
 
 
 # ------------------------------------------------------------------ meeting

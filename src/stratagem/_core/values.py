@@ -343,7 +343,7 @@ class RowCount:
                 )
                 self.guessed = self._guess_from_nest(value, size) if first is not None else None
             elif first.ndim:
-                self.guessed = self._sizes([value.component(i) for i in range(size)])
+                self.guessed = self._sizes(value.values[:size])
 
     def _guess_from_nest(self, value: PerReplica, size: int) -> tuple[int, ...] | None:
         found = [
@@ -395,6 +395,28 @@ def split(tree: Any, size: int, count: RowCount | None = None) -> list[Any] | No
         rebuild([c if p is None else p[i] for c, p in zip(children, parts, strict=True)])
         for i in range(size)
     ]
+
+
+def split_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], size: int, count: RowCount
+) -> list[tuple[Sequence[Any], Mapping[str, Any]]] | None:
+    """The arguments of one call, for each replica; None if there is no distributed value in them.
+
+    Example:
+        >>> from stratagem._core.values import PerReplica, RowCount, split_call
+        >>> split_call((PerReplica([1, 2]), 3), {}, 2, RowCount())
+        [((1, 3), {}), ((2, 3), {})]
+    """
+    columns, found = [], False
+    for each in args:
+        parts = split(each, size, count)
+        found = found or parts is not None
+        columns.append([each] * size if parts is None else parts)
+    named = split(kwargs, size, count) if kwargs else None
+    if not found and named is None:
+        return None
+    rows = list(zip(*columns, strict=True)) or [()] * size
+    return [(rows[i], kwargs if named is None else named[i]) for i in range(size)]
 
 
 def merge(trees: Sequence[Any]) -> Any:

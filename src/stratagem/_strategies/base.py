@@ -354,7 +354,7 @@ class Strategy(ABC):
         if not self._slices:
             return ReplicaGroup(self, devices).run_alone(fn, args, kwargs)
         count = values.RowCount()
-        parts = values.split((args, kwargs), size, count)
+        parts = values.split_call(args, kwargs, size, count)
         group = ReplicaGroup(self, devices, rows=count.rows)
         if size == 1:
             if parts is not None:

@@ -50,11 +50,11 @@ def test_every_row_is_found_in_its_shard(sizes, data):
 def test_row_out_of_range_is_named():
     """An id that is no row raises ValueError with the id and the range."""
     layout = ShardLayout.div(8, 3)
-    layout.check(torch.tensor([], dtype=torch.int64))
+    layout.check(torch.tensor([], dtype=torch.int64), "w")
     with pytest.raises(ValueError, match=r"row id 8 .*0 <= id < 8"):
-        layout.check(torch.tensor([1, 8]))
+        layout.check(torch.tensor([1, 8]), "w")
     with pytest.raises(ValueError, match="row id -1"):
-        layout.check(torch.tensor([1, -1]))
+        layout.check(torch.tensor([1, -1]), "w")
 
 
 def test_fixed_shards_are_never_more_than_rows_and_are_not_checked():

@@ -226,15 +226,15 @@ class ShardLayout:
         shard = int(torch.bucketize(torch.tensor(row), self._borders, right=True))
         return shard, row - self.offsets[shard]
 
-    def check(self, ids: Tensor) -> None:
-        """Refuse ids that are no row of this variable (`ValueError`)."""
+    def check(self, ids: Tensor, what: str) -> None:
+        """Refuse ids that are no row of `what`, the variable (`ValueError`)."""
         if ids.numel() == 0:
             return
         smallest, largest = torch.aminmax(ids)
         if smallest < 0 or largest >= self.rows:
             bad = int(smallest) if smallest < 0 else int(largest)
             raise ValueError(
-                f"row id {bad!r} is out of range: expected 0 <= id < {self.rows} (the variable has "
+                f"row id {bad!r} is out of range: expected 0 <= id < {self.rows} ({what} has "
                 f"{self.rows} rows)."
             )
 

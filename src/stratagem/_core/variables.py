@@ -21,7 +21,7 @@ from typing_extensions import override
 from stratagem._core import context
 from stratagem._core.reduction import ReduceOp
 from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators
-from stratagem.errors import ContextError, StrategyMismatch
+from stratagem.errors import ContextError, StratagemError, StrategyMismatch
 
 Write = Literal["assign", "assign_add", "assign_sub"]
 Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
@@ -449,7 +449,7 @@ class Variable(Convertible):
             return f"{kind}:{{\n{lines}\n}}"
         try:
             shown = repr(self._place.read().detach())
-        except ValueError as error:
+        except (ValueError, StratagemError) as error:
             shown = f"<{error}>"
         return (
             f"<Variable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype} "

@@ -21,6 +21,7 @@ from stratagem._ps.client import PsClient
 from stratagem._ps.mapping import MappedVariable, Place
 from stratagem._ps.placement import Description, device_name
 from stratagem._ps.store import InitOp
+from stratagem.errors import ConnectionLost
 
 _read_time = metrics.timer("ps.read")
 
@@ -52,7 +53,8 @@ class RemoteVariable:
             )
             for shard in description.shards
         )
-        self._client = client
+        self._connections = client
+        self._is_released = False
         self.seen: tuple[int, ...] = (0,) * len(self.places)
         self._assembled: Tensor | None = None
         self._assembled_from: tuple[int, ...] = ()
@@ -63,12 +65,22 @@ class RemoteVariable:
     @property
     def device(self) -> str:
         """Where the first piece lives."""
-        return device_name(self._client.tasks[self.places[0].server])
+        return device_name(self._connections.tasks[self.places[0].server])
 
     @property
     def client(self) -> PsClient:
         """The connections to the servers."""
-        return self._client
+        return self._connections
+
+    @property
+    def _client(self) -> PsClient:
+        if self._is_released:
+            raise ConnectionLost(
+                f"variable {self.name!r} is gone: parameter servers freed it when its strategy or "
+                "coordinator was closed. Read what you need before closing (variable.numpy(), "
+                "model.state_dict()), or make it anew under a new strategy."
+            )
+        return self._connections
 
     @cached_property
     def mapped(self) -> tuple[MappedVariable, ...] | None:
@@ -83,6 +95,7 @@ class RemoteVariable:
 
     def release(self) -> None:
         """Let go of the servers' memory; the session is over."""
+        self._is_released = True
         self.__dict__.pop("mapped", None)
         self._assembled = None
 

@@ -127,12 +127,14 @@ class ShardedVariable(Convertible):
     def _assign(self, method: str, value: Any) -> ShardedVariable:
         tensor = convert_to_tensor(value)
         if tensor.dtype != self.dtype and not isinstance(value, int | float | list | tuple):
-            raise ValueError(f"{method} got {tensor.dtype}: expected {self.dtype}.")
+            raise ValueError(
+                f"{method} of {self._called()} got {tensor.dtype}: expected {self.dtype}."
+            )
         tensor = tensor.to(self.dtype)
         if tensor.shape != self.shape:
             raise ValueError(
-                f"{method} got a value of shape {tuple(tensor.shape)!r}: expected "
-                f"{tuple(self.shape)!r}, the shape of {self._name!r}."
+                f"{method} of {self._called()} got a value of shape {tuple(tensor.shape)!r}: "
+                f"expected {tuple(self.shape)!r}."
             )
         parts = torch.split_with_sizes(tensor, self._layout.sizes)
         for shard, part in zip(self._variables, parts, strict=True):
@@ -175,16 +177,18 @@ class ShardedVariable(Convertible):
         self._need_div_rule(method)
         if not isinstance(sparse, Tensor) or sparse.layout != torch.sparse_coo:
             raise AttributeError(
-                f"{method} got a {type(sparse).__name__} that is no sparse tensor: expected row "
-                "numbers and rows, as torch.sparse_coo_tensor([ids], rows, size) makes."
+                f"{method} of {self._called()} got a {type(sparse).__name__} that is no sparse "
+                "tensor: expected row numbers and rows, as torch.sparse_coo_tensor([ids], rows, size) "
+                "makes."
             )
         if sparse.sparse_dim() != 1:
             raise ValueError(
-                f"{method} got {sparse.sparse_dim()} axes of indices: expected one, row numbers."
+                f"{method} of {self._called()} got {sparse.sparse_dim()} axes of indices: expected "
+                "one, row numbers."
             )
         # Not coalesced: that would add up values which may have to be multiplied.
         ids, values = sparse._indices()[0], sparse._values()
-        self._layout.check(ids)
+        self._layout.check(ids, self._called())
         for index, (offset, size) in enumerate(
             zip(self._layout.offsets, self._layout.sizes, strict=True)
         ):
@@ -210,7 +214,7 @@ class ShardedVariable(Convertible):
         """
         self._need_div_rule("sparse_read")
         ids = torch.as_tensor(indices)
-        self._layout.check(ids)
+        self._layout.check(ids, self._called())
         return self._rows(ids)
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -224,7 +228,10 @@ class ShardedVariable(Convertible):
         if isinstance(first, int):
             row = first + self._layout.rows if first < 0 else first
             if not 0 <= row < self._layout.rows:
-                raise IndexError(f"row {first!r} is out of range: there are {self._layout.rows}.")
+                raise IndexError(
+                    f"row {first!r} of {self._called()} is out of range: there are "
+                    f"{self._layout.rows}."
+                )
             shard, local = self._layout.locate(row)
             return self._variables[shard].sparse_read(torch.tensor([local]))[0][tuple(rest) or ...]
         # torch knows no negative steps: rows are counted by Python and gathered in that order.
@@ -249,9 +256,15 @@ class ShardedVariable(Convertible):
     def _need_div_rule(self, what: str) -> None:
         if not self._layout.follows_div_rule:
             raise NotImplementedError(
-                f"{what} needs shards of equal size, larger ones first (the div rule); these have "
-                f"{', '.join(map(str, self._layout.sizes))} rows."
+                f"{what} of {self._called()} needs shards of equal size, larger ones first (the div "
+                f"rule); these have {', '.join(map(str, self._layout.sizes))} rows."
             )
+
+    def _called(self) -> str:
+        """The name its maker gave it: shards have it, the container has its own (PRT-5)."""
+        first = self._variables[0].name
+        given = first.removesuffix("/part_0")
+        return f"sharded variable {(given if given != first else self._name)!r}"
 
 
 def _check_index(part: Any) -> None:

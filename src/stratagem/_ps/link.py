@@ -109,12 +109,15 @@ class Link:
         self.send(pending)
         return pending
 
-    def send(self, pending: Pending) -> None:
-        """As `begin`, for a request that its caller noted before it is on its way."""
+    def send(self, pending: Pending, *, later: bool = False) -> None:
+        """As `begin`, for a request that its caller noted before it is on its way.
+
+        With `later` it waits for company: the next one takes it along, and so does `collect`.
+        """
         channel = self._open_channel()
         self._pending.append(pending)
         try:
-            pending.call = channel.begin(pending.message, pending.buffers)
+            pending.call = channel.begin(pending.message, pending.buffers, later=later)
         except ConnectionLost as error:
             self._recover(error)
         except DeadlineExceeded as error:
@@ -151,6 +154,17 @@ class Link:
         finally:
             if pending in self._pending:
                 self._pending.remove(pending)
+
+    def is_answered(self, pending: Pending) -> bool:
+        """Whether `collect` would not wait. Sends what waits for company; never waits itself."""
+        channel = self._channel
+        if channel is None or self._lost is not None:
+            return True
+        try:
+            channel.flush()
+        except ConnectionLost:
+            return True  # `collect` knows what to do
+        return channel.has_reply(pending.call)
 
     def request(self, message: Message, buffers: Sequence[Buffer] = ()) -> Frame:
         """Sends a request and waits for its reply."""

@@ -141,15 +141,27 @@ class Channel:
         return self.collect(self.begin(message, buffers, timeout_s=timeout_s), deadline=deadline)
 
     def begin(
-        self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None
+        self,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        timeout_s: float | None = None,
+        later: bool = False,
     ) -> int:
-        """Sends a request without waiting for its reply; gives the number to `collect` it by."""
+        """Sends a request without waiting for its reply; gives the number to `collect` it by.
+
+        With `later` it waits for company: the next message of this channel takes it along, and so do
+        `collect` and `flush`.
+        """
         with self._lock:
             self._next_call = self._next_call % 0xFFFFFFFF + 1
             call = self._next_call
             self._awaited.add(call)
         try:
-            self._send(frames.REQUEST, call, message, buffers, timeout_s)
+            if later:
+                self.enqueue(frames.REQUEST, call, message, buffers)
+            else:
+                self._send(frames.REQUEST, call, message, buffers, timeout_s)
         except BaseException:
             with self._lock:
                 self._awaited.discard(call)
@@ -164,6 +176,9 @@ class Channel:
             timeout_s = config.wire_timeout_s() if timeout_s is None else timeout_s
             deadline = time.monotonic() + timeout_s
         try:
+            if self._stream.outgoing:
+                with self._send_lock:
+                    self._drain(timeout_s)
             frame = self._await(lambda: self._replies.pop(call, None), deadline)
         finally:
             with self._lock:
@@ -175,6 +190,21 @@ class Channel:
         if frame.kind == frames.FAILURE:
             raise exception_from(frame.message, may_unpickle=self._may_unpickle)
         return frame
+
+    def has_reply(self, call: int) -> bool:
+        """Whether `collect` would not have to wait: the reply is here, or none will ever come."""
+        with self._lock:
+            if call in self._replies or self._lost is not None or self._closed:
+                return True
+            if self._has_reader:
+                return False  # somebody reads; it will be here when he is done
+            self._has_reader = True
+        try:
+            if self._readable.poll(0):
+                self._take_in()
+        finally:
+            self._end_reading()
+        return call in self._replies or self._lost is not None
 
     def notify(
         self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None

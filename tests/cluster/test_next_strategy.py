@@ -10,7 +10,7 @@ import torch
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._cluster.views import PlainViews
+from stratagem._cluster.views import PlainViews, PlainWorkerViews
 
 
 def test_after_close_the_cluster_serves_the_next_and_old_variables_are_freed() -> None:
@@ -84,13 +84,8 @@ class MovingSetup:
         return MovingWorker()
 
 
-class MovingWorker:
+class MovingWorker(PlainWorkerViews):
     """Keeps the number where closures find it."""
-
-    def define(self, token: object, definition: object) -> None:
-        raise AssertionError
-
-    rebuild: Any = define
 
     def apply(self, updates: Sequence[int]) -> None:
         import builtins
@@ -98,14 +93,6 @@ class MovingWorker:
         if updates[-1] == 13:
             raise ArithmeticError("an unlucky number")
         builtins.moving_number = updates[-1]  # type: ignore[attr-defined]
-
-    def closure(self, closure_id: int | None) -> Any:
-        import contextlib
-
-        return contextlib.nullcontext()
-
-    def close(self) -> None:
-        pass
 
 
 def test_closures_see_the_state_of_their_own_schedule(connect: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stratagem._ps import client as client_module
+from stratagem._ps import outbox as outbox_module
 from stratagem._ps import server as server_module
 from stratagem._ps import sessions
 from stratagem._ps.client import PsClient
@@ -98,7 +99,7 @@ def test_room_for_state_is_made_only_in_the_shape_of_its_variable() -> None:
 def test_a_step_larger_than_a_frame_is_refused_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "FRAME_BYTES", 4 * ROWS)
+    monkeypatch.setattr(outbox_module, "FRAME_BYTES", 4 * ROWS)
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with (
         ParameterServer("127.0.0.1:0").start() as server,

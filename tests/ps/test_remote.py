@@ -119,10 +119,10 @@ class TestWorkerVariables:
     def test_a_leaf_in_one_piece_shows_the_servers_writes(self, client, remote):
         variables = WorkerVariables(client)
         leaf = variables.parameter(remote.description, requires_grad=True, as_table=False)
-        with variables.closure(None):
+        with variables.closure():
             torch.testing.assert_close(leaf.detach(), VALUE)
         remote.assign("add", torch.ones(11, 2))
-        with variables.closure(None):
+        with variables.closure():
             torch.testing.assert_close(leaf.detach(), VALUE + 1)
         variables.close()
 
@@ -130,9 +130,9 @@ class TestWorkerVariables:
         variables = WorkerVariables(client)
         leaf = variables.parameter(remote.description, requires_grad=True, as_table=False)
         with pytest.raises(ForeignParameterError, match="'w'"):
-            with variables.closure(None), torch.no_grad():
+            with variables.closure(), torch.no_grad():
                 leaf.zero_()
-        with variables.closure(None):
+        with variables.closure():
             torch.testing.assert_close(leaf.detach(), VALUE)
         assert "1 parameters" in repr(variables)
         variables.close()
@@ -148,13 +148,13 @@ class TestWorkerVariables:
         one, two = WorkerVariables(client), WorkerVariables(client)
         counts = [w.buffer(where[0], counts=True) for w in (one, two)]
         lasts = [w.buffer(where[1], counts=False) for w in (one, two)]
-        with one.closure(None), two.closure(None):
+        with one.closure(), two.closure(None):
             counts[0].add_(1)
             counts[1].add_(2)
             lasts[0].fill_(7)
         read = [RemoteVariable(one_, client).read() for one_ in where]
         assert [int(value) for value in read] == [8, 7]
-        with two.closure(None):
+        with two.closure():
             assert (int(counts[1]), int(lasts[1])) == (8, 7)
         one.close()
         two.close()

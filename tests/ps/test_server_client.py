@@ -65,7 +65,7 @@ def value_of(client: PsClient, *places: Place) -> list[list[float]]:
 def test_sharing_is_what_was_asked_for(worker: PsClient, shared: bool) -> None:
     """The parametrisation of this file is real: one half of it does not share memory."""
     assert worker.shares_memory(0) == shared
-    assert (worker._shares_slots == [True, True]) == shared
+    assert (worker.outbox.shares_memory == [True, True]) == shared
 
 
 @pytest.mark.parametrize(
@@ -248,14 +248,15 @@ def test_writes_of_an_exactly_once_closure_count_once(
     other = Membership(session="s", task="/job:worker/task:1")
     with PsClient(servers, other, incarnation=1) as second:
         for client in (worker, second):
-            with client.closure(77):
-                for _ in range(2):
-                    batch = client.batch()
-                    batch.assign(0, 1, "add", torch.ones(1))
-                    client.send(batch)
-                client.settle()
+            client.outbox.begin_closure(77, exactly_once=True, gathers=False)
+            for _ in range(2):
+                batch = client.batch()
+                batch.assign(0, 1, "add", torch.ones(1))
+                client.send(batch)
+            client.settle()
+            client.outbox.end_closure()
         assert value_of(second, w) == [[2.0]]
-        assert (worker.duplicates, second.duplicates) == (0, 2)
+        assert (worker.outbox.duplicates, second.outbox.duplicates) == (0, 2)
         chief.forget_closures([77])
 
 

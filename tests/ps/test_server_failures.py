@@ -149,7 +149,7 @@ def test_writes_are_repeated_after_a_broken_connection_and_count_once(
             assert channel._stream.sock.recv(1 << 16)  # the acknowledgements came, and are lost
             channel._stream.sock.shutdown(socket.SHUT_RDWR)
             client.settle()
-            assert client.duplicates == 3 * round_number
+            assert client.outbox.duplicates == 3 * round_number
             assert client.read([W])[0][0].tolist() == [3.0 * round_number] * 2
         assert server.facts["applied"] == 10
 
@@ -287,7 +287,7 @@ def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
         with pytest.raises(KeyboardInterrupt):
             client.settle(timeout_s=LIMIT_S)
         thread.join(LIMIT_S)
-        assert not client.is_settled
+        assert not client.outbox.is_settled
         batch = client.batch()
         batch.assign(0, 1, "add", torch.full((2,), 10.0))
         if not applied:
@@ -295,7 +295,7 @@ def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
             os.kill(child.pid, signal.SIGCONT)
         client.send(batch)
         assert client.settle() == {(0, 1): 5}
-        assert client.is_settled
+        assert client.outbox.is_settled
         assert client.read([W])[0][0].tolist() == [13.0, 13.0]
 
 

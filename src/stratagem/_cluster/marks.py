@@ -28,7 +28,7 @@ DEPTH: Final = 8
 
 _MISSING: Final = object()
 
-_BY_VALUE: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+BY_VALUE: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 _BY_IDENTITY: Final = frozenset(
     {types.ModuleType, types.BuiltinFunctionType, type, torch.dtype, torch.device, torch.Size}
 )
@@ -115,7 +115,7 @@ class Marker:
             ChangeableError: it has none.
         """
         kind = type(obj)
-        if kind in _BY_VALUE:
+        if kind in BY_VALUE:
             return kind, obj
         if kind is types.FunctionType:
             return self._mark_function(obj, look, depth)

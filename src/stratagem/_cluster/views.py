@@ -27,8 +27,22 @@ class WorkerViews(Protocol):
     def apply(self, updates: Sequence[object]) -> None:
         """Takes over what moved on the coordinator since the last closure."""
 
-    def closure(self, closure_id: int | None) -> AbstractContextManager[object]:
-        """Surrounds one closure; its exit waits until every write is acknowledged."""
+    def closure(
+        self, number: int, *, exactly_once: bool, quick: bool
+    ) -> AbstractContextManager[object]:
+        """Surrounds one closure. Its writes may still be on their way when it is left.
+
+        `quick`: the function is usually over in no time, so that its writes may wait for company.
+        """
+
+    def written(self) -> int:
+        """How many writes have been made so far."""
+
+    def acknowledged(self, *, wait: bool) -> int:
+        """How many of them, counted from the first, are done with; all of them after `wait`."""
+
+    def late_failure(self, number: int) -> Exception | None:
+        """What went wrong with a closure's writes after it was left; taken out."""
 
     def close(self) -> None:
         """Lets go of the servers."""
@@ -114,9 +128,23 @@ class PlainWorkerViews:
     def apply(self, updates: Sequence[object]) -> None:
         """Nothing can have moved."""
 
-    def closure(self, closure_id: int | None) -> AbstractContextManager[object]:
-        """Nothing to enter, nothing to wait for."""
+    def closure(
+        self, number: int, *, exactly_once: bool, quick: bool
+    ) -> AbstractContextManager[object]:
+        """Nothing to enter."""
         return nullcontext()
+
+    def written(self) -> int:
+        """There is nothing to write to."""
+        return 0
+
+    def acknowledged(self, *, wait: bool) -> int:
+        """Nothing to wait for."""
+        return 0
+
+    def late_failure(self, number: int) -> Exception | None:
+        """Nothing can have failed."""
+        return None
 
     def close(self) -> None:
         """Nothing to let go of."""

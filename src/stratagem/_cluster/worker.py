@@ -12,11 +12,11 @@ see of the strategy is not known here: `views.py`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, cast, final
@@ -26,6 +26,7 @@ from typing_extensions import override
 from stratagem import metrics
 from stratagem._cluster.output import OutputForwarder
 from stratagem._cluster.pulse import own_process
+from stratagem._cluster.results import Results
 from stratagem._cluster.shipping import check_size
 from stratagem._cluster.views import WorkerSetup, WorkerViews
 from stratagem._core import context
@@ -36,12 +37,10 @@ from stratagem._wire.failures import failure_from
 from stratagem._wire.frames import Buffer
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
-from stratagem._wire.messages import Frame, Message, Packed
+from stratagem._wire.messages import Frame, Packed
 from stratagem.errors import (
     ClosureInputError,
     ConnectionLost,
-    DeadlineExceeded,
-    ParameterServerLost,
     ProtocolError,
     UnavailableError,
     WireError,
@@ -52,19 +51,11 @@ _log = logging.getLogger("stratagem.worker")
 TICK_S: Final = 0.1
 """Longest sleep of the line thread: bounds how late a held-back result or a beat can be."""
 
-BATCH: Final = 16
-"""Results sent together at most; beyond it the saving is below 1 µs a closure."""
-
-HOLD_S: Final = 0.002
-"""How long a result may be held back for company while more closures wait."""
-
-COPY_BYTES: Final = 1 << 14
-"""Results up to this size are copied and may wait; larger ones are sent at once, uncopied."""
+QUICK_S: Final = 0.001
+"""A function whose last call took less is expected to be over in no time again."""
 
 FACTS_S: Final = 1.0
 """How often a worker's metrics ride on a beat."""
-
-Encoded = tuple[Message, Sequence[Buffer]]
 
 
 @final
@@ -260,9 +251,8 @@ class _Session:
         self._inbox: queue.SimpleQueue[tuple[float, Frame] | None] = queue.SimpleQueue()
         self._waiting: set[int] = set()
         self._ended = False
-        self._results: deque[Encoded] = deque()
-        self._held_since = 0.0
-        self._flushing = threading.Lock()
+        self._results = Results(channel, worker.task)
+        self._took_s: dict[bytes, float] = {}  # by function: its last call
         self._functions: dict[bytes, Frame | Callable[..., object]] = {}
         self._resources: dict[int, object] = {}
         self._views: WorkerViews | None = None
@@ -290,8 +280,8 @@ class _Session:
             if frame is not None:
                 heard_at = now
                 self._take_in(frame)
-            elif self._results:
-                self._flush()
+            elif self._results and self._views is not None:
+                self._results.flush_ready(self._views)  # a closure runs long
             if now - beat_at >= self._order.heartbeat_s:
                 beat_at = now
                 self.channel.notify(messages.Beat(facts=self._facts(now)))
@@ -343,11 +333,7 @@ class _Session:
                     self._run(frame, frame.message, arrived)
                 else:
                     self._try_to_learn(frame)
-                if self._results and (
-                    self._inbox.empty()
-                    or len(self._results) >= BATCH
-                    or time.perf_counter() - self._held_since > HOLD_S
-                ):
+                if self._results and self._inbox.empty():
                     self._flush()
         except WireError:
             pass  # the coordinator is gone; the line thread says so
@@ -412,22 +398,27 @@ class _Session:
     def _run(self, frame: Frame, message: messages.Run, arrived: float) -> None:
         if not _removed(self._waiting, message.closure):
             return  # recalled
+        assert self._views is not None
         began = time.perf_counter()
+        takes_s = self._took_s.get(message.function, math.inf)
+        if self._results.is_due(began, takes_s):
+            self._flush()
+            began = time.perf_counter()
         try:
-            result = self._call(frame, message)
+            result = self._call(frame, message, quick=takes_s < QUICK_S)
             if message.resource:
                 self._resources[message.resource] = result
                 result = None
-            outgoing = Outgoing()
-            value = None if result is None else _packed(result, outgoing)
-            check_size(outgoing.buffers)
+            ended = time.perf_counter()
+            self._took_s[message.function] = ended - began
+            value, buffers = (None, ()) if result is None else _packed(result)
             finished = messages.Finished(
                 closure=message.closure,
                 value=value,
                 waited_s=began - arrived,
-                ran_s=time.perf_counter() - began,
+                ran_s=ended - began,
             )
-            self._hold(finished, outgoing.buffers)
+            self._results.hold(finished, buffers, self._views)
             self.steps += 1
         except BaseException as error:  # a closure may raise anything, SystemExit too
             if isinstance(error, StopIteration):  # it has no text of its own
@@ -437,11 +428,12 @@ class _Session:
                 )
             if message.resource:
                 self._resources[message.resource] = _FailedResource(error)
-            self._hold(self._failure(message.closure, error), ())
+            failed = self._results.failure(message.closure, error)
+            self._results.hold(failed, (), self._views)
             if isinstance(error, KeyboardInterrupt):
                 raise
 
-    def _call(self, frame: Frame, message: messages.Run) -> object:
+    def _call(self, frame: Frame, message: messages.Run, *, quick: bool) -> object:
         assert self._views is not None
         if self._spoiled is not None:
             raise self._spoiled.with_traceback(None)
@@ -450,7 +442,7 @@ class _Session:
             assert isinstance(function.message, messages.Define)
             function = unpack(function.message.value, function, rebuild=self._rebuild)
             self._functions[message.function] = cast("Callable[..., object]", function)
-        with self._views.closure(message.closure if message.exactly_once else None):
+        with self._views.closure(message.closure, exactly_once=message.exactly_once, quick=quick):
             if message.arguments is None:
                 return cast("Callable[..., object]", function)()
             args, kwargs = unpack(message.arguments, frame, rebuild=self._rebuild)
@@ -473,35 +465,9 @@ class _Session:
             raise failed.with_traceback(None)  # or it would grow with every closure
         return self._views.rebuild(value)
 
-    def _failure(self, closure: int, error: BaseException) -> messages.Failed:
-        blame = "user"
-        if isinstance(error, ClosureInputError):
-            blame = "input"
-        elif isinstance(error, ParameterServerLost):
-            blame = "server"
-        elif isinstance(error, DeadlineExceeded):
-            blame = "deadline"
-        failure = failure_from(error, task=self._worker.task, with_pickle=True)
-        return messages.Failed(closure=closure, failure=failure, blame=blame)
-
-    def _hold(self, message: Message, buffers: Sequence[Buffer]) -> None:
-        """Puts a result in line; sends it now if its memory may not wait."""
-        size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        if size <= COPY_BYTES:
-            buffers = [bytes(buffer) for buffer in buffers]
-        if not self._results:
-            self._held_since = time.perf_counter()
-        self._results.append((message, buffers))
-        if size > COPY_BYTES:
-            self._flush()
-
     def _flush(self) -> None:
-        with self._flushing:
-            batch = []
-            while self._results:
-                batch.append(self._results.popleft())
-            if batch:
-                self.channel.notify_all(batch)
+        assert self._views is not None
+        self._results.flush(self._views)
 
     @override
     def __repr__(self) -> str:
@@ -518,16 +484,19 @@ class _FailedResource:
         self.error = error
 
 
-def _packed(result: object, outgoing: Outgoing) -> Packed:
+def _packed(result: object) -> tuple[Packed, Sequence[Buffer]]:
     """A closure's result; an error of packing says that the result is meant, not the function."""
+    outgoing = Outgoing()
     try:
-        return pack(result, outgoing)
+        packed = pack(result, outgoing)
     except Exception as error:
         error.add_note(
             f"The function ran; its result, a {type(result).__name__}, cannot be sent back. Return "
             "tensors or other values that can be pickled, or None."
         )
         raise
+    check_size(outgoing.buffers)
+    return packed, outgoing.buffers
 
 
 def _removed(waiting: set[int], closure: int) -> bool:

@@ -112,6 +112,7 @@ class WriteBatch:
         self._filled: list[Tensor] = []  # what `again` fills anew
         self._placed: tuple[messages.SegmentRef, ...] = ()
         self.parts: dict[int, Outgoings] = {}
+        self.nbytes = 0
 
     def assign(self, server: int, variable: int, operation: str, value: Tensor) -> None:
         """``set``, ``add`` or ``sub`` a value of the variable's shape."""
@@ -176,7 +177,7 @@ class WriteBatch:
             if part.shares_memory != self._shares_memory[server]:
                 return None
         twin = WriteBatch(self._slots, self._shares_memory)
-        twin.parts = self.parts
+        twin.parts, twin.nbytes = self.parts, self.nbytes
         twin._to, twin._from = self._filled, list(tensors)
         return twin
 
@@ -209,7 +210,9 @@ class WriteBatch:
             )
         shape = tuple(tensor.shape)
         view, ref = self._slots.place(shape, tensor.dtype)
-        if tensor.numel():
+        size = tensor.nbytes
+        if size:
+            self.nbytes += size
             self._to.append(view)
             self._from.append(tensor.detach() if tensor.requires_grad else tensor)
         if part.shares_memory:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, final
 
@@ -19,26 +19,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._ps.batches import Slots, WriteBatch
+from stratagem._ps.batches import WriteBatch
 from stratagem._ps.control import ControlConnections
 from stratagem._ps.link import Link, Membership, Pending
 from stratagem._ps.mapping import PIECE_BYTES, MappedVariable, Mappings, Place
+from stratagem._ps.outbox import Outbox
 from stratagem._ps.rows import take_rows
 from stratagem._ps.stepping import GroupSpec
 from stratagem._ps.store import InitOp, StateEntry
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
-from stratagem._wire.frames import Limits, padded
 from stratagem._wire.messages import Frame, Message, TensorRef
 from stratagem.errors import (
     ConnectionLost,
     NotFoundError,
     ParameterServerLost,
-    ProtocolError,
 )
-
-FRAME_BYTES = Limits().frame_bytes
-"""What a server takes in one message; it hangs up on more."""
 
 
 @final
@@ -88,27 +84,21 @@ class PsClient:
             ParameterServerLost: a server cannot be reached.
         """
         self._membership = membership
-        self._incarnation = incarnation
         allowed = config.shared_memory_allowed() if shared_memory is None else shared_memory
         # Two directions, since containers may see each other's processes one way only: reading a
         # server's variables, and letting a server read this client's slots.
         self._shares_reads = [allowed] * len(servers)
-        self._shares_slots = [allowed] * len(servers)
         # Several clients of one coordinator may write to one session; each counts its own writes.
         unique = f"#{secrets.token_hex(4)}" if membership.is_owner else ""
-        self._writer = membership.task + unique
         self._links = [Link(task, address, membership) for task, address in servers]
+        self.outbox = Outbox(
+            self._links, membership.task + unique, incarnation, shares_memory=allowed
+        )
         lost = [link.declare_lost for link in self._links]
         self._control = ControlConnections(servers, key=membership.key, lost=lost)
         self._lock = threading.RLock()
-        self._slots = Slots()
-        self._unsettled: list[tuple[int, Pending]] = []
-        self._closure: int | None = None
-        self._nth: dict[int, int] = {}
         self._mappings = Mappings()
         self._closed = False
-        self.duplicates = 0
-        """Writes a server answered it had applied before."""
         try:
             for server, link in enumerate(self._links):
                 link.open(timeout_s=connect_timeout_s)
@@ -258,14 +248,7 @@ class PsClient:
     def batch(self) -> WriteBatch:
         """A new batch of writes. One at a time: fill it, send it, then ask for the next."""
         with self._lock:
-            if not self._unsettled:
-                self._slots.reset()
-            return WriteBatch(self._slots, self._shares_slots)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every write sent so far is acknowledged, so that the slots are free."""
-        return not self._unsettled
+            return self.outbox.batch()
 
     def send(self, batch: WriteBatch) -> None:
         """Sends a batch to its servers and returns; `settle` waits for the acknowledgements.
@@ -274,38 +257,7 @@ class PsClient:
             ValueError: more bytes for one server than a frame may have; nothing was sent.
         """
         with self._lock:
-            for server, part in batch.parts.items():
-                size = sum(padded(memoryview(buffer).nbytes) for buffer in part.buffers)
-                if size > FRAME_BYTES:
-                    raise ValueError(
-                        f"one step writes {size} bytes to {self._links[server].task} over the "
-                        f"connection; at most {FRAME_BYTES} can be sent at once. Use more parameter "
-                        f"servers, or a variable_partitioner that cuts large variables."
-                    )
-            batch.copy_in()
-            for server, part in batch.parts.items():
-                link = self._links[server]
-                if part.shares_memory:
-                    self._announce_slots(server)
-                link.sequence += 1
-                nth = self._nth.get(server, 0)
-                self._nth[server] = nth + 1
-                origin = messages.Origin(
-                    self._writer, self._incarnation, link.sequence, self._closure, nth
-                )
-                message = messages.Write(origin=origin, operations=tuple(part.operations))
-                pending = Pending(message, part.buffers)
-                # Noted first: whatever interrupts the sending, its slots are not used again before
-                # the server has answered.
-                self._unsettled.append((server, pending))
-                try:
-                    link.send(pending)
-                except Exception:
-                    self._unsettled.pop()
-                    raise
-                except BaseException:
-                    self._interrupted()
-                    raise
+            self.outbox.send(batch)
 
     def settle(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
         """Waits until every write sent is acknowledged.
@@ -316,36 +268,25 @@ class PsClient:
         Raises:
             ParameterServerLost: a server is gone; whether the write was applied is not known.
             WriteFenced: this life of the task was declared lost.
-            Exception: what a server raised; the first, the others are in its notes.
+            Exception: what a server raised; the first, the others are in its notes. Errors of writes
+                that belong to an earlier closure are kept for it (`Outbox.failures`).
             KeyboardInterrupt: Ctrl-C; the writes stay unsettled, and the next call waits for them.
         """
         with self._lock:
-            if not self._unsettled:
-                return {}
-            try:
-                versions, first = self._collect_acknowledgements(timeout_s)
-                self._unsettled = []
-            except Exception:
-                self._unsettled = []
-                raise
-            except BaseException:
-                self._interrupted()
-                raise
-            if first is not None:
-                raise first
-            return versions
+            return {} if self.outbox.is_settled else self.outbox.settle(timeout_s=timeout_s)
 
-    @contextmanager
-    def closure(self, number: int | None) -> Iterator[None]:
-        """Writes inside belong to this exactly-once closure: repeated elsewhere they count once."""
-        with self._lock:
-            before = self._closure, self._nth
-            self._closure, self._nth = number, {}
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._closure, self._nth = before
+    def settle_if_due(self) -> None:
+        """As `settle`, where a write is waited for at once: not inside a scheduled function."""
+        if not self.outbox.defers:
+            self.settle()
+
+    def progress(self) -> None:
+        """Takes in acknowledgements that are here, without waiting for anything or anybody."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.outbox.progress()
+            finally:
+                self._lock.release()
 
     def fence(self, task: str, incarnation: int) -> None:
         """Every server refuses writes of this life of the task, and of earlier ones, from now on."""
@@ -507,7 +448,7 @@ class PsClient:
         state = "closed" if self._closed else "open"
         return (
             f"<PsClient of {self._membership.task} {state}, {len(self._links)} servers, "
-            f"{len(self._unsettled)} writes unsettled, {self._mappings!r}>"
+            f"{self.outbox!r}, {self._mappings!r}>"
         )
 
     # -- inside -------------------------------------------------------------------------------
@@ -517,7 +458,7 @@ class PsClient:
             link.close()
         self._control.close()
         self._mappings.close()
-        self._slots.close()
+        self.outbox.close()
 
     def _everywhere(self, message: Message) -> dict[int, Message]:
         return dict.fromkeys(range(len(self._links)), message)
@@ -543,64 +484,13 @@ class PsClient:
         """Finds out whether the server can map this client's slots."""
         link = self._links[server]
         self._shares_reads[server] &= link.server_shares_memory
-        self._shares_slots[server] &= link.server_shares_memory
-        if self._shares_slots[server]:
-            self._slots.prepare()
+        self.outbox.shares_memory[server] &= link.server_shares_memory
+        if self.outbox.shares_memory[server]:
+            self.outbox.slots.prepare()
             try:
-                self._announce_slots(server)
+                self.outbox.announce_slots(server)
             except NotFoundError:  # another host, container or user: bytes go over the connection
-                self._shares_slots[server] = False
-
-    def _collect_acknowledgements(
-        self, timeout_s: float | None
-    ) -> tuple[dict[tuple[int, int], int], Exception | None]:
-        """Versions by (server, variable), and the first error when all replies are here."""
-        versions: dict[tuple[int, int], int] = {}
-        first: Exception | None = None
-        for server, pending in self._unsettled:
-            try:
-                reply = self._links[server].collect(pending, timeout_s=timeout_s).message
-            except Exception as error:  # noqa: BLE001 - raised when all replies are here
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"also: {type(error).__name__}: {error}")
-                continue
-            if not isinstance(reply, messages.Written):
-                raise ProtocolError(f"a write was answered by {type(reply).__name__}")
-            if reply.duplicate:
-                self._note_duplicate(pending)
-            for variable, version in reply.versions.items():
-                versions[server, variable] = version
-        return versions, first
-
-    def _interrupted(self) -> None:
-        """Ctrl-C while writes were sent or awaited: they stay unsettled, and are repeated.
-
-        Else their slots would be filled anew while a server still reads them. Servers recognise
-        the writes they have applied.
-        """
-        for index, link in enumerate(self._links):
-            link.interrupted([one for server, one in self._unsettled if server == index])
-
-    def _note_duplicate(self, pending: Pending) -> None:
-        """A write the server has applied before: expected of repeated ones only."""
-        self.duplicates += 1
-        origin = pending.message.origin if isinstance(pending.message, messages.Write) else None
-        if not pending.was_repeated and (origin is None or origin.closure is None):
-            raise ProtocolError(
-                f"a first write of {self._writer!r}, life {self._incarnation}, was taken for a "
-                f"repeated one: another client writes under the same name. Give every life of a "
-                f"task its own incarnation, and one PsClient."
-            )
-
-    def _announce_slots(self, server: int) -> None:
-        """Tells a server on this host about slots it has not mapped yet."""
-        link = self._links[server]
-        refs = self._slots.refs()
-        if refs != link.announced:
-            link.request(messages.OpenSegments(segments=refs))
-            link.announced = refs
+                self.outbox.shares_memory[server] = False
 
     def _map_more(self, server: int, places: Sequence[Place]) -> None:
         message = messages.Locate(variables=tuple(place.variable for place in places))

@@ -204,12 +204,12 @@ class RemoteVariable:
         return torch.split_with_sizes(value, self.layout.sizes)
 
     def assign(self, operation: str, value: Tensor) -> None:
-        """``set``, ``add`` or ``sub`` all rows; returns when it is done."""
+        """``set``, ``add`` or ``sub`` all rows; in a scheduled function without waiting for it."""
         with self._client.lock:
             batch = self._client.batch()
             self.add_assign(batch, operation, value)
             self._client.send(batch)
-            self._client.settle()
+            self._client.settle_if_due()
 
     def add_assign(self, batch: WriteBatch, operation: str, value: Tensor) -> None:
         """The same, as part of a batch."""
@@ -223,7 +223,7 @@ class RemoteVariable:
             self._add_scatter(batch, operation, ids, values)
             if not batch.is_empty:
                 self._client.send(batch)
-                self._client.settle()
+                self._client.settle_if_due()
 
     def _add_scatter(self, batch: WriteBatch, operation: str, ids: Tensor, values: Tensor) -> None:
         if len(self.places) == 1:

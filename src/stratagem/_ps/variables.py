@@ -7,6 +7,7 @@ shard.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -27,6 +28,7 @@ from stratagem._core.variables import (
     Write,
 )
 from stratagem._ps.homes import CoordinatorVariables
+from stratagem._ps.late import LateValue
 from stratagem._ps.placement import Description
 from stratagem._ps.remote import RemoteVariable
 from stratagem._ps.rows import sort_ids
@@ -57,7 +59,7 @@ class RemotePlace(Place):
         cache: where reads are kept while the strategy caches them.
     """
 
-    __slots__ = ("_cache", "_copy", "_leaf", "_remote", "_strategy")
+    __slots__ = ("_cache", "_late", "_leaf", "_remote", "_strategy")
 
     def __init__(
         self, remote: RemoteVariable, *, tracks: bool, strategy: Any, cache: ReadCache
@@ -65,7 +67,7 @@ class RemotePlace(Place):
         self._remote = remote
         self._strategy = strategy
         self._cache = cache
-        self._copy: Tensor | None = None
+        self._late: weakref.ref[LateValue] | None = None  # what the last write returned
         wants = tracks and (remote.dtype.is_floating_point or remote.dtype.is_complex)
         self._leaf: Tensor | None = self._own().detach().requires_grad_() if wants else None
 
@@ -148,15 +150,31 @@ class RemotePlace(Place):
     def _put(self, variable: Variable, how: Write, value: Any) -> Tensor:
         if isinstance(value, DistributedValues):
             value = value.component(0)
-        self._remote.assign(_OPERATION[how], places.fitting(variable, how, value))
+        fitting = places.fitting(variable, how, value)
+        self._look_before_it_changes()
+        self._remote.assign(_OPERATION[how], fitting)
         return self._after()
 
+    def _look_before_it_changes(self) -> None:
+        """Whoever kept what the last write returned gets that value, not one that comes later."""
+        late = self._late() if self._late is not None else None
+        if late is not None:
+            late.now()
+
     def _after(self) -> Tensor:
+        if not self._remote.client.outbox.defers:
+            return self._own().detach()
+        late = LateValue(self.shape, self.dtype, self._value_now)
+        self._late = weakref.ref(late)
+        return late
+
+    def _value_now(self) -> Tensor:
         return self._own().detach()
 
     @override
     def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> Tensor:
         places.own_replica(variable, self._strategy)
+        self._look_before_it_changes()
         self._remote.scatter(how, ids, rows.detach())
         return self._after()
 

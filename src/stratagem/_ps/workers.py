@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -207,36 +207,53 @@ class WorkerVariables:
 
     # -------------------------------------------------------------- around a closure
 
-    @contextmanager
-    def closure(self, number: int | None) -> Iterator[None]:
-        """Around one scheduled function: fresh values before, everything acknowledged after."""
-        with self.client.closure(number):
+    def closure(
+        self, number: int = 0, *, exactly_once: bool = False, gathers: bool = False
+    ) -> WorkerClosure:
+        """Around one scheduled function: fresh values before, what it changed is sent after.
+
+        Args:
+            number: the closure's.
+            exactly_once: repeated elsewhere its writes count once; its end waits for them.
+            gathers: small writes may wait for more: the function is over in no time.
+
+        Raises:
+            ForeignParameterError: at the end, if the function wrote into a parameter.
+        """
+        return WorkerClosure(self, number, exactly_once=exactly_once, gathers=gathers)
+
+    def _begin_closure(self) -> None:
+        if self._dense or self._buffers:
+            self.client.settle()  # what the last one wrote shows in what this one reads
             self.refresh()
             self._note_reads()
             for dense in self._dense.values():
                 dense.version = dense.leaf._version
-            written: list[DenseParameter] = []
-            try:
-                yield
+
+    def _end_closure(self, *, succeeded: bool, wait: bool) -> None:
+        written: list[DenseParameter] = []
+        try:
+            if succeeded:
                 self._send_buffers()
-            except BaseException:
+            else:
                 for buffer in self._buffers:
                     buffer.take_back()
-                raise
-            finally:
-                # Every one of them, and after an error too: a page this process wrote to hides what
-                # the server writes there, for all closures to come.
+        finally:
+            # Every one of them, and after an error too: a page this process wrote to hides what the
+            # server writes there, for all closures to come.
+            if self._dense:
                 written = [dense for dense in self._dense.values() if dense.take_back()]
                 written = written or self._take_back_hidden_writes()
+            if wait:
                 self.client.settle()
-            if written:
-                raise ForeignParameterError(
-                    f"parameter {written[0].remote.name!r} was written in place inside a scheduled "
-                    "function. It lives on parameter servers, and a worker's copy of it is not sent "
-                    "back. Let step() of an optimizer made inside `with strategy.scope():` update it "
-                    "(not of one made in the function), use a sg.Variable's assign methods, or write "
-                    "it on the coordinator."
-                )
+        if written and succeeded:
+            raise ForeignParameterError(
+                f"parameter {written[0].remote.name!r} was written in place inside a scheduled "
+                "function. It lives on parameter servers, and a worker's copy of it is not sent "
+                "back. Let step() of an optimizer made inside `with strategy.scope():` update it "
+                "(not of one made in the function), use a sg.Variable's assign methods, or write "
+                "it on the coordinator."
+            )
 
     def _take_back_hidden_writes(self) -> list[DenseParameter]:
         """Looks at one parameter per closure, in turn, and at all of them if that one was written."""
@@ -342,7 +359,7 @@ class WorkerVariables:
         known = self._batches.get(number)
         if known is None or known.key != plain.key or known.settings != settings:
             return None
-        return known.batch.again(plain.tensors) if self.client.is_settled else None
+        return known.batch.again(plain.tensors) if self.client.outbox.is_settled else None
 
     def forget(self, tensor: Tensor) -> None:
         """Let go of one parameter or buffer."""
@@ -430,6 +447,40 @@ class WorkerVariables:
             f"<WorkerVariables {len(self._dense)} parameters, {len(self._tables)} tables, "
             f"{len(self._buffers)} buffers>"
         )
+
+
+class WorkerClosure:
+    """A scheduled function runs; made by `WorkerVariables.closure`."""
+
+    __slots__ = ("_exactly_once", "_gathers", "_number", "_variables")
+
+    def __init__(
+        self, variables: WorkerVariables, number: int, *, exactly_once: bool, gathers: bool
+    ) -> None:
+        self._variables = variables
+        self._number = number
+        self._exactly_once = exactly_once
+        self._gathers = gathers
+
+    def __enter__(self) -> None:
+        outbox = self._variables.client.outbox
+        outbox.begin_closure(self._number, exactly_once=self._exactly_once, gathers=self._gathers)
+        try:
+            self._variables._begin_closure()
+        except BaseException:
+            outbox.end_closure()
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._variables._end_closure(succeeded=exc is None, wait=self._exactly_once)
+        finally:
+            self._variables.client.outbox.end_closure()
 
 
 def table_gradients(

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -29,7 +30,7 @@ from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.placement import device_name
 from stratagem._ps.variables import ReadCache, RemotePlace
-from stratagem._ps.workers import WorkerVariables
+from stratagem._ps.workers import WorkerClosure, WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
@@ -123,15 +124,26 @@ class WorkerViews:
             elif isinstance(update, definitions.AddGroup) and update.token in self._objects:
                 self._add_group(update)
 
-    @contextmanager
-    def closure(self, closure_id: int | None) -> Iterator[None]:
-        """Surrounds one closure: fresh values, the strategy's scope; waits for all writes."""
-        with (
-            context.worker_index(self._worker_index),
-            self._strategy.scope(),
-            self._variables.closure(closure_id),
-        ):
-            yield
+    def closure(self, number: int, *, exactly_once: bool, quick: bool) -> ClosureScope:
+        """Surrounds one closure: fresh values, the strategy's scope."""
+        variables = self._variables.closure(number, exactly_once=exactly_once, gathers=quick)
+        return ClosureScope(self._strategy.scope(), variables)
+
+    def written(self) -> int:
+        """How many writes have been made so far."""
+        return self._client.outbox.sent
+
+    def acknowledged(self, *, wait: bool) -> int:
+        """How many of them are done with, in the order they were made; all of them after `wait`."""
+        if wait:
+            self._client.settle()
+        elif not self._client.outbox.is_settled:
+            self._client.progress()
+        return self._client.outbox.settled
+
+    def late_failure(self, number: int) -> Exception | None:
+        """What went wrong with a closure's writes after it was left; taken out."""
+        return self._client.outbox.failures.pop(number, None)
 
     def close(self) -> None:
         """Lets go of the servers."""
@@ -226,6 +238,35 @@ class WorkerViews:
     @override
     def __repr__(self) -> str:
         return f"<WorkerViews of worker {self._worker_index}, {len(self._objects)} objects>"
+
+
+class ClosureScope:
+    """Around one closure: the strategy's scope, and in it the variables' side."""
+
+    __slots__ = ("_scope", "_variables")
+
+    def __init__(self, scope: context.Scope, variables: WorkerClosure) -> None:
+        self._scope = scope
+        self._variables = variables
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+        try:
+            self._variables.__enter__()
+        except BaseException as error:
+            self._scope.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._variables.__exit__(exc_type, exc, traceback)
+        finally:
+            self._scope.__exit__(exc_type, exc, traceback)
 
 
 class _Stepper:

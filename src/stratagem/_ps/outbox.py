@@ -1,0 +1,253 @@
+"""Writes on their way to the servers: numbered, sent, not yet acknowledged.
+
+`PsClient` has one `Outbox`. Outside a scheduled function whoever writes also waits (`settle`). Inside one (`closure`) a
+write need not be waited for: what fails later is kept for the closure that wrote (`failures`), which the worker reports as
+finished only when everything it wrote is acknowledged. Small writes of functions that are over in no time are gathered, so that
+many of them share a system call and a turn of the server.
+
+Not for several threads at once: `client.py` has the lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple, final
+
+from typing_extensions import override
+
+from stratagem._ps.batches import Slots, WriteBatch
+from stratagem._ps.link import Link, Pending
+from stratagem._wire import messages
+from stratagem._wire.frames import Buffer, Limits, padded
+from stratagem.errors import ProtocolError
+
+FRAME_BYTES: Final = Limits().frame_bytes
+"""What a server takes in one message; it hangs up on more."""
+
+UNSETTLED_BYTES: Final = 1 << 22
+"""Bytes written ahead of their acknowledgements; more would only leave the caches."""
+
+UNSETTLED_WRITES: Final = 64
+
+GATHERED_BYTES: Final = 1 << 14
+"""Larger writes are not held back: their server can begin with them."""
+
+
+class _Write(NamedTuple):
+    """One write to one server."""
+
+    server: int
+    pending: Pending
+    owner: int | None  # the closure it belongs to
+
+
+@final
+class Outbox:
+    """The writes of one client.
+
+    Args:
+        links: the servers.
+        writer: name under which servers know who writes.
+        incarnation: which life of its task this is; part of every write.
+        shares_memory: by server, whether it can read this client's slots.
+    """
+
+    def __init__(
+        self, links: Sequence[Link], writer: str, incarnation: int, *, shares_memory: bool
+    ) -> None:
+        self._links = links
+        self._writer = writer
+        self._incarnation = incarnation
+        self.shares_memory = [shares_memory] * len(links)
+        self.slots = Slots()
+        self.duplicates = 0
+        """Writes a server answered it had applied before."""
+        self.sent = 0
+        """Writes sent so far."""
+        self.settled = 0
+        """How many of them, from the first one on, are acknowledged or failed."""
+        self.failures: dict[int, Exception] = {}
+        """Closures whose writes failed after they had ended; taken out by who reports them."""
+        self.defers = False
+        """Whether a write need not be waited for."""
+        self._gathers = False
+        self._owner: int | None = None
+        self._once: int | None = None  # the exactly-once closure that runs now
+        self._nth: dict[int, int] = {}  # how many writes to each server it has made
+        self._unsettled: deque[_Write] = deque()
+        self._unsettled_bytes = 0
+
+    # -- closures -----------------------------------------------------------------------------
+
+    def begin_closure(self, owner: int, *, exactly_once: bool, gathers: bool) -> None:
+        """Writes belong to this closure from now on.
+
+        Args:
+            owner: its number.
+            exactly_once: repeated elsewhere its writes count once.
+            gathers: small writes may wait for more.
+        """
+        self._owner, self._gathers, self.defers = owner, gathers, True
+        self._once = owner if exactly_once else None
+        if self._nth:
+            self._nth = {}
+
+    def end_closure(self) -> None:
+        """It is over; what it wrote may be unsettled."""
+        self._owner, self._once = None, None
+        self.defers = self._gathers = False
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def batch(self) -> WriteBatch:
+        """A new batch of writes. One at a time: fill it, send it, then ask for the next."""
+        if self._unsettled_bytes > UNSETTLED_BYTES or self.sent - self.settled >= UNSETTLED_WRITES:
+            self.settle()
+        if not self._unsettled:
+            self.slots.reset()
+        return WriteBatch(self.slots, self.shares_memory)
+
+    def send(self, batch: WriteBatch) -> None:
+        """Sends a batch to its servers.
+
+        Raises:
+            ValueError: more bytes for one server than a frame may have; nothing was sent.
+        """
+        for server, part in batch.parts.items():
+            if part.buffers:
+                self._check_size(server, part.buffers)
+        batch.copy_in()
+        later = self._gathers and batch.nbytes <= GATHERED_BYTES
+        for server, part in batch.parts.items():
+            link = self._links[server]
+            if part.shares_memory:
+                self.announce_slots(server)
+            link.sequence += 1
+            nth = 0
+            if self._once is not None:
+                nth = self._nth.get(server, 0)
+                self._nth[server] = nth + 1
+            origin = messages.Origin(
+                self._writer, self._incarnation, link.sequence, self._once, nth
+            )
+            message = messages.Write(origin=origin, operations=tuple(part.operations))
+            pending = Pending(message, part.buffers)
+            # Noted first: whatever interrupts the sending, its slots are not used again before the
+            # server has answered.
+            self._unsettled.append(_Write(server, pending, self._owner))
+            self.sent += 1
+            try:
+                link.send(pending, later=later)
+            except Exception:
+                self._unsettled.pop()
+                self.sent -= 1
+                raise
+            except BaseException:
+                self._interrupted()
+                raise
+        self._unsettled_bytes += batch.nbytes
+
+    def settle(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
+        """Waits until every write is acknowledged; see `PsClient.settle`."""
+        versions: dict[tuple[int, int], int] = {}
+        first: Exception | None = None
+        while self._unsettled:
+            write = self._unsettled[0]
+            try:
+                self._take_reply(write, versions, timeout_s)
+            except Exception as error:  # noqa: BLE001 - raised when all replies are here
+                if write.owner != self._owner and write.owner is not None:
+                    self.failures.setdefault(write.owner, error)
+                elif first is None:
+                    first = error
+                else:
+                    first.add_note(f"also: {type(error).__name__}: {error}")
+            except BaseException:
+                self._interrupted()
+                raise
+            self._unsettled.popleft()
+            self.settled += 1
+        self._unsettled_bytes = 0
+        if first is not None:
+            raise first
+        return versions
+
+    def progress(self) -> None:
+        """Sends what was gathered and takes in what has been acknowledged; never waits."""
+        while self._unsettled:
+            write = self._unsettled[0]
+            if not self._links[write.server].is_answered(write.pending):
+                return
+            try:
+                self._take_reply(write, {}, None)
+            except Exception as error:  # noqa: BLE001 - kept for its closure
+                if write.owner is not None:
+                    self.failures.setdefault(write.owner, error)
+            self._unsettled.popleft()
+            self.settled += 1
+        self._unsettled_bytes = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every write sent so far is acknowledged, so that the slots are free."""
+        return not self._unsettled
+
+    def announce_slots(self, server: int) -> None:
+        """Tells a server on this host about slots it has not mapped yet."""
+        link = self._links[server]
+        refs = self.slots.refs()
+        if refs != link.announced:
+            link.request(messages.OpenSegments(segments=refs))
+            link.announced = refs
+
+    def close(self) -> None:
+        """Gives the slots up. Repeatable."""
+        self.slots.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Outbox {self.sent} writes sent, {len(self._unsettled)} unsettled>"
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _check_size(self, server: int, buffers: Sequence[Buffer]) -> None:
+        size = sum(padded(memoryview(buffer).nbytes) for buffer in buffers)
+        if size > FRAME_BYTES:
+            raise ValueError(
+                f"one step writes {size} bytes to {self._links[server].task} over the "
+                f"connection; at most {FRAME_BYTES} can be sent at once. Use more parameter "
+                f"servers, or a variable_partitioner that cuts large variables."
+            )
+
+    def _take_reply(
+        self, write: _Write, versions: dict[tuple[int, int], int], timeout_s: float | None
+    ) -> None:
+        server = write.server
+        reply = self._links[server].collect(write.pending, timeout_s=timeout_s).message
+        if not isinstance(reply, messages.Written):
+            raise ProtocolError(f"a write was answered by {type(reply).__name__}")
+        if reply.duplicate:
+            self._note_duplicate(write.pending)
+        for variable, version in reply.versions.items():
+            versions[server, variable] = version
+
+    def _interrupted(self) -> None:
+        """Ctrl-C while writes were sent or awaited: they stay unsettled, and are repeated.
+
+        Else their slots would be filled anew while a server still reads them. Servers recognise
+        the writes they have applied.
+        """
+        for index, link in enumerate(self._links):
+            link.interrupted([one.pending for one in self._unsettled if one.server == index])
+
+    def _note_duplicate(self, pending: Pending) -> None:
+        """A write the server has applied before: expected of repeated ones only."""
+        self.duplicates += 1
+        origin = pending.message.origin if isinstance(pending.message, messages.Write) else None
+        if not pending.was_repeated and (origin is None or origin.closure is None):
+            raise ProtocolError(
+                f"a first write of {self._writer!r}, life {self._incarnation}, was taken for a "
+                f"repeated one: another client writes under the same name. Give every life of a "
+                f"task its own incarnation, and one PsClient."
+            )

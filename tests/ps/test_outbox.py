@@ -1,0 +1,112 @@
+"""Writes that nobody waits for: their order, their failures, their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stratagem._ps import outbox as outbox_module
+from stratagem._ps.client import PsClient
+from stratagem._ps.link import Membership
+from stratagem._ps.mapping import Place
+from stratagem._ps.server import ParameterServer
+from stratagem.errors import WriteFenced
+
+W = Place(0, 1, (2,), torch.float32)
+
+
+@pytest.fixture
+def server() -> Iterator[ParameterServer]:
+    with ParameterServer("127.0.0.1:0").start() as made:
+        yield made
+
+
+@pytest.fixture
+def chief(server: ParameterServer) -> Iterator[PsClient]:
+    who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    with PsClient([("/job:ps/task:0", server.address)], who) as client:
+        client.create(W, "w", value=torch.zeros(2))
+        yield client
+
+
+@pytest.fixture
+def worker(server: ParameterServer, chief: PsClient) -> Iterator[PsClient]:
+    who = Membership(session="s", task="/job:worker/task:0")
+    with PsClient([("/job:ps/task:0", server.address)], who, incarnation=1) as client:
+        yield client
+
+
+def add_one(client: PsClient) -> None:
+    batch = client.batch()
+    batch.assign(0, 1, "add", torch.ones(2))
+    client.send(batch)
+
+
+def value_of(client: PsClient) -> list[float]:
+    return client.read([W])[0][0].tolist()
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_own_reads_see_writes_nobody_waited_for(worker: PsClient, gathers: bool) -> None:
+    outbox = worker.outbox
+    for number in (1, 2, 3):
+        outbox.begin_closure(number, exactly_once=False, gathers=gathers)
+        add_one(worker)
+        outbox.end_closure()
+    assert (outbox.sent, outbox.settled) == (3, 0)
+    assert value_of(worker) == [3.0, 3.0]
+    assert outbox.settled == 3
+
+
+def test_gathered_writes_are_sent_when_somebody_helps(worker: PsClient, chief: PsClient) -> None:
+    worker.outbox.begin_closure(1, exactly_once=False, gathers=True)
+    add_one(worker)
+    assert value_of(chief) == [0.0, 0.0]  # not on its way yet
+    while worker.outbox.settled == 0:
+        worker.progress()
+    assert value_of(chief) == [1.0, 1.0]
+
+
+def test_a_late_failure_belongs_to_the_closure_that_wrote(
+    worker: PsClient, chief: PsClient
+) -> None:
+    outbox = worker.outbox
+    outbox.begin_closure(1, exactly_once=False, gathers=False)
+    add_one(worker)
+    outbox.end_closure()
+    worker.settle()
+    chief.fence("/job:worker/task:0", 1)
+    outbox.begin_closure(2, exactly_once=False, gathers=True)
+    add_one(worker)
+    outbox.end_closure()
+    outbox.begin_closure(3, exactly_once=False, gathers=True)
+    assert value_of(worker) == [1.0, 1.0]  # closure 3 reads: the error is not its own
+    outbox.end_closure()
+    assert list(outbox.failures) == [2]
+    assert isinstance(outbox.failures[2], WriteFenced)
+
+
+def test_a_failure_of_its_own_is_raised_where_it_waits(worker: PsClient, chief: PsClient) -> None:
+    chief.fence("/job:worker/task:0", 1)
+    worker.outbox.begin_closure(2, exactly_once=False, gathers=True)
+    add_one(worker)
+    with pytest.raises(WriteFenced):
+        worker.settle()
+    worker.outbox.end_closure()
+    assert worker.outbox.failures == {}
+
+
+def test_slots_are_not_used_again_before_they_were_read(
+    worker: PsClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "UNSETTLED_WRITES", 3)
+    outbox = worker.outbox
+    outbox.begin_closure(1, exactly_once=False, gathers=True)
+    for count in range(1, 8):
+        batch = worker.batch()
+        batch.assign(0, 1, "add", torch.full((2,), float(count)))
+        worker.send(batch)
+        assert outbox.sent - outbox.settled <= 3
+    assert value_of(worker) == [28.0, 28.0]

@@ -6,7 +6,7 @@ Most functions never look, and waiting for the server's answer would cost more t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -62,15 +62,15 @@ class LateValue(Tensor):
 
     @classmethod
     @override
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         """The same below Python's surface, where torch itself meets one."""
-        return cls.__torch_function__(func, types, args, kwargs)
+        return cls.__torch_function__(func, tuple(types), args, kwargs)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:

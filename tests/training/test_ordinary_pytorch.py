@@ -454,18 +454,48 @@ def test_grad_scaler_without_unscale_and_updated_outside_run(two):
     assert_same(model, train_plainly()[0])
 
 
+@pytest.fixture
+def fresh_compiler(monkeypatch):
+    """A compiler that remembers nothing. Replicas that compile at once leave its progress bar's thread."""
+    monkeypatch.setattr(torch.hub.tqdm, "monitor_interval", 0, raising=False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_models_train_the_same(backend, strategy):
     """torch.compile(model): every replica trains its own leaf, and sees each update."""
-    torch._dynamo.reset()
     model, optimizer = make(strategy)
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         strategy.run(lambda *batch: step(compiled, optimizer, batch), args=cut(strategy, X, Y))
     assert_same(model, train_plainly(3)[0])
     torch.testing.assert_close(compiled(X), model(X))
-    torch._dynamo.reset()
+
+
+# Torch hides this warning of its own compiler, which an "error" filter turns into an exception first.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_steps_train_the_same(backend, strategy):
+    """torch.compile(step): where the replicas meet the graph breaks, around it it is compiled."""
+    model, optimizer = make(strategy)
+
+    @functools.partial(torch.compile, backend=backend)
+    def whole(x, y):
+        step(model, optimizer, (x, y))
+        total = sg.get_replica_context().all_reduce("sum", x.sum())
+        return total * 2
+
+    for _ in range(12):  # more often than the compiler tries again
+        totals = strategy.run(whole, args=cut(strategy, X, Y))
+    assert_same(model, train_plainly(12)[0])
+    for total in strategy.local_results(totals):
+        torch.testing.assert_close(total, X.sum() * 2)
 
 
 def test_a_module_built_inside_run_serves_but_is_not_trained(several):

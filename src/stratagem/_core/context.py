@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from typing_extensions import override
 
+from stratagem._core.compiling import eagerly
 from stratagem.errors import ContextError, StrategyMismatch
 
 if TYPE_CHECKING:
@@ -572,6 +573,7 @@ class ReplicaContext:
                 f"{describe_context()}. Ask get_replica_context() inside the replica that uses it."
             )
 
+    @eagerly
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
@@ -608,6 +610,7 @@ class ReplicaContext:
 
         return replicas.merge_call(replica, merge_fn, tuple(args), dict(kwargs or {}))
 
+    @eagerly
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Sum or mean of ``value`` over all replicas, on every replica; differentiable.
 
@@ -621,6 +624,7 @@ class ReplicaContext:
 
         return collectives.all_reduce(_state.replica, reduce_op, value)
 
+    @eagerly
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """The replicas' tensors joined along ``axis`` in replica order; differentiable.
 

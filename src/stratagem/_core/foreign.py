@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica, thread_notes
 from stratagem._core.homes import home_of
 from stratagem._core.leaves import ReplicatedHome
@@ -166,6 +167,7 @@ def install() -> None:
         return
     plain = torch.autograd.backward
 
+    @eagerly
     @functools.wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> None:
         plain(*args, **kwargs)

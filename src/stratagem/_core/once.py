@@ -21,6 +21,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import lr_scheduler
 
+from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica
 
 # ------------------------------------------------------------------ schedulers
@@ -29,6 +30,7 @@ from stratagem._core.context import Replica, current_replica
 def _once(plain: Callable[..., Any]) -> Callable[..., Any]:
     """``scheduler.step`` that replicas call together."""
 
+    @eagerly
     @functools.wraps(plain)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         replica = current_replica()
@@ -165,4 +167,4 @@ def install() -> None:
         ):
             found.step = _once(found.step)  # type: ignore[method-assign]
     for name, ours in (("unscale_", _unscale), ("step", _step), ("update", _update)):
-        setattr(GradScaler, name, functools.wraps(_PLAIN[name])(ours))
+        setattr(GradScaler, name, eagerly(functools.wraps(_PLAIN[name])(ours)))

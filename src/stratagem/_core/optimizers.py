@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from stratagem._core import gradients
+from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.foreign import REMEDY
 from stratagem._core.homes import ParameterHome, home_of
@@ -183,6 +184,7 @@ def _at_home(optimizer: Optimizer) -> None:
         )
 
 
+@eagerly
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Perform a single optimization step; in a replica once for all of them."""
     replica = current_replica()

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._core import (
+    compiling,
     context,
     data_attribute,
     foreign,
@@ -353,6 +354,7 @@ class Strategy(ABC):
             )
         if not self._slices:
             return ReplicaGroup(self, devices).run_alone(fn, args, kwargs)
+        compiling.tell_compiler()
         count = values.RowCount()
         parts = values.split_call(args, kwargs, size, count)
         group = ReplicaGroup(self, devices, rows=count.rows)

@@ -157,6 +157,7 @@ def adopt(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_pre_hook(_at_home)
 
 
+@eagerly
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """Reset the gradients of all optimized parameters; in a replica, of its own leaves."""
     kind = type(self)

@@ -33,7 +33,7 @@ tf.distribute's or Python's own types keeps working)::
     │   └── NotFoundError           [LookupError]    a name the other side does not know
     └── ClosureError                                 about one scheduled closure
         ├── ClosureCancelled                         cancelled because another closure failed
-        ├── ClosureAborted                           its worker was lost (resources)
+        │   └── ClosureAborted                       its worker was lost (resources)
         ├── ClosureInputError                        an input of the closure failed to build
         ├── ClosurePoisonous                         lost with several workers in a row
         └── RemoteError                              an exception of a type we cannot rebuild here
@@ -239,7 +239,7 @@ class ClosureCancelled(ClosureError):
     """The closure was cancelled because another one failed; schedule it again if it still matters."""
 
 
-class ClosureAborted(ClosureError):
+class ClosureAborted(ClosureCancelled):
     """The worker holding this resource was lost.
 
     Attributes:

@@ -34,7 +34,7 @@ def test_constructing_again_gives_the_same_object(
 
 
 def test_any_callable_can_be_scheduled(coordinator: ClusterCoordinator) -> None:
-    """13.4: lambdas, closures, partials, methods, builtins, callables; nothing else."""
+    """CCO-10 as 13.4 has it: lambdas, closures, partials, methods, builtins, callables; nothing else."""
     offset = 10
 
     class Adder:
@@ -180,7 +180,7 @@ def test_error_is_raised_once_with_its_type_worker_and_traceback(
 def test_everything_else_is_cancelled_and_nothing_runs_when_join_raises(
     coordinator: ClusterCoordinator, tmp_path: Any
 ) -> None:
-    """CCO-22, 13.8: the queue stops at once; running closures are waited for."""
+    """CCO-22, and 13.8 instead of CCO-21: the queue stops at once; running closures are waited for."""
     mark = tmp_path / "ran"
 
     def slow() -> str:

@@ -10,14 +10,14 @@ import torch
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost
+from stratagem.errors import ParameterServerLost, UnavailableError
 
 OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_server_is_raised_with_its_variables(number: signal.Signals) -> None:
-    """While closures run: ParameterServerLost names server and variables and says how to restore."""
+    """FLT-12: while closures run, ParameterServerLost names server and variables and says how to restore."""
     with LocalCluster(workers=2, ps=2) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy.scope():
@@ -45,7 +45,7 @@ def test_lost_server_is_raised_with_its_variables(number: signal.Signals) -> Non
 
 
 def test_lost_server_is_noticed_when_nothing_runs() -> None:
-    """The watch finds it; the next call raises."""
+    """FLT-12: the watch finds it by its heartbeat; the next call raises, and workers are not blamed."""
     with LocalCluster(workers=1, ps=1) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy.scope():
@@ -57,5 +57,10 @@ def test_lost_server_is_noticed_when_nothing_runs() -> None:
                 assert coordinator._engine.changed.wait_for(
                     lambda: coordinator._engine.queue.error is not None, timeout=5.0
                 ), "not noticed within five seconds"
-            with pytest.raises(ParameterServerLost):
+            with pytest.raises(ParameterServerLost) as caught:
                 coordinator.done()
+            assert isinstance(caught.value, UnavailableError)
+            assert caught.value.task == "/job:ps/task:0"
+            assert [(one.worker, type(one.error)) for one in coordinator.errors] == [
+                ("/job:ps/task:0", ParameterServerLost)
+            ]

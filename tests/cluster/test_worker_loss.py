@@ -73,7 +73,7 @@ def hurt_once(mark: str, how: str) -> str:
 def test_closure_of_a_lost_worker_runs_elsewhere(
     how: str, cluster: LocalCluster, connect: Any, tmp_path: Path
 ) -> None:
-    """FLT-1: noticed, fenced once, run elsewhere; join neither raises nor waits for the dead."""
+    """FLT-1, FLT-6: noticed, fenced once, run elsewhere; join neither raises nor waits for the dead."""
     views = CountingViews()
     coordinator = connect(cluster, views=views)
     before = [cluster.pid("worker", index) for index in range(2)]

@@ -157,7 +157,8 @@ class WorkerLink:
         computes = pulse.computes(now, window_s=min(WINDOW_S, limit_s / 4))
         if silent_s <= limit_s:
             return
-        if computes and silent_s <= options.busy_limit_s and channel.cut_off_s() <= limit_s:
+        cut_off = channel.cut_off_s() > limit_s / 2
+        if computes and silent_s <= options.busy_limit_s and not cut_off:
             if not self._told:
                 self._told = True
                 _log.warning(
@@ -168,9 +169,8 @@ class WorkerLink:
                     options.busy_limit_s,
                 )
             return
-        self.give_up(
-            WorkerLost(f"no sign of life for {silent_s:.1f} s{_why(pulse)}", task=self.task)
-        )
+        why = _why(pulse, computes=computes, cut_off=cut_off)
+        self.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s{why}", task=self.task))
 
     def give_up(self, reason: Exception) -> None:
         """Ends this life: the worker is silent, or sends cannot reach it."""
@@ -310,8 +310,12 @@ def close_links(links: Sequence[WorkerLink], timeout_s: float) -> None:
         link.join(max(0.0, deadline - time.monotonic()))
 
 
-def _why(pulse: Pulse) -> str:
+def _why(pulse: Pulse, *, computes: bool, cut_off: bool) -> str:
     """What is known of a silence."""
+    if cut_off:
+        return ", and nothing sent to it arrives: its machine or the network is down"
+    if computes:
+        return ", though its process computes; see busy_limit_s (STRATAGEM_BUSY_LIMIT_S)"
     if pulse.can_be_felt:
         return ", and its process on this host does nothing: it is stopped, or waits for something"
     return (

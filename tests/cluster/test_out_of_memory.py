@@ -61,7 +61,7 @@ def want_too_much(how: str, spare: int) -> object:
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ("python", MemoryError, "^$"),
+        ("python", MemoryError, "raised by"),
         ("torch", RuntimeError, "allocate memory"),  # torch has no type of its own for it
     ],
 )

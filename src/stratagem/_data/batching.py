@@ -7,7 +7,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from stratagem._data import indexing, nests, specs
-from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State, Step
+from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State, Step, StepCursor
 
 
 @final
@@ -53,11 +53,11 @@ class BatchNode(Step):
 
 
 @final
-class BatchCursor(Cursor):
+class BatchCursor(StepCursor):
     """Pulls elements one by one."""
 
     def __init__(self, child: Cursor, size: int, drop_remainder: bool) -> None:
-        self._child = child
+        super().__init__(child)
         self._size = size
         self._drop = drop_remainder
 
@@ -72,18 +72,6 @@ class BatchCursor(Cursor):
                 break
             elements.append(element)
         return nests.stack(elements)
-
-    @override
-    def state(self) -> State:
-        return {"child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 @final
@@ -148,11 +136,11 @@ class UnbatchNode(Step):
 
 
 @final
-class UnbatchCursor(Cursor):
+class UnbatchCursor(StepCursor):
     """Holds the batch it is in; so does its state."""
 
     def __init__(self, child: Cursor) -> None:
-        self._child = child
+        super().__init__(child)
         self._batch: Any = None
         self._rows = 0
         self._row = 0
@@ -181,7 +169,3 @@ class UnbatchCursor(Cursor):
         if state["batch"] is not None:
             self._begin(state["batch"], state["row"])
         self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()

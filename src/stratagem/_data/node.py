@@ -14,7 +14,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 from typing_extensions import override
 
@@ -134,6 +134,35 @@ class Cursor(ABC):
 
     def close(self) -> None:  # noqa: B027 - most cursors own nothing
         """Release threads, processes and files; idempotent."""
+
+
+class StepCursor(Cursor):
+    """A cursor over one other. Its position: the other's, and those of its own attributes in `KEPT`.
+
+    A subclass whose position is more than that has a `state` and `restore` of its own.
+    """
+
+    KEPT: ClassVar[tuple[str, ...]] = ()
+    """Names of attributes, without the underscore; the keys of the state."""
+
+    def __init__(self, child: Cursor) -> None:
+        self._child = child
+
+    @override
+    def state(self) -> State:
+        state = {name: getattr(self, f"_{name}") for name in self.KEPT}
+        state["child"] = self._child.state()
+        return state
+
+    @override
+    def restore(self, state: State) -> None:
+        for name in self.KEPT:
+            setattr(self, f"_{name}", state[name])
+        self._child.restore(state["child"])
+
+    @override
+    def close(self) -> None:
+        self._child.close()
 
 
 class Node(ABC):

@@ -13,7 +13,7 @@ from typing_extensions import override
 from stratagem._data import nests
 from stratagem._data.background import Pool, Prefetcher, wait_for
 from stratagem._data.calling import UserFunction
-from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State, Step
+from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State, Step, StepCursor
 from stratagem._data.seeds import mix
 
 AUTOTUNE = -1
@@ -60,7 +60,7 @@ class _Pending(NamedTuple):
 
 
 @final
-class MapCursor(Cursor):
+class MapCursor(StepCursor):
     """Submits elements in order, delivers results in order.
 
     Elements are numbered as they are pulled, so an element's seed does not depend on threads. The
@@ -68,7 +68,7 @@ class MapCursor(Cursor):
     """
 
     def __init__(self, child: Cursor, function: UserFunction, seed: int, parallel: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._function = function
         self._seed = seed
         self._parallel = parallel
@@ -142,7 +142,7 @@ class MapCursor(Cursor):
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-        self._child.close()
+        super().close()
 
 
 @final
@@ -179,11 +179,13 @@ class FilterNode(Step):
 
 
 @final
-class FilterCursor(Cursor):
+class FilterCursor(StepCursor):
     """Pulls until one passes."""
 
+    KEPT = ("number",)
+
     def __init__(self, child: Cursor, function: UserFunction, seed: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._function = function
         self._seed = seed
         self._number = 0
@@ -196,19 +198,6 @@ class FilterCursor(Cursor):
             if _truth(answer, self._function):
                 return element
         return END
-
-    @override
-    def state(self) -> State:
-        return {"number": self._number, "child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._number = state["number"]
-        self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 def _truth(answer: Any, function: UserFunction) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._data.node import END, INFINITE, Cursor, Frame, Node, State, Step
+from stratagem._data.node import END, INFINITE, Cursor, Frame, Node, State, Step, StepCursor
 from stratagem._data.seeds import BufferDraws, permutation
 
 
@@ -69,7 +69,7 @@ class ShuffleNode(Step):
 
 
 @final
-class FullShuffleCursor(Cursor):
+class FullShuffleCursor(StepCursor):
     """Reads everything, then yields it by a permutation.
 
     Its position is one number: the elements are read again on resuming. Only where reading again
@@ -77,7 +77,7 @@ class FullShuffleCursor(Cursor):
     """
 
     def __init__(self, child: Cursor, seed: int, *, replayable: bool) -> None:
-        self._child = child
+        super().__init__(child)
         self._seed = seed
         self._replayable = replayable
         self._elements: list[Any] | None = None
@@ -117,17 +117,13 @@ class FullShuffleCursor(Cursor):
             self._load(list(state["elements"]))
         self._position = state["position"]
 
-    @override
-    def close(self) -> None:
-        self._child.close()
-
 
 @final
-class BufferShuffleCursor(Cursor):
+class BufferShuffleCursor(StepCursor):
     """Keeps a buffer full, lets a random one of it go; its state holds the buffer."""
 
     def __init__(self, child: Cursor, seed: int, size: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._draws = BufferDraws(seed)
         self._size = size
         self._buffer: list[Any] = []
@@ -165,10 +161,6 @@ class BufferShuffleCursor(Cursor):
         self._buffer = list(state["buffer"])
         self._drawn, self._ended = state["drawn"], state["ended"]
         self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 @final
@@ -230,11 +222,11 @@ class CachedCursor(Cursor):
 
 
 @final
-class CachingCursor(Cursor):
+class CachingCursor(StepCursor):
     """Yields its input and keeps it; hands over to the run's cache when it has seen the end."""
 
     def __init__(self, child: Cursor, frame: Frame, *, replayable: bool) -> None:
-        self._child = child
+        super().__init__(child)
         self._frame = frame
         self._replayable = replayable
         self._elements: list[Any] = []
@@ -263,7 +255,3 @@ class CachingCursor(Cursor):
         if state["elements"] is not None:
             self._elements = list(state["elements"])
             self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()

@@ -11,7 +11,17 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._data.node import END, INFINITE, UNKNOWN, Cursor, Frame, Node, State, Step
+from stratagem._data.node import (
+    END,
+    INFINITE,
+    UNKNOWN,
+    Cursor,
+    Frame,
+    Node,
+    State,
+    Step,
+    StepCursor,
+)
 
 
 @final
@@ -33,11 +43,11 @@ class DealNode(Step):
 
 
 @final
-class DealCursor(Cursor):
+class DealCursor(StepCursor):
     """Deals elements like cards."""
 
     def __init__(self, child: Cursor, replicas: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._replicas = replicas
 
     @override
@@ -46,18 +56,6 @@ class DealCursor(Cursor):
         while len(dealt) < self._replicas and (element := self._child.next()) is not END:
             dealt.append(element)
         return dealt or END
-
-    @override
-    def state(self) -> State:
-        return {"child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 @final

@@ -11,7 +11,17 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from stratagem._data.node import END, INFINITE, UNKNOWN, Cursor, Frame, Node, State, Step
+from stratagem._data.node import (
+    END,
+    INFINITE,
+    UNKNOWN,
+    Cursor,
+    Frame,
+    Node,
+    State,
+    Step,
+    StepCursor,
+)
 from stratagem._data.options import Options
 
 
@@ -42,11 +52,13 @@ class TakeNode(Step):
 
 
 @final
-class TakeCursor(Cursor):
+class TakeCursor(StepCursor):
     """Counts down."""
 
+    KEPT = ("left",)
+
     def __init__(self, child: Cursor, count: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._left = count
 
     @override
@@ -60,19 +72,6 @@ class TakeCursor(Cursor):
         elif self._left > 0:
             self._left -= 1
         return element
-
-    @override
-    def state(self) -> State:
-        return {"left": self._left, "child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._left = state["left"]
-        self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 @final
@@ -100,11 +99,13 @@ class SkipNode(Step):
 
 
 @final
-class SkipCursor(Cursor):
+class SkipCursor(StepCursor):
     """Skips when first asked."""
 
+    KEPT = ("count",)
+
     def __init__(self, child: Cursor, count: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._count = count
 
     @override
@@ -115,19 +116,6 @@ class SkipCursor(Cursor):
             self._child.skip(self._count)
             self._count = 0
         return self._child.next()
-
-    @override
-    def state(self) -> State:
-        return {"count": self._count, "child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._count = state["count"]
-        self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 @final
@@ -163,11 +151,13 @@ class ShardNode(Step):
 
 
 @final
-class ShardCursor(Cursor):
+class ShardCursor(StepCursor):
     """Passes over the others' elements without making them, where the input can."""
 
+    KEPT = ("ahead",)
+
     def __init__(self, child: Cursor, num_shards: int, index: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._gap = num_shards - 1
         self._ahead = index
 
@@ -177,19 +167,6 @@ class ShardCursor(Cursor):
             return END
         self._ahead = self._gap
         return self._child.next()
-
-    @override
-    def state(self) -> State:
-        return {"ahead": self._ahead, "child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._ahead = state["ahead"]
-        self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 @final
@@ -297,11 +274,13 @@ class EnumerateNode(Step):
 
 
 @final
-class EnumerateCursor(Cursor):
+class EnumerateCursor(StepCursor):
     """Counts up."""
 
+    KEPT = ("number",)
+
     def __init__(self, child: Cursor, start: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._number = start
 
     @override
@@ -318,19 +297,6 @@ class EnumerateCursor(Cursor):
         done = self._child.skip(count)
         self._number += done
         return done
-
-    @override
-    def state(self) -> State:
-        return {"number": self._number, "child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._number = state["number"]
-        self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        self._child.close()
 
 
 @final

@@ -136,24 +136,21 @@ class FrameStream:
             ProtocolError: what it sends is not our protocol.
             WireError: no memory is left to take in what it sends.
         """
+        found: list[Frame] = []
         try:
-            return self._receive()
+            while not found:
+                space = self._parser.space()
+                count = self._read_into(space)
+                if count < 0:
+                    break
+                full = count == len(space)
+                self._parser.advance(count)
+                while (raw := self._parser.next_frame()) is not None:
+                    found.append(messages.decode_frame(raw))
+                if not full:
+                    break
         except MemoryError as error:  # half taken in: nothing that follows could be understood
             raise WireError(f"no memory is left to take in a message of {self.peer}") from error
-
-    def _receive(self) -> list[Frame]:
-        found: list[Frame] = []
-        while not found:
-            space = self._parser.space()
-            count = self._read_into(space)
-            if count < 0:
-                break
-            full = count == len(space)
-            self._parser.advance(count)
-            while (raw := self._parser.next_frame()) is not None:
-                found.append(messages.decode_frame(raw))
-            if not full:
-                break
         return found
 
     @override

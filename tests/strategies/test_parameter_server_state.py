@@ -355,6 +355,106 @@ class TestReplicasInAWorker:
                 torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
                 assert float(total) == 15.0
 
+    @pytest.mark.parametrize("aggregation", ["mean", "sum"])
+    @pytest.mark.parametrize(
+        "partitioner", [None, P.FixedShardsPartitioner(2)], ids=["whole", "cut"]
+    )
+    def test_replicas_look_rows_up_and_their_gradients_meet(
+        self, cluster, partitioner, aggregation
+    ):
+        """No replica holds the table; uneven parts, rows of both replicas, accumulation, clipping."""
+        torch.manual_seed(0)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.bag = nn.Embedding(9, 4), nn.EmbeddingBag(7, 4)
+                self.head = nn.Linear(8, 2)
+
+            def forward(self, ids):
+                bagged = self.bag(ids % 7)
+                return self.head(torch.cat([self.table(ids[:, 0]), bagged], 1))
+
+        def passes(model, ids, scale):
+            for part in (ids, (ids + 1) % 9):  # two passes of one step add up
+                (scale * model(part).square().mean()).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            return norm, [name for name, one in model.named_parameters() if one.grad is None]
+
+        plain = Model()
+        other = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+        ids = torch.randint(0, 9, (5, 3))
+        with sg.ParameterServerStrategy(
+            cluster.resolver,
+            partitioner,
+            worker_devices=["cpu:0", "cpu:1"],
+            gradient_aggregation=aggregation,
+        ) as strategy:
+            with strategy.scope():
+                model = Model()
+                model.load_state_dict(plain.state_dict())
+                optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+            def replica(x):
+                optimizer.zero_grad()
+                scale = len(x) / 5 if aggregation == "sum" else 1.0
+                norm, missing = passes(model, x, scale)
+                optimizer.step()
+                table = model.table.weight
+                return float(norm), missing, table.grad_ids.tolist(), tuple(table.grad.shape)
+
+            def work():
+                parts = sg.PerReplica([ids[:3], ids[3:]])
+                found = strategy.run(replica, args=(parts,))
+                return [list(strategy.experimental_local_results(each)) for each in found]
+
+            with sg.ClusterCoordinator(strategy) as coordinator:
+                for _ in range(3):
+                    norms, missing, rows, shapes = run(coordinator, work)
+                    other.zero_grad()
+                    expected, _ = passes(plain, ids, 1.0)
+                    other.step()
+                    assert missing == [[], []]
+                    used = torch.cat([ids[:, 0], (ids[:, 0] + 1) % 9]).unique().tolist()
+                    assert rows == [used, used]  # of both replicas, and of no other row
+                    assert shapes == [(len(used), 4)] * 2
+                    assert set(norms) == {norms[0]}
+                    assert norms[0] == pytest.approx(float(expected), rel=1e-5)
+                torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+    def test_a_table_used_whole_by_replicas_has_one_devices_gradient(self, cluster):
+        """An operator that is no lookup takes the whole table, beside lookups of the same table."""
+        torch.manual_seed(0)
+
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(9, 4)
+
+            def forward(self, ids):
+                return self.table(ids) @ self.table.weight.t()
+
+        plain = Tied()
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        ids = torch.randint(0, 9, (5,))
+        with sg.ParameterServerStrategy(
+            cluster.resolver, P.FixedShardsPartitioner(2), worker_devices=["cpu:0", "cpu:1"]
+        ) as strategy:
+            with strategy.scope():
+                model = Tied()
+                model.load_state_dict(plain.state_dict())
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = stepping(model, optimizer)
+
+            def work():
+                strategy.run(step, args=(sg.PerReplica([ids[:2], ids[2:]]),))
+
+            with sg.ClusterCoordinator(strategy) as coordinator:
+                for _ in range(3):
+                    run(coordinator, work)
+                    stepping(plain, other)(ids)
+                torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
 
 class TestOtherHosts:
     """Without shared memory everything goes over the connection, with the same numbers."""

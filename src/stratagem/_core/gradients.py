@@ -49,8 +49,13 @@ def watch(leaf: Leaf) -> None:
     tensor = leaf.tensor
     wanted = tensor.requires_grad
     tensor.requires_grad_()  # hooks can only be put on a tensor that takes gradients
-    tensor.register_post_accumulate_grad_hook(_hook(leaf, _accumulated))
+    tensor.register_post_accumulate_grad_hook(arrival_hook(leaf))
     tensor.requires_grad_(wanted)
+
+
+def arrival_hook(leaf: Leaf) -> Callable[[Tensor], None]:
+    """What is to be called when a gradient has arrived at the leaf."""
+    return _hook(leaf, _accumulated)
 
 
 def keep_apart_if_needed(leaf: Leaf) -> None:
@@ -59,7 +64,7 @@ def keep_apart_if_needed(leaf: Leaf) -> None:
     if _has_hooks(home.central) or _adds_up(home.strategy):
         tensor = leaf.tensor
         if tensor.requires_grad:
-            tensor.register_hook(_hook(leaf, _put_base_aside))
+            home.call_before_gradients(leaf, _hook(leaf, _put_base_aside))
             leaf.keeps_apart = True
 
 
@@ -87,7 +92,7 @@ def _put_base_aside(leaf: Leaf, journal: Journal) -> None:
     # Also called for torch.autograd.grad(), which accumulates nothing: then the meeting's callback
     # finds no new gradient and only puts the base back.
     if leaf.base is None and leaf.tensor.grad is not None:
-        leaf.base = leaf.tensor.grad
+        leaf.base = leaf.home.gradient_of(leaf)
         leaf.tensor.grad = None
         journal.put_aside.append(leaf)
         if not journal.queued:
@@ -135,7 +140,7 @@ class _Offer:
         self.gradients: list[Tensor] | None = None
         gradients = []
         for home, leaf in brought.items():
-            grad = None if leaf is None else leaf.tensor.grad
+            grad = None if leaf is None else home.gradient_of(leaf)
             if grad is None or not _is_plain(grad) or _has_hooks(home.central):
                 return
             gradients.append(grad)
@@ -284,7 +289,7 @@ def _copy_on_write(tensor: Tensor) -> Tensor:
 
 def _gradient(home: ReplicatedHome, replica_id: int) -> Tensor | None:
     leaf = home.leaf(replica_id)
-    return None if leaf is None else leaf.tensor.grad
+    return None if leaf is None else home.gradient_of(leaf)
 
 
 def _combine_lists(dense: _Dense, device: torch.device) -> Sequence[Tensor]:
@@ -334,10 +339,15 @@ def _give(home: ReplicatedHome, replica_id: int, result: Tensor | None) -> None:
 def _take(leaf: Leaf, result: Tensor | None) -> None:
     """A leaf's gradient has become what the replicas agreed on; earlier ones are added now."""
     if leaf.base is not None:
-        result = leaf.base if result is None else leaf.base + result
-        leaf.tensor.grad, leaf.base = result, None
+        base, leaf.base = leaf.base, None
+        if (
+            result is not None
+        ):  # dense + sparse, never the other way round: torch knows only the first
+            base = result + base if base.is_sparse else base + result
+        leaf.tensor.grad = base
     leaf.met = leaf.journal
-    leaf.aggregated = None if result is None else weakref.ref(result)
+    kept = leaf.tensor.grad  # of a table: the rows of it
+    leaf.aggregated = None if kept is None else weakref.ref(kept)
 
 
 # ------------------------------------------------------------------ details

@@ -165,6 +165,14 @@ class ReplicatedHome(ParameterHome):
         journal.leaves.append(leaf)
         return tensor
 
+    def gradient_of(self, leaf: Leaf) -> Tensor | None:
+        """A leaf's gradient in a form that can be added to other leaves'."""
+        return leaf.tensor.grad
+
+    def call_before_gradients(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
+        """Have `hook` called in a backward pass before a gradient is added to the leaf's."""
+        leaf.tensor.register_hook(hook)
+
     def _new_leaf(self, replica: Replica) -> Leaf:
         central = self.central
         with torch.inference_mode(False), torch.no_grad():

@@ -6,6 +6,8 @@ need to know of the place the rows are in (`RowSource`).
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -44,13 +46,20 @@ class RowGradient:
         self._values: Tensor | None = None
         self._whole: Tensor | None = None
         self.sparse = False
+        # Called in a backward pass, before a gradient is added and after.
+        self.before: Callable[[Tensor], None] | None = None
+        self.after: Callable[[Tensor], None] | None = None
 
     def watch(self, ids: Tensor, leaf: Tensor, *, sparse: bool, skip: int | None) -> None:
         """Take the leaf's gradient when it arrives."""
 
         def arrived(ready: Tensor) -> None:
+            if self.before is not None:
+                self.before(ready)
             self._arrived[id(ready)] = (ids, ready, skip)
             self.sparse = sparse
+            if self.after is not None:
+                self.after(ready)
 
         cast("Any", leaf).register_post_accumulate_grad_hook(arrived)
 
@@ -63,7 +72,28 @@ class RowGradient:
             grad = None if self._whole is None else self._whole.grad
             self._whole = current.detach().requires_grad_()
             self._whole.grad = grad
+            if self.after is not None:
+                self._report_whole(self._whole)
         return self._whole
+
+    def _report_whole(self, leaf: Tensor) -> None:
+        mine = weakref.ref(self)  # the leaf, which we keep, keeps the hooks
+
+        def before(grad: Tensor) -> None:
+            owner = mine()
+            if owner is not None and owner.before is not None:
+                owner.before(grad)
+
+        def arrived(ready: Tensor) -> None:
+            owner = mine()
+            if owner is not None and owner.after is not None:
+                owner._whole = (
+                    ready  # what was there before may have been put aside, and this with it
+                )
+                owner.after(ready)
+
+        leaf.register_hook(before)
+        cast("Any", leaf).register_post_accumulate_grad_hook(arrived)
 
     def ids(self) -> Tensor | None:
         """Ids of the rows `value` speaks of; None for a whole gradient or none."""
@@ -104,6 +134,28 @@ class RowGradient:
             )
         self._whole = self._source.whole().detach().requires_grad_()
         self._whole.grad = value
+
+    def take_over(self, other: RowGradient, *, copy: bool) -> None:
+        """Become the gradient of another view of the same table; not copied, it shares its memory."""
+        value, ids = other.value(), other.ids()
+        self.clear()
+        self.sparse = other.sparse
+        if value is None:
+            return
+        value = value.clone() if copy else value.data
+        if ids is None:
+            self.replace(value)
+        else:
+            self._ids, self._values = ids, value
+
+    def as_sparse(self) -> Tensor | None:
+        """The gradient as a sparse tensor of the table's shape; the whole one as it is."""
+        value, ids = self.value(), self.ids()
+        if value is None or ids is None:
+            return value
+        return torch.sparse_coo_tensor(
+            ids.unsqueeze(0), value, self._source.shape, is_coalesced=True, check_invariants=False
+        )
 
     def clear(self) -> None:
         """Forget everything that arrived."""

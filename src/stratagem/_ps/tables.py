@@ -374,7 +374,17 @@ _OWN: dict[Any, Callable[..., Any]] = {
 _ABOUT_THE_TENSOR = _getters(
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
 ) | _getters(
-    "is_cuda", "is_meta", "is_quantized", "is_nested", "is_mkldnn", "grad_fn", "nbytes", "itemsize"
+    "_version",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "is_cuda",
+    "is_meta",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "grad_fn",
+    "nbytes",
+    "itemsize",
 )
 _ABOUT_THE_TENSOR |= {
     Tensor.size,
@@ -385,6 +395,7 @@ _ABOUT_THE_TENSOR |= {
     Tensor.element_size,
     Tensor.is_floating_point,
     Tensor.is_complex,
+    Tensor.is_inference,
     Tensor.__len__,
     Tensor.__hash__,
     Tensor.requires_grad_,

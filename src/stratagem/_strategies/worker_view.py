@@ -29,6 +29,8 @@ from stratagem._ps import definitions
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.placement import device_name
+from stratagem._ps.replicated_tables import ReplicatedTable
+from stratagem._ps.tables import TableParameter
 from stratagem._ps.variables import ReadCache, RemotePlace
 from stratagem._ps.workers import WorkerClosure, WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
@@ -161,11 +163,14 @@ class WorkerViews:
         parameter = self._variables.parameter(
             definition.description,
             requires_grad=definition.requires_grad,
-            as_table=definition.as_table and self._strategy.num_replicas_in_sync == 1,
+            as_table=definition.as_table and self._strategy.looks_rows_up,
         )
         if self._strategy.num_replicas_in_sync > 1:
             name = definition.description.name
-            self._homes.append(ReplicatedHome(parameter, strategy=self._strategy, name=name))
+            if isinstance(parameter, TableParameter):
+                self._homes.append(ReplicatedTable(parameter, self._strategy, name))
+            else:
+                self._homes.append(ReplicatedHome(parameter, strategy=self._strategy, name=name))
         return parameter
 
     def _module(self, definition: definitions.ModuleDefinition) -> nn.Module:
@@ -314,6 +319,11 @@ class WorkerStrategy(Strategy):
     @override
     def _parameter_names(self) -> tuple[str, ...]:
         return tuple(device_name(task) for task, _ in self._setup.servers)
+
+    @property
+    def looks_rows_up(self) -> bool:
+        """Whether tables can be tables here: rows are looked up in the host's memory."""
+        return len(self._devices) == 1 or all(one.kind == "CPU" for one in self._devices)
 
     @override
     def _arguments(self) -> dict[str, Any]:

@@ -81,8 +81,12 @@ class _ByContext(dict[str, Any]):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle must load in plain PyTorch, without us: an ordinary dict of central tensors.
-        return dict, (dict(dict.items(self)),)
+        # A pickle must load in plain PyTorch, without us: an ordinary dict of central tensors. Looked
+        # up, so that those whose true values are elsewhere are current.
+        return dict, (dict(self._central_items()),)
+
+    def _central_items(self) -> ItemsView[str, Any]:
+        return self.items() if current_replica() is None else dict.items(self)
 
 
 class ParametersByReplica(_ByContext):
@@ -154,7 +158,7 @@ class ParametersByReplica(_ByContext):
             return plain
         twin = ParametersByReplica({})
         memo[id(self)] = twin
-        for name, value in dict.items(self):
+        for name, value in self.items():
             own = copy.deepcopy(value, memo)
             dict.__setitem__(twin, name, own)
             if name in self.homes and own is not None:
@@ -213,7 +217,7 @@ class BuffersByReplica(_ByContext):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         twin = BuffersByReplica({})
         memo[id(self)] = twin
-        for name, value in dict.items(self):
+        for name, value in self._central_items():
             own = copy.deepcopy(value, memo)
             dict.__setitem__(twin, name, own)
             home = self.homes.get(name)

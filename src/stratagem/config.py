@@ -179,6 +179,22 @@ def wire_timeout_s() -> float:
     return seconds_from_environment("STRATAGEM_WIRE_TIMEOUT_S", 60.0)
 
 
+def frame_bytes() -> int:
+    """How many bytes of tensors a parameter server takes in one message.
+
+    1 GiB: what a peer can make a server set aside. Steps that write more over a connection come in
+    several messages; only a single variable (or shard) larger than this needs more. Set
+    ``STRATAGEM_FRAME_BYTES`` for the servers to change it.
+    """
+    text = environment("STRATAGEM_FRAME_BYTES", str(1 << 30))
+    if text is None or not text.isdecimal() or int(text) < 1 << 16:
+        raise ValueError(
+            f"STRATAGEM_FRAME_BYTES={text!r} is not a usable size: expected a number of bytes of at "
+            "least 65536, such as 1073741824."
+        )
+    return int(text)
+
+
 def remote_table_bytes() -> int:
     """From which size on a tensor made under a parameter-server scope is not built here.
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from stratagem._ps import client as client_module
-from stratagem._ps import outbox as outbox_module
 from stratagem._ps import server as server_module
 from stratagem._ps import sessions
 from stratagem._ps.client import PsClient
@@ -94,24 +93,3 @@ def test_room_for_state_is_made_only_in_the_shape_of_its_variable() -> None:
         huge = messages.StateItem(1, "exp_avg", messages.TensorRef("float32", (1 << 40,)))
         with pytest.raises(ProtocolError, match="not the variable's"):
             client._ask(0, messages.WriteState(optimizer=1, items=(huge,)))
-
-
-def test_a_step_larger_than_a_frame_is_refused_before_anything_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outbox_module, "FRAME_BYTES", 4 * ROWS)
-    who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
-    with (
-        ParameterServer("127.0.0.1:0").start() as server,
-        PsClient([("/job:ps/task:0", server.address)], who, shared_memory=False) as client,
-    ):
-        places = [Place(0, number, (ROWS,), torch.float32) for number in (1, 2)]
-        for place in places:
-            client.create(place, f"w{place.variable}", value=torch.zeros(ROWS))
-        batch = client.batch()
-        for place in places:
-            batch.assign(0, place.variable, "add", torch.ones(ROWS))
-        with pytest.raises(ValueError, match="variable_partitioner"):
-            client.send(batch)
-        assert client.settle() == {}
-        assert [float(value.sum()) for value, _ in client.read(places)] == [0.0, 0.0]

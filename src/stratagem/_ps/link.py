@@ -19,7 +19,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel, connect
-from stratagem._wire.frames import Buffer
+from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem.errors import (
@@ -91,6 +91,8 @@ class Link:
         """Slots of this client the server has mapped."""
         self.sequence = 0
         self.server_shares_memory = False
+        self.frame_bytes = Limits().frame_bytes
+        """What the server takes in one message."""
         self._membership = membership
         self._timeout_s = config.wire_timeout_s()
         self._channel: Channel | None = None
@@ -238,6 +240,7 @@ class Link:
         ask(self._membership.entry())
         self._life = welcome.life
         self.server_shares_memory = welcome.shares_memory
+        self.frame_bytes = welcome.frame_bytes
         if self.announced:
             try:
                 ask(messages.OpenSegments(segments=self.announced))

@@ -16,14 +16,11 @@ from typing import Final, NamedTuple, final
 
 from typing_extensions import override
 
-from stratagem._ps.batches import Slots, WriteBatch
+from stratagem._ps.batches import Outgoings, Slots, WriteBatch
 from stratagem._ps.link import Link, Pending
+from stratagem._ps.splitting import Piece, TooLargeError, size_of, split
 from stratagem._wire import messages
-from stratagem._wire.frames import Buffer, Limits, padded
 from stratagem.errors import ProtocolError
-
-FRAME_BYTES: Final = Limits().frame_bytes
-"""What a server takes in one message; it hangs up on more."""
 
 UNSETTLED_BYTES: Final = 1 << 22
 """Bytes written ahead of their acknowledgements; more would only leave the caches."""
@@ -112,41 +109,44 @@ class Outbox:
         """Sends a batch to its servers.
 
         Raises:
-            ValueError: more bytes for one server than a frame may have; nothing was sent.
+            ValueError: more bytes for one variable than its server takes at once; nothing was sent.
         """
+        pieces: dict[int, Sequence[Outgoings | Piece]] = {}
         for server, part in batch.parts.items():
             if part.buffers:
-                self._check_size(server, part.buffers)
+                pieces[server] = self._pieces(server, part)
         batch.copy_in()
         later = self._gathers and batch.nbytes <= GATHERED_BYTES
         for server, part in batch.parts.items():
-            link = self._links[server]
             if part.shares_memory:
                 self.announce_slots(server)
-            link.sequence += 1
-            nth = 0
-            if self._once is not None:
-                nth = self._nth.get(server, 0)
-                self._nth[server] = nth + 1
-            origin = messages.Origin(
-                self._writer, self._incarnation, link.sequence, self._once, nth
-            )
-            message = messages.Write(origin=origin, operations=tuple(part.operations))
-            pending = Pending(message, part.buffers)
-            # Noted first: whatever interrupts the sending, its slots are not used again before the
-            # server has answered.
-            self._unsettled.append(_Write(server, pending, self._owner))
-            self.sent += 1
-            try:
-                link.send(pending, later=later)
-            except Exception:
-                self._unsettled.pop()
-                self.sent -= 1
-                raise
-            except BaseException:
-                self._interrupted()
-                raise
+            for piece in pieces.get(server) or (part,):
+                self._send_one(server, piece, later=later)
         self._unsettled_bytes += batch.nbytes
+
+    def _send_one(self, server: int, piece: Outgoings | Piece, *, later: bool) -> None:
+        link = self._links[server]
+        link.sequence += 1
+        nth = 0
+        if self._once is not None:
+            nth = self._nth.get(server, 0)
+            self._nth[server] = nth + 1
+        origin = messages.Origin(self._writer, self._incarnation, link.sequence, self._once, nth)
+        message = messages.Write(origin=origin, operations=tuple(piece.operations))
+        pending = Pending(message, piece.buffers)
+        # Noted first: whatever interrupts the sending, its slots are not used again before the
+        # server has answered.
+        self._unsettled.append(_Write(server, pending, self._owner))
+        self.sent += 1
+        try:
+            link.send(pending, later=later)
+        except Exception:
+            self._unsettled.pop()
+            self.sent -= 1
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
 
     def settle(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
         """Waits until every write is acknowledged; see `PsClient.settle`."""
@@ -211,14 +211,21 @@ class Outbox:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _check_size(self, server: int, buffers: Sequence[Buffer]) -> None:
-        size = sum(padded(memoryview(buffer).nbytes) for buffer in buffers)
-        if size > FRAME_BYTES:
+    def _pieces(self, server: int, part: Outgoings) -> Sequence[Outgoings | Piece]:
+        """What is sent to a server that shares no memory, in one message or, if it is large, several."""
+        link = self._links[server]
+        if size_of(part.buffers) <= link.frame_bytes:
+            return (part,)
+        try:
+            return split(part.operations, part.buffers, link.frame_bytes)
+        except TooLargeError as error:
+            name = link.names.get(error.variable, f"number {error.variable}")
             raise ValueError(
-                f"one step writes {size} bytes to {self._links[server].task} over the "
-                f"connection; at most {FRAME_BYTES} can be sent at once. Use more parameter "
-                f"servers, or a variable_partitioner that cuts large variables."
-            )
+                f"one step writes {error.size} bytes of variable {name!r} to {link.task} over the "
+                f"connection, which takes at most {link.frame_bytes} at once. Use a "
+                "variable_partitioner that cuts large variables, or set STRATAGEM_FRAME_BYTES for the "
+                "servers."
+            ) from None
 
     def _take_reply(
         self, write: _Write, versions: dict[tuple[int, int], int], timeout_s: float | None

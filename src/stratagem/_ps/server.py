@@ -74,8 +74,8 @@ class ServerOptions:
     shared_memory: bool | None = None
     """False sends bytes even to tasks on this host; by default `config.shared_memory_allowed()`."""
 
-    limits: Limits = field(default_factory=Limits)
-    """Of what one connection sends."""
+    limits: Limits = field(default_factory=lambda: Limits(frame_bytes=config.frame_bytes()))
+    """Of what one connection sends; by default `config.frame_bytes()` in one message."""
 
 
 @final
@@ -228,7 +228,11 @@ class ParameterServer:
     def welcome(self) -> messages.Welcome:
         """The answer to a Hello."""
         return messages.Welcome(
-            task=self.task, pid=os.getpid(), life=self.life, shares_memory=self._shared
+            task=self.task,
+            pid=os.getpid(),
+            life=self.life,
+            shares_memory=self._shared,
+            frame_bytes=self._options.limits.frame_bytes,
         )
 
     def pong(self) -> messages.Pong:

@@ -133,12 +133,16 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello. `life` differs for every life of a server: state does not survive it."""
+    """Answer to Hello. `life` differs for every life of a server: state does not survive it.
+
+    `frame_bytes`: the largest sum of buffers the server takes in one message; it hangs up on more.
+    """
 
     task: str
     pid: int
     life: str
     shares_memory: bool = True
+    frame_bytes: int = 1 << 30
 
 
 class OpenSession(Message, frozen=True):

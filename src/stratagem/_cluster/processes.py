@@ -422,8 +422,8 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     """Runs one task in this process until it ends."""
     import torch
 
-    from stratagem._cluster.allocator import keep_freed_memory
     from stratagem._cluster.tasks import make_task
+    from stratagem._ps.heap import keep_freed_memory
 
     torch.set_num_threads(order.threads)
     if order.job == "worker":

@@ -14,10 +14,10 @@ from typing import Any, Final, Self, final
 
 from typing_extensions import override
 
-from stratagem._cluster.allocator import keep_freed_memory
 from stratagem._cluster.spec import ClusterSpec
 from stratagem._cluster.tasks import Task, cluster_key
 from stratagem._cluster.worker import Worker
+from stratagem._ps.heap import keep_freed_memory
 from stratagem._ps.server import ParameterServer
 from stratagem._wire.channel import split_address
 from stratagem._wire.listener import is_loopback

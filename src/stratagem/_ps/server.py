@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._ps.door import Door
+from stratagem._ps.heap import give_back_freed_memory
 from stratagem._ps.leases import Leases
 from stratagem._ps.sessions import Session, SlotMaps
 from stratagem._wire import messages
@@ -139,6 +140,7 @@ class ParameterServer:
         self._finished = threading.Event()
         self._work_began: float | None = None
         self._served = 0
+        self._rested_after = 0
         self._next_facts = 0.0
         self.facts: Mapping[str, object] = {}
         """Numbers about this server, refreshed when it is idle; safe to read from any thread."""
@@ -159,7 +161,10 @@ class ParameterServer:
         self._door.thread.start()
         try:
             while not self._stopping:
-                for key, _ in self._selector.select(_TICK_S):
+                ready = self._selector.select(_TICK_S)
+                if not ready:
+                    self._rest()
+                for key, _ in ready:
                     if key.data is None:
                         os.eventfd_read(self._wake)
                     else:
@@ -176,6 +181,15 @@ class ParameterServer:
                 self._forget(connection)
             self._leases.close_all()
             self._finished.set()
+
+    def _rest(self) -> None:
+        """Nobody has asked for anything for a while: give up memory that only work needs."""
+        if self._rested_after == self._served:
+            return
+        self._rested_after = self._served
+        for connection in self._connections:
+            connection.slots.rest()
+        give_back_freed_memory()
 
     def stop(self) -> None:
         """Asks the loop to end; returns at once. Safe in signal handlers and from any thread."""

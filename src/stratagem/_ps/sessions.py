@@ -85,6 +85,11 @@ class SlotMaps:
             self._tensors[ref] = tensor
         return tensor
 
+    def rest(self) -> None:
+        """Nothing has come for a while: the slots' pages are their owner's alone until they are used."""
+        for segment in self._segments.values():
+            segment.rest()
+
     def close(self) -> None:
         """Unmaps everything. Repeatable."""
         self._tensors.clear()

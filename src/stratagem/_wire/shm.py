@@ -231,6 +231,14 @@ class MappedSegment(_Mapping):
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._memory.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
 
+    def rest(self) -> None:
+        """Lets this process's view of a shared segment go until it is looked at again; no data is lost.
+
+        The pages count as this process's memory, beside their owner's, as long as they are in view.
+        """
+        if not self._private and self._memory is not None:
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
     @override
     def __repr__(self) -> str:
         kind = "private" if self._private else "shared"

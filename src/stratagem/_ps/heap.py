@@ -1,4 +1,4 @@
-"""How a worker's process treats memory that its steps have freed."""
+"""What a task's process does with memory its steps have freed: a worker keeps it, a server gives it back."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Gives memory that is free in the middle of the heap back to the kernel.
+
+    Steps of an optimizer leave holes the size of its largest variables.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

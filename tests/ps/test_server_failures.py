@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -297,6 +298,54 @@ def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
         assert client.settle() == {(0, 1): 5}
         assert client.outbox.is_settled
         assert client.read([W])[0][0].tolist() == [13.0, 13.0]
+
+
+def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    """Hundreds of interruptions, wherever they strike in the wait."""
+    _, address = process
+    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    draw, armed, struck = random.Random(11), threading.Event(), []
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def strike(*_: object) -> None:
+        if armed.is_set():
+            armed.clear()
+            struck.append(1)
+            raise KeyboardInterrupt
+
+    def disturb() -> None:
+        while not ended.wait(draw.random() * 0.002):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    ended = threading.Event()
+    before = signal.signal(signal.SIGUSR1, strike)
+    thread = threading.Thread(target=disturb, name="test-disturb")
+    try:
+        with PsClient([("/job:ps/task:0", address)], steady) as client:
+            client.create(W, "w", value=torch.zeros(2))
+            thread.start()
+            rounds = 0
+            while len(struck) < 200:
+                rounds += 1
+                assert rounds < 100_000
+                add_one(client)
+                try:
+                    armed.set()
+                    client.settle(timeout_s=LIMIT_S)
+                except KeyboardInterrupt:
+                    pass
+                finally:
+                    armed.clear()
+            client.settle()
+            assert client.read([W])[0][0].tolist() == [float(rounds)] * 2
+            assert client.versions(0) == {1: rounds + 1}
+    finally:
+        ended.set()
+        thread.join(LIMIT_S)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_failed_ping_ends_the_wait_for_a_reply(

@@ -152,7 +152,7 @@ class Link:
         """
         self._pending = list(keep)
         if self._channel is not None:
-            self._channel.close()
+            self._channel.abandon()
 
     def collect(self, pending: Pending, *, timeout_s: float | None = None) -> Frame:
         """Waits for the reply.

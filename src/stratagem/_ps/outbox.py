@@ -152,22 +152,23 @@ class Outbox:
         """Waits until every write is acknowledged; see `PsClient.settle`."""
         versions: dict[tuple[int, int], int] = {}
         first: Exception | None = None
-        while self._unsettled:
-            write = self._unsettled[0]
-            try:
-                self._take_reply(write, versions, timeout_s)
-            except Exception as error:  # noqa: BLE001 - raised when all replies are here
-                if write.owner != self._owner and write.owner is not None:
-                    self.failures.setdefault(write.owner, error)
-                elif first is None:
-                    first = error
-                else:
-                    first.add_note(f"also: {type(error).__name__}: {error}")
-            except BaseException:
-                self._interrupted()
-                raise
-            self._unsettled.popleft()
-            self.settled += 1
+        try:
+            while self._unsettled:
+                write = self._unsettled[0]
+                try:
+                    self._take_reply(write, versions, timeout_s)
+                except Exception as error:  # noqa: BLE001 - raised when all replies are here
+                    if write.owner != self._owner and write.owner is not None:
+                        self.failures.setdefault(write.owner, error)
+                    elif first is None:
+                        first = error
+                    else:
+                        first.add_note(f"also: {type(error).__name__}: {error}")
+                self._unsettled.popleft()
+                self.settled += 1
+        except BaseException:  # wherever it struck: a reply taken but not noted would be awaited
+            self._interrupted()
+            raise
         self._unsettled_bytes = 0
         if first is not None:
             raise first

@@ -367,6 +367,14 @@ class Channel:
         if not has_reader:
             self._stream.sock.close()
 
+    def abandon(self) -> None:
+        """As `close`, for a caller that was interrupted and knows that nobody else reads here.
+
+        An interruption can strike anywhere, also where a reader was about to note that it is done.
+        """
+        self.close()
+        self._stream.sock.close()
+
     def __enter__(self) -> Self:
         return self
 

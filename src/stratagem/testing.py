@@ -224,11 +224,16 @@ def _advice(model: nn.Module, expected: _After, strategy: Strategy) -> str:
             f"{strategy.gradient_aggregation!r} adds up replicas. With a mean loss use "
             '"mean", or divide the loss by the number of replicas.'
         )
-    kinds = {type(each).__name__ for each in model.modules() if isinstance(each, _BatchNorm)}
+    kinds = {
+        type(each).__name__
+        for each in model.modules()
+        if isinstance(each, _BatchNorm) and not isinstance(each, torch.nn.SyncBatchNorm)
+    }
     if kinds and size > 1:
         hints.append(
             f"{', '.join(sorted(kinds))} normalises with the statistics of each replica's own rows "
-            "(see docs/same-numbers.md). GroupNorm or LayerNorm do not depend on other rows."
+            "(see docs/same-numbers.md). nn.SyncBatchNorm takes those of the whole batch; GroupNorm or "
+            "LayerNorm do not depend on other rows."
         )
     if size > 1 and any(
         isinstance(each, _DropoutNd) and each.p > 0 and each.training for each in model.modules()

@@ -332,3 +332,54 @@ def test_losses_that_couple_rows_agree_as_documented(aggregation, rows, make_str
         coupled(plain(data), plain.temperature).backward()
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["central2", "central3", "mirrored2", "one"])
+def test_sync_batch_norm_is_batch_norm_over_the_whole_batch(kind, aggregation, make_strategy):
+    """Weights and running statistics of one device; replicas with one row and with none as well."""
+    strategy = make_strategy(kind, gradient_aggregation=aggregation)
+
+    def build():
+        torch.manual_seed(3)
+        normed = nn.Sequential(
+            nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4),
+            nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False),
+            nn.Linear(3, 2),
+        )  # fmt: skip
+        return nn.SyncBatchNorm.convert_sync_batchnorm(normed).double()
+
+    with strategy.scope():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain = build()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    size = strategy.num_replicas_in_sync
+
+    def train(model, optimizer, x, y):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y, reduction=aggregation).backward()
+        optimizer.step()
+
+    for rows in (5, 2, 7, 4):
+        x, y = torch.randn(rows, 2, 3).double(), torch.randn(rows, 2).double()
+        args = (x, y)
+        if size > 1:
+            args = tuple(sg.PerReplica(list(torch.tensor_split(each, size))) for each in (x, y))
+        strategy.run(lambda x, y: train(model, optimizer, x, y), args=args)
+        train(plain, plain_optimizer, x, y)
+    for (name, a), b in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+    model.eval()
+    plain.eval()
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=1e-9)
+    assert type(model[1]).__name__ == "SyncBatchNorm"
+
+
+def test_sync_batch_norm_of_one_value_in_all_raises_as_on_one_device(make_strategy):
+    strategy = make_strategy("central2")
+    with strategy.scope():
+        model = nn.SyncBatchNorm(3)
+    x = torch.randn(1, 3)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        strategy.run(model, args=(sg.PerReplica([x, x[:0]]),))

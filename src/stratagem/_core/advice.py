@@ -39,6 +39,7 @@ def _batch_norm(replica_id: int, rows: Sequence[int] | None, size: int) -> str:
     return (
         f"({share}. BatchNorm in training takes the statistics of each replica's own rows, and one "
         f"value has no variance: train {size} replicas on batches of at least {2 * size} rows and "
-        "leave out a smaller last one (batch(n, drop_remainder=True), DataLoader(drop_last=True)), "
-        "or use GroupNorm or LayerNorm, whose numbers do not depend on the batch.)"
+        "leave out a smaller last one (batch(n, drop_remainder=True), DataLoader(drop_last=True)); or "
+        "under the scope nn.SyncBatchNorm.convert_sync_batchnorm(model), which takes the statistics "
+        "of the whole batch; or use GroupNorm or LayerNorm.)"
     )

@@ -306,6 +306,7 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
             if not isinstance(held, BuffersByReplica):
                 module._buffers = held = BuffersByReplica(held)
             held.settle_in(name, found)
+            special_modules.prepare_for_buffers(module)
         return found
 
     if replica is None or replica.group.size == 1:

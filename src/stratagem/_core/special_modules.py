@@ -9,7 +9,8 @@ model loads without us. The cases:
 - lazy modules create their parameters at first call: here the replicas meet and it is done once;
 - Embedding and EmbeddingBag with ``max_norm`` write their weight in forward: here one at a time;
 - modules with the old-style weight_norm or spectral_norm put a computed ``weight`` on themselves in a
-  forward hook: here each replica has its own.
+  forward hook: here each replica has its own;
+- SyncBatchNorm takes the statistics of the whole batch: here over the replicas (`sync_norm`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from stratagem._core import sync_norm
+from stratagem._core.compiling import eagerly
 from stratagem._core.context import current_replica
 from stratagem._core.homes import ParameterHome
 from stratagem._core.leaves import ReplicatedHome
@@ -35,6 +38,9 @@ def prepare(module: Any, home: ParameterHome, name: str = "") -> None:
     mixin: type[_Special]
     central: Any = home.central
     if isinstance(module, _Special):
+        return
+    if isinstance(module, nn.SyncBatchNorm):
+        prepare_for_buffers(module)
         return
     if isinstance(module, nn.RNNBase):
         mixin = _Recurrent
@@ -49,6 +55,13 @@ def prepare(module: Any, home: ParameterHome, name: str = "") -> None:
     if mixin is _Renormalising and isinstance(home, ReplicatedHome):
         home.may_be_written = True
     module.__class__ = _special_class(type(module), mixin)
+
+
+def prepare_for_buffers(module: Any) -> None:
+    """The same for a module that may have a home for its buffers alone."""
+    plain: type[nn.Module] = type(module)
+    if issubclass(plain, nn.SyncBatchNorm) and not issubclass(plain, _Special):
+        module.__class__ = _special_class(plain, _Synchronised)
 
 
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
@@ -164,3 +177,18 @@ class _Computing(_Special):
             if computed is not None:
                 return computed
         return super().__getattribute__(name)
+
+
+class _Synchronised(_Special):
+    """SyncBatchNorm: in training, the statistics of all replicas' rows."""
+
+    @eagerly
+    def forward(self, input: Tensor) -> Tensor:
+        """As the plain class; the replicas of a run meet instead of processes."""
+        replica = current_replica()
+        if replica is None or replica.group.size == 1 or not self.training:
+            return super().forward(input)  # type: ignore[no-any-return]
+        this: Any = self
+        this._check_input_dim(input)
+        this._check_non_zero_input_channels(input)
+        return sync_norm.normalise(self, replica, input)

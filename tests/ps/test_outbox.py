@@ -12,7 +12,7 @@ from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
 from stratagem._ps.server import ParameterServer
-from stratagem.errors import WriteFenced
+from stratagem.errors import NotFoundError, WriteFenced
 
 W = Place(0, 1, (2,), torch.float32)
 
@@ -110,3 +110,30 @@ def test_slots_are_not_used_again_before_they_were_read(
         worker.send(batch)
         assert outbox.sent - outbox.settled <= 3
     assert value_of(worker) == [28.0, 28.0]
+
+
+def test_a_write_seen_before_still_finds_its_variable_where_it_is_now(
+    worker: PsClient, chief: PsClient
+) -> None:
+    """Servers remember prepared writes by their bytes; creating and deleting makes them forget."""
+    for _ in range(3):
+        add_one(worker)
+        worker.settle()
+    chief.delete([W])
+    chief.create(Place(0, 2, (5000,), torch.float32), "other", value=torch.zeros(5000))
+    chief.create(W, "w", value=torch.full((2,), 10.0))
+    add_one(worker)
+    worker.settle()
+    assert value_of(chief) == [11.0, 11.0]
+    assert chief.read([Place(0, 2, (5000,), torch.float32)])[0][0].sum() == 0
+
+
+def test_a_write_seen_before_of_a_variable_that_is_gone_is_refused(
+    worker: PsClient, chief: PsClient
+) -> None:
+    add_one(worker)
+    worker.settle()
+    chief.delete([W])
+    add_one(worker)
+    with pytest.raises(NotFoundError, match="not on this server"):
+        worker.settle()

@@ -168,14 +168,18 @@ def test_a_server_without_memory_for_a_message_says_so_and_goes_on(
         with joined(server, "s") as channel:
             large = messages.Write(
                 origin=messages.Origin("big", 1, 1),
-                operations=(messages.Assign(1, "add", messages.TensorRef("uint8", (size,), 0)),),
+                operations=messages.encode_operations(
+                    (messages.Assign(1, "add", messages.TensorRef("uint8", (size,), 0)),)
+                ),
             )
             for _ in range(2):  # and again: what came before is thrown away whole
                 with pytest.raises(MemoryError, match=f"no memory is left for the {size} bytes"):
                     channel.request(large, [bytes(size)], timeout_s=LIMIT_S)
             small = messages.Write(
                 origin=messages.Origin("big", 1, 2),
-                operations=(messages.Assign(1, "add", messages.TensorRef("float32", (2,), 0)),),
+                operations=messages.encode_operations(
+                    (messages.Assign(1, "add", messages.TensorRef("float32", (2,), 0)),)
+                ),
             )
             written = channel.request(small, [torch.ones(2).numpy().data], timeout_s=LIMIT_S)
             assert written.message == messages.Written(versions={1: 2})

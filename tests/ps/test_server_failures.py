@@ -495,7 +495,8 @@ def test_slots_that_were_never_announced_are_refused(server: ParameterServer) ->
             channel.request(messages.JoinSession(session="s"), timeout_s=LIMIT_S)
             ref = messages.TensorRef("float32", (2,), segment=77, offset=4160)
             write = messages.Write(
-                origin=messages.Origin("x", 1, 1), operations=(messages.Assign(1, "add", ref),)
+                origin=messages.Origin("x", 1, 1),
+                operations=messages.encode_operations((messages.Assign(1, "add", ref),)),
             )
             with pytest.raises(ProtocolError, match="slot 77, never announced"):
                 channel.request(write, timeout_s=LIMIT_S)

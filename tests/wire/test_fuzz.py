@@ -107,12 +107,20 @@ SEEDS: list[messages.Message] = [
     messages.Read(items=(messages.ReadItem(1), messages.ReadItem(2, 1, 2))),
     messages.Read(items=(messages.ReadItem(2, ids=_I),)),
     messages.AskVersions(variables=(1,)),
-    messages.Write(origin=_ORIGIN, operations=(messages.Assign(1, "add", _T),)),
-    messages.Write(origin=_ORIGIN, operations=(messages.Scatter(2, "mul", _I, _R),)),
-    messages.Write(origin=_ORIGIN, operations=(messages.AssignRows(2, 1, _R),)),
+    messages.Write(
+        origin=_ORIGIN, operations=messages.encode_operations((messages.Assign(1, "add", _T),))
+    ),
+    messages.Write(
+        origin=_ORIGIN, operations=messages.encode_operations((messages.Scatter(2, "mul", _I, _R),))
+    ),
+    messages.Write(
+        origin=_ORIGIN, operations=messages.encode_operations((messages.AssignRows(2, 1, _R),))
+    ),
     messages.Write(
         origin=_ORIGIN,
-        operations=(messages.Push(1, (messages.GradientRef(1, _T),), {0: {"lr": 0.5}}),),
+        operations=messages.encode_operations(
+            (messages.Push(1, (messages.GradientRef(1, _T),), {0: {"lr": 0.5}}),)
+        ),
     ),
     messages.OpenSegments(segments=(messages.SegmentRef(1, 1, 3, 8192, bytes(16)),)),
     messages.Fence(worker="w", incarnation=1),

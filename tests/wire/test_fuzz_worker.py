@@ -98,7 +98,8 @@ UNEXPECTED: list[messages.Message] = [
     messages.Finished(closure=1, value=_PACKED),
     messages.LogLine(level=10, logger="x", text="y"),
     messages.Write(
-        origin=messages.Origin("fuzz", 1, 1), operations=(messages.Assign(1, "add", _T),)
+        origin=messages.Origin("fuzz", 1, 1),
+        operations=messages.encode_operations((messages.Assign(1, "add", _T),)),
     ),
 ]
 

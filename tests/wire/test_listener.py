@@ -94,7 +94,7 @@ def test_other_version_is_refused_with_both_numbers(caplog: pytest.LogCaptureFix
         with pytest.raises(ProtocolError, match="version 7, this process speaks 1"):
             connect(listener.address, key=KEY, timeout_s=LIMIT_S)
         assert accepted == []
-    assert "version 1, this process speaks 7" in caplog.text
+    assert "version 2, this process speaks 7" in caplog.text
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" * 10, bytes(200), b"\xff" * 48])

@@ -48,7 +48,7 @@ from stratagem.errors import (
 
 _log = logging.getLogger("stratagem.coordinator")
 
-IN_FLIGHT_S: Final = 0.005
+IN_FLIGHT_S: Final = 0.02
 """Work sent ahead to a worker, in seconds: several times a wake-up, short against any fault."""
 
 MAX_WINDOW: Final = 64

@@ -25,7 +25,7 @@ from stratagem.errors import ClosureInputError, DeadlineExceeded, ParameterServe
 BATCH: Final = 32
 """Results sent together at most; beyond it the saving is below 1 µs a closure."""
 
-HOLD_S: Final = 0.004
+HOLD_S: Final = 0.006
 """How long a result may be held back for company while more closures wait."""
 
 COPY_BYTES: Final = 1 << 14

@@ -89,12 +89,19 @@ class Slots:
 class Outgoings:
     """What goes to one server: operations, and for a server that shares no memory their bytes."""
 
-    __slots__ = ("buffers", "operations", "shares_memory")
+    __slots__ = ("_encoded", "buffers", "operations", "shares_memory")
 
     def __init__(self, *, shares_memory: bool) -> None:
         self.shares_memory = shares_memory
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
+        self._encoded: messages.Operations | None = None
+
+    def encoded(self) -> messages.Operations:
+        """The operations as they travel; made once, however often they are sent."""
+        if self._encoded is None:
+            self._encoded = messages.encode_operations(self.operations)
+        return self._encoded
 
 
 @final

@@ -132,7 +132,7 @@ class Outbox:
             nth = self._nth.get(server, 0)
             self._nth[server] = nth + 1
         origin = messages.Origin(self._writer, self._incarnation, link.sequence, self._once, nth)
-        message = messages.Write(origin=origin, operations=tuple(piece.operations))
+        message = messages.Write(origin=origin, operations=piece.encoded())
         pending = Pending(message, piece.buffers)
         # Noted first: whatever interrupts the sending, its slots are not used again before the
         # server has answered.

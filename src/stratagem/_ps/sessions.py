@@ -7,7 +7,7 @@ Knows stores, shared memory and messages; knows no socket, thread or clock. `ser
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ REPLY_LIMIT_BYTES = 1 << 28
 
 _CACHE_LIMIT = 8192
 
+_PREPARED_LIMIT = 64
+_PREPARED_BYTES = 1 << 20
+"""Writes remembered per client, and how long one of them may be."""
+
+
+class _Prepared(NamedTuple):
+    """The operations of a write, decoded, with their tensors and places found."""
+
+    epoch: object  # the session's: with another one variables may be elsewhere
+    calls: Sequence[Callable[[], object]]
+    touched: Sequence[int]  # variables, each once
+    places: Sequence[tuple[shm.Segment, int]]
+
 
 @final
 class SlotMaps:
@@ -43,6 +56,8 @@ class SlotMaps:
         self._allowed = allowed
         self._segments: dict[int, shm.MappedSegment] = {}
         self._tensors: dict[TensorRef, Tensor] = {}
+        self.prepared: dict[bytes, _Prepared] = {}
+        """Writes that came before, by their bytes."""
 
     def open(self, refs: Sequence[SegmentRef]) -> None:
         """Maps slots a client announced.
@@ -53,7 +68,7 @@ class SlotMaps:
         for ref in refs:
             known = self._segments.pop(ref.number, None)
             if known is not None:
-                self._tensors.clear()
+                self._forget_tensors()
                 known.close()
             mapped = shm.open_segment(ref, shared=True) if self._allowed else None
             if mapped is None:
@@ -67,8 +82,8 @@ class SlotMaps:
         """Gives up every slot but these."""
         kept = set(numbers)
         for number in [number for number in self._segments if number not in kept]:
+            self._forget_tensors()
             self._segments.pop(number).close()
-            self._tensors.clear()
 
     def tensor(self, ref: TensorRef, frame: Frame) -> Tensor:
         """The tensor a message refers to: in a slot, or beside the message."""
@@ -92,10 +107,14 @@ class SlotMaps:
 
     def close(self) -> None:
         """Unmaps everything. Repeatable."""
-        self._tensors.clear()
+        self._forget_tensors()
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
+
+    def _forget_tensors(self) -> None:
+        self._tensors.clear()
+        self.prepared.clear()
 
 
 @final
@@ -124,6 +143,7 @@ class Session:
         self._arena = Arena(budget, writable_by_peers=False)
         self._placed: tuple[shm.Segment, int, int] | None = None
         self._places: dict[int, tuple[shm.Segment, int, int]] = {}  # segment, offset, bytes
+        self._epoch = object()  # another one whenever variables or optimizers come or go
         self.store = VariableStore(self._allocate, optimizer_modules=optimizer_modules)
         # Messages that bring tensors, and those that are complete in themselves.
         self._with_tensors: dict[type[Message], Callable[[Any, Frame, SlotMaps], Reply]] = {
@@ -189,6 +209,7 @@ class Session:
         return segment.tensor(offset, shape, dtype)
 
     def _create(self, message: messages.CreateVariables) -> Reply:
+        self._epoch = object()
         for spec in message.variables:
             known = spec.variable in self._places
             dtype = codec.dtype_from(spec.dtype)
@@ -205,6 +226,7 @@ class Session:
         return messages.Ok(), ()
 
     def _delete(self, message: messages.DeleteVariables) -> Reply:
+        self._epoch = object()
         for variable in message.variables:
             self.store.delete(variable)
             place = self._places.pop(variable, None)
@@ -264,12 +286,9 @@ class Session:
     # -- writes -------------------------------------------------------------------------------
 
     def _write(self, message: messages.Write, frame: Frame, slots: SlotMaps) -> Reply:
-        if message.segments:
-            slots.open(message.segments)
         # Everything that can be wrong with the message is found before the write is admitted.
-        operations = [self._prepare(one, frame, slots) for one in message.operations]
-        touched = list(dict.fromkeys(n for one in message.operations for n in _variables_of(one)))
-        self.store.versions(touched)
+        prepared = self._prepared(message, frame, slots)
+        touched = prepared.touched
         origin = message.origin
         admission = self.store.admit(
             WriteId(
@@ -287,16 +306,35 @@ class Session:
             )
         if admission is Admission.DUPLICATE:
             return messages.Written(versions=self.store.versions(touched), duplicate=True), ()
-        for variable in touched:
-            segment, offset, _ = self._places[variable]
+        for segment, offset in prepared.places:
             segment.begin_write(offset)
         try:
-            for operation in operations:
-                operation()
+            for call in prepared.calls:
+                call()
         finally:
             versions = self.store.versions(touched)
-            self._publish(versions)
+            for (segment, offset), version in zip(prepared.places, versions.values(), strict=True):
+                segment.publish(offset, version)
         return messages.Written(versions=versions), ()
+
+    def _prepared(self, message: messages.Write, frame: Frame, slots: SlotMaps) -> _Prepared:
+        """What the write is to do: as the last time, if its bytes are the same and so is the rest."""
+        key = None if frame.raw.spans else bytes(message.operations)
+        if key is not None:
+            known = slots.prepared.get(key)
+            if known is not None and known.epoch is self._epoch:
+                return known
+        operations = messages.decode_operations(message.operations)
+        calls = [self._prepare(one, frame, slots) for one in operations]
+        touched = list(dict.fromkeys(n for one in operations for n in _variables_of(one)))
+        self.store.versions(touched)  # raises if one is unknown
+        places = [self._places[variable][:2] for variable in touched]
+        prepared = _Prepared(self._epoch, calls, touched, places)
+        if key is not None and len(key) <= _PREPARED_BYTES:
+            if len(slots.prepared) >= _PREPARED_LIMIT:
+                slots.prepared.clear()
+            slots.prepared[key] = prepared
+        return prepared
 
     def _prepare(
         self, operation: messages.Operation, frame: Frame, slots: SlotMaps
@@ -344,6 +382,7 @@ class Session:
     # -- optimizers ---------------------------------------------------------------------------
 
     def _create_optimizer(self, message: messages.CreateOptimizer) -> Reply:
+        self._epoch = object()
         groups = [
             GroupSpec(variables=group.variables, hyperparameters=group.settings)
             for group in message.groups

@@ -36,6 +36,10 @@ class Piece(NamedTuple):
     operations: Sequence[Operation]
     buffers: Sequence[Buffer]
 
+    def encoded(self) -> messages.Operations:
+        """The operations as they travel."""
+        return messages.encode_operations(self.operations)
+
 
 def size_of(buffers: Sequence[Buffer]) -> int:
     """Bytes these take in a frame.

@@ -207,6 +207,8 @@ class WorkerViews:
         self._strategy.steppers[id(made)] = stepper
         if self._strategy.num_replicas_in_sync == 1:
             made.__dict__["step"] = types.MethodType(stepper.step, made)
+            if type(made).zero_grad is Optimizer.zero_grad:
+                made.__dict__["zero_grad"] = types.MethodType(clear_gradients, made)
         return made  # type: ignore[no-any-return]
 
     def _forget(self, tokens: Sequence[Hashable]) -> None:
@@ -296,6 +298,16 @@ class _Stepper:
                 loss = closure()
         self.push(optimizer)
         return loss
+
+
+def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """As ``Optimizer.zero_grad``, without its annotation for profilers: half of its time."""
+    if not set_to_none:
+        Optimizer.zero_grad(optimizer, set_to_none=False)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 @final

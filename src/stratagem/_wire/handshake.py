@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from stratagem.errors import AuthenticationError, ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever messages.py or the frame layout changes; both sides must have the same."""
 
 MAGIC = b"stratgm\0"

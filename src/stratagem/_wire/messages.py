@@ -10,7 +10,7 @@ occur by the hundred in one message (`TensorRef`, `Origin`, operations) are arra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -308,16 +308,19 @@ class Push(Record, frozen=True):
 
 Operation: TypeAlias = Assign | AssignRows | Scatter | Push
 
+Operations: TypeAlias = msgspec.Raw
+"""Encoded operations: see `encode_operations`."""
+
 
 class Write(Message, frozen=True):
     """Everything one step changes on this server, applied in order, at most once.
 
-    `segments`: the sender's shared-memory slots the operations refer to and this server has not seen.
+    `operations`: as `encode_operations` made them. Steps of one model write the same places again and again,
+    so that neither side need look at them more than once.
     """
 
     origin: Origin
-    operations: tuple[Operation, ...]
-    segments: tuple[SegmentRef, ...] = ()
+    operations: Operations
 
 
 class Written(Message, frozen=True):
@@ -552,6 +555,36 @@ def encode(message: Message) -> bytes:
         Ping()
     """
     return _encoder.encode(message)
+
+
+def encode_operations(operations: Sequence[Operation]) -> Operations:
+    """The operations of a `Write`.
+
+    Example:
+        >>> from stratagem._wire.messages import Assign, TensorRef
+        >>> from stratagem._wire.messages import decode_operations, encode_operations
+        >>> add = Assign(7, "add", TensorRef("float32", (2,), 0))
+        >>> decode_operations(encode_operations([add])) == (add,)
+        True
+    """
+    return msgspec.Raw(_encoder.encode(operations))
+
+
+_operations_decoder: msgspec.msgpack.Decoder[tuple[Operation, ...]] = msgspec.msgpack.Decoder(
+    tuple[Operation, ...]
+)
+
+
+def decode_operations(data: Operations) -> tuple[Operation, ...]:
+    """What `encode_operations` was given.
+
+    Raises:
+        ProtocolError: the bytes are no operations.
+    """
+    try:
+        return _operations_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a write with operations that are none of ours: {error}") from error
 
 
 def decode(data: bytes) -> Message:

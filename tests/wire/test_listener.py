@@ -91,7 +91,7 @@ def test_wrong_key_is_refused_and_logged(
 def test_other_version_is_refused_with_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
     """On both sides."""
     with Listener("127.0.0.1:0", key=KEY, version=7) as listener, accepting(listener) as accepted:
-        with pytest.raises(ProtocolError, match="version 7, this process speaks 1"):
+        with pytest.raises(ProtocolError, match="version 7, this process speaks 2"):
             connect(listener.address, key=KEY, timeout_s=LIMIT_S)
         assert accepted == []
     assert "version 2, this process speaks 7" in caplog.text

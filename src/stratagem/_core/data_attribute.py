@@ -2,8 +2,8 @@
 
 torch's ``.data`` shares a tensor's memory but counts no version, so that ``p.data.mul_(0.9)`` in a replica
 would reach the one central parameter once per replica and nobody could tell. In a replica of several,
-``.data`` of a leaf therefore is ``.detach()``: the same memory and the leaf's own version counter, by
-which `Leaf.refuse_writes` knows. Assigning to ``.data`` there is refused at once: it would change one
+``.data`` of a leaf therefore is ``.detach()``: the same memory and the leaf's own version counter,
+by which writes are known (`Leaf.was_written`). Assigning to ``.data`` there is refused at once: it would change one
 replica's view and be gone with the next run. Everywhere else ``.data`` is torch's.
 
 `install` puts the property on ``nn.Parameter``: docs/design/0004-wrapped-torch-methods.md says why.

@@ -104,7 +104,7 @@ def _is_own(tensor: Tensor, replica: Replica) -> bool:
     home = home_of(tensor)
     if not isinstance(home, ReplicatedHome) or home.strategy is not replica.strategy:
         return False
-    leaf = home.leaf(replica.id)
+    leaf = home.by_replica.get(replica.id)
     if leaf is None or leaf.tensor is not tensor:
         raise ForeignParameterError(
             f"backward() in {replica!r} put a gradient on {home.describe()} itself, not on this "

@@ -13,7 +13,7 @@ rows is left out (its gradients may be NaN), and may not come at all.
 Earlier gradients (accumulation over several passes): under "mean" the weights sum to 1, so aggregating
 ``base + gradient`` leaves an equal base as it is; nothing needs to be kept apart. Under "sum", or when
 somebody put hooks on the central parameter (they act on the aggregated gradient of this pass, once, as
-on one device), the base is put aside before the pass and added back after it (`keep_apart_if_needed`).
+on one device), the base is put aside before the pass and added back after it (`keep_apart`).
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ def arrival_hook(leaf: Leaf) -> Callable[[Tensor], None]:
     return _hook(leaf, _accumulated)
 
 
-def keep_apart_if_needed(leaf: Leaf) -> None:
+def keep_apart(leaf: Leaf) -> None:
     """Put earlier gradients aside during a pass, for a leaf whose aggregation needs it."""
-    home = leaf.home
-    if _has_hooks(home.central) or _adds_up(home.strategy):
-        tensor = leaf.tensor
-        if tensor.requires_grad:
-            home.call_before_gradients(leaf, _hook(leaf, _put_base_aside))
-            leaf.keeps_apart = True
+    if leaf.tensor.requires_grad:
+        leaf.home.call_before_gradients(leaf, _hook(leaf, _put_base_aside))
+        leaf.keeps_apart = True
+
+
+def has_hooks(central: Tensor) -> bool:
+    """Whether somebody put hooks on the central parameter; they act on the aggregated gradient."""
+    return bool(central._backward_hooks or central._post_accumulate_grad_hooks)
 
 
 def _hook(leaf: Leaf, call: Callable[[Leaf, Journal], None]) -> Callable[[Tensor], None]:
@@ -141,7 +143,12 @@ class _Offer:
         gradients = []
         for home, leaf in brought.items():
             grad = None if leaf is None else home.gradient_of(leaf)
-            if grad is None or not _is_plain(grad) or _has_hooks(home.central):
+            if (
+                grad is None
+                or grad.layout is not torch.strided
+                or grad.requires_grad
+                or has_hooks(home.central)
+            ):
                 return
             gradients.append(grad)
         self.gradients = gradients
@@ -188,7 +195,7 @@ def _aggregate(replica: Any, offer: _Offer, label: str, *, by_hand: bool = False
     plan: _Plan = group.meet(replica.id, label, offer, combine)
     me = replica.id
     for home in plan.settled:
-        leaf = home.leaf(me)
+        leaf = home.by_replica.get(me)
         if leaf is not None:
             _take(leaf, leaf.tensor.grad)
     if plan.dense is not None:
@@ -206,8 +213,7 @@ def _plan(group: ReplicaGroup, brought: Sequence[_Offer | None], *, by_hand: boo
     offers = {i: offer for i, offer in enumerate(brought) if offer is not None}
     live = {i: offer for i, offer in offers.items() if weights[i] > 0} or offers
     order = _order(list(offers.values()))
-    summed = _adds_up(order[0].strategy)
-    factors = [1.0 if summed else weights[i] for i in live]
+    factors = [1.0 if order[0].adds_up else weights[i] for i in live]
     plan = _Plan()
     if by_hand:
         for home in order:
@@ -216,9 +222,9 @@ def _plan(group: ReplicaGroup, brought: Sequence[_Offer | None], *, by_hand: boo
                 how = [weights[i] for i in live] if _met_in_this_run(home, live) else factors
                 plan.rest.append((home, *_present(found, how)))
         return plan
-    lists = [offer.gradients for offer in live.values() if offer.homes == order]
-    if len(lists) == len(live) and all(each is not None for each in lists):  # as nearly always
-        dense = _Dense(order, cast("list[list[Tensor]]", lists), factors)
+    lists = [each.gradients for each in live.values() if each.gradients and each.homes == order]
+    if len(lists) == len(live):  # as nearly always
+        dense = _Dense(order, lists, factors)
     else:
         dense = _sort_out(plan, order, list(live), factors)
     if not dense.homes:
@@ -247,9 +253,9 @@ def _sort_out(
     dense = _Dense([], [[] for _ in live], factors)
     for home in order:
         found = [_gradient(home, i) for i in live]
-        if _has_hooks(home.central):
+        if has_hooks(home.central):
             plan.rest.append((home, *_after_hooks(home, found, factors)))
-        elif any(grad is None or not _is_plain(grad) for grad in found):
+        elif not all(grad is not None and _is_plain(grad) for grad in found):
             plan.rest.append((home, *_present(found, factors)))
         else:
             dense.homes.append(home)
@@ -274,7 +280,7 @@ def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
     for i in present:
         if i != lead:
             for home, result in zip(dense.homes, results, strict=True):
-                if (leaf := home.leaf(i)) is not None:
+                if (leaf := home.by_replica.get(i)) is not None:
                     leaf.tensor.grad = _copy_on_write(result)
 
 
@@ -288,7 +294,7 @@ def _copy_on_write(tensor: Tensor) -> Tensor:
 
 
 def _gradient(home: ReplicatedHome, replica_id: int) -> Tensor | None:
-    leaf = home.leaf(replica_id)
+    leaf = home.by_replica.get(replica_id)
     return None if leaf is None else home.gradient_of(leaf)
 
 
@@ -330,7 +336,7 @@ def _combine_one(
 
 
 def _give(home: ReplicatedHome, replica_id: int, result: Tensor | None) -> None:
-    leaf = home.leaf(replica_id)
+    leaf = home.by_replica.get(replica_id)
     if leaf is not None:
         leaf.tensor.grad = result
         _take(leaf, result)
@@ -353,16 +359,8 @@ def _take(leaf: Leaf, result: Tensor | None) -> None:
 # ------------------------------------------------------------------ details
 
 
-def _adds_up(strategy: Any) -> bool:
-    return strategy is not None and strategy.gradient_aggregation == "sum"
-
-
 def _is_plain(grad: Tensor) -> bool:
     return grad.layout is torch.strided and not grad.requires_grad
-
-
-def _has_hooks(central: Tensor) -> bool:
-    return bool(central._backward_hooks) or bool(central._post_accumulate_grad_hooks)
 
 
 def _after_hooks(
@@ -378,7 +376,7 @@ def _after_hooks(
         if changed is not None:
             grad = changed
     if central._post_accumulate_grad_hooks:
-        leaves = home.leaves()
+        leaves = list(home.by_replica.values())
         base = next((leaf.base for leaf in leaves if leaf.base is not None), None)
         central.grad = grad if base is None else base.to(central.device) + grad
         for post_hook in list(central._post_accumulate_grad_hooks.values()):
@@ -400,12 +398,12 @@ def _present(
 
 
 def _settled(home: ReplicatedHome, live: Iterable[int]) -> bool:
-    leaves = [leaf for i in live if (leaf := home.leaf(i)) is not None]
+    leaves = [leaf for i in live if (leaf := home.by_replica.get(i)) is not None]
     return all(leaf.is_aggregated() for leaf in leaves)
 
 
 def _met_in_this_run(home: ReplicatedHome, live: Iterable[int]) -> bool:
     # Then what was put in .grad by hand was made from the aggregated gradient, alike on every
     # replica: it is averaged (which changes nothing), also under "sum".
-    leaves = [leaf for i in live if (leaf := home.leaf(i)) is not None]
+    leaves = [leaf for i in live if (leaf := home.by_replica.get(i)) is not None]
     return any(leaf.met is leaf.journal for leaf in leaves)

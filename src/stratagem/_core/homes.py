@@ -161,7 +161,8 @@ def settle(replicas: Sequence[Replica]) -> None:
     journals = [replica.journal for replica in replicas if replica.journal is not None]
     for journal in journals:
         for leaf in journal.leaves:
-            leaf.refuse_writes()
+            if leaf.tensor._version != leaf.version:
+                leaf.was_written()
     agreed: dict[ReplicatedHome, Any] = {}
     copies: dict[BufferHome, list[BufferCopy]] = {}
     for journal in journals:

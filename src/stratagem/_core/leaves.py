@@ -66,9 +66,9 @@ class Leaf:
         grad = self.tensor.grad
         return grad is None or (self.aggregated is not None and self.aggregated() is grad)
 
-    def refuse_writes(self) -> None:
-        """Raise if the replica wrote the parameter in place."""
-        if self.tensor._version != self.version and not self.home.may_be_written:
+    def was_written(self) -> None:
+        """The replica wrote the parameter in place: raise, unless torch.nn itself does so."""
+        if not self.home.may_be_written:
             self.version = self.tensor._version
             raise ReplicaError(
                 f"{self.home.describe()} was written in place inside replica {self.replica_id}. "
@@ -79,25 +79,32 @@ class Leaf:
 
 
 class ReplicatedHome(ParameterHome):
-    """One central parameter and one leaf per replica (central storage, mirrored)."""
+    """One central parameter and one leaf per replica (central storage, mirrored).
 
-    __slots__ = ("_leaves", "_published", "_strategy", "may_be_written", "name")
+    Attributes:
+        adds_up: whether the replicas' gradients are summed, not averaged.
+        by_replica: the leaf of every replica that ever asked, by its number.
+        may_be_written: whether torch.nn itself writes the parameter during forward.
+        name: for messages.
+    """
+
+    __slots__ = ("_published", "_strategy", "adds_up", "by_replica", "may_be_written", "name")
 
     def __init__(self, central: nn.Parameter, strategy: Any, name: str = "") -> None:
         super().__init__(central)
         self._strategy = weakref.ref(strategy)
-        self._leaves: dict[int, Leaf] = {}
+        self.adds_up: bool = strategy.gradient_aggregation == "sum"
+        self.by_replica: dict[int, Leaf] = {}  # the leaves of all replicas that ever asked
         self._published: weakref.ref[Tensor] | None = None  # the leaf's gradient that central shows
         self.name = name
-        # True where torch.nn itself writes a parameter during forward (Embedding with max_norm).
-        self.may_be_written = False
+        self.may_be_written = False  # True for an Embedding with max_norm
 
     def resolve(self) -> Tensor:
         """Central outside replicas; in a replica of our strategy, that replica's leaf."""
         replica = current_replica()
         if replica is None:
             return self.central
-        leaf = self._leaves.get(replica.id)
+        leaf = self.by_replica.get(replica.id)
         if leaf is not None and leaf.journal is replica.journal:
             return leaf.tensor
         return self._bring_up_to_date(replica)
@@ -117,15 +124,9 @@ class ReplicatedHome(ParameterHome):
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is central or one of the leaves."""
         # A list, made at once: another replica may be adding its leaf.
-        return tensor is self.central or any(leaf.tensor is tensor for leaf in self.leaves())
-
-    def leaf(self, replica_id: int) -> Leaf | None:
-        """The leaf of one replica, if it ever asked."""
-        return self._leaves.get(replica_id)
-
-    def leaves(self) -> list[Leaf]:
-        """The leaves of all replicas that ever asked."""
-        return list(self._leaves.values())
+        return tensor is self.central or any(
+            leaf.tensor is tensor for leaf in list(self.by_replica.values())
+        )
 
     def describe(self) -> str:
         """The parameter in words, for messages."""
@@ -135,7 +136,7 @@ class ReplicatedHome(ParameterHome):
     def _bring_up_to_date(self, replica: Replica) -> Tensor:
         # On the path of every parameter in every run: what usually has not changed is asked in few words.
         central = self.central
-        leaf = self._leaves.get(replica.id)
+        leaf = self.by_replica.get(replica.id)
         if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
             return central
         if leaf is None or not leaf.fits(central):
@@ -158,8 +159,8 @@ class ReplicatedHome(ParameterHome):
             or tensor.grad is None
         ):
             _follow_gradient(leaf, grad)
-        if not leaf.keeps_apart:
-            gradients.keep_apart_if_needed(leaf)
+        if not leaf.keeps_apart and (self.adds_up or gradients.has_hooks(central)):
+            gradients.keep_apart(leaf)
         leaf.version = tensor._version
         leaf.journal = journal = replica.journal or journal_of(replica)
         journal.leaves.append(leaf)
@@ -182,19 +183,20 @@ class ReplicatedHome(ParameterHome):
                 data = data.to(replica.device, copy=True)
             tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
             leaf = Leaf(self, replica.id, tensor, shares=shares)
-            self._leaves[replica.id] = leaf
+            self.by_replica[replica.id] = leaf
             self.hands_out(tensor)
             gradients.watch(leaf)
         return leaf
 
     def refuse_writes(self) -> None:
         """Raise if any replica wrote the parameter in place."""
-        for leaf in self._leaves.values():
-            leaf.refuse_writes()
+        for leaf in self.by_replica.values():
+            if leaf.tensor._version != leaf.version:
+                leaf.was_written()
 
     def stepped(self) -> None:
         """Central was updated during a run: leaves on other devices follow."""
-        for leaf in self._leaves.values():
+        for leaf in self.by_replica.values():
             if not leaf.shares:
                 leaf.refresh(self.central)
 
@@ -221,7 +223,7 @@ class ReplicatedHome(ParameterHome):
         return None if grad is None else (weakref.ref(grad), version_of(grad))
 
     def __repr__(self) -> str:
-        return f"<ReplicatedHome of {self.describe()}, {len(self._leaves)} leaves>"
+        return f"<ReplicatedHome of {self.describe()}, {len(self.by_replica)} leaves>"
 
 
 _memory: Callable[[Tensor], Tensor] = cast("Any", torch.Tensor.data).__get__

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, ItemsView, Iterable, Sequence, ValuesView
 from typing import Any
 
@@ -44,7 +45,7 @@ class GroupByReplica(dict[str, Any]):
         replicated: those homes of which every replica has a leaf.
     """
 
-    __slots__ = ("homes", "replicated")
+    __slots__ = ("_strategy", "homes", "replicated")
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
@@ -63,12 +64,14 @@ class GroupByReplica(dict[str, Any]):
     def _find_homes(self, parameters: Iterable[Tensor]) -> None:
         self.homes: list[ParameterHome | None] = [home_of(each) for each in parameters]
         self.replicated = [home for home in self.homes if isinstance(home, ReplicatedHome)]
+        strategies = {id(home.strategy): home.strategy for home in self.replicated}
+        alike = len(strategies) == 1 and len(self.replicated) == len(self.homes)
+        whose = strategies.popitem()[1] if alike else None
+        self._strategy = None if whose is None else weakref.ref(whose)
 
     def belongs_to(self, strategy: Any) -> bool:
         """Whether all its parameters have leaves in the replicas of this strategy."""
-        return len(self.replicated) == len(self.homes) and all(
-            home.strategy is strategy for home in self.replicated
-        )
+        return self._strategy is not None and self._strategy() is strategy
 
     @property
     def central(self) -> list[Tensor]:
@@ -214,10 +217,11 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return [_step_at_home(optimizer, homes, lead, closure)] * len(brought)
 
     # Gradients set by hand came through no meeting; one replica's word is enough to have one.
-    by_hand = any(
-        not leaf.is_aggregated() for home in homes if (leaf := home.leaf(replica.id)) is not None
-    )
-    result = group.meet(replica.id, STEP, (self, by_hand), once)
+    by_hand, me = False, replica.id
+    for home in homes:
+        leaf = home.by_replica.get(me)
+        by_hand = by_hand or (leaf is not None and not leaf.is_aggregated())
+    result = group.meet(me, STEP, (self, by_hand), once)
     if result is _BY_HAND:
         with torch.no_grad():
             gradients.aggregate_by_hand(replica, homes, STEP)
@@ -250,7 +254,7 @@ def _step_at_home(
     for home in homes:
         home.refuse_writes()
     for home in homes:
-        spoke = home.leaf(lead)
+        spoke = home.by_replica.get(lead)
         if spoke is None:
             home.central.grad = None
         else:

@@ -280,7 +280,11 @@ class ReplicaGroup:
             with context.entered(self._strategy, None):
                 return combine([value])[0]
         with self._lock:
-            self._arrive(replica_id, label, value, combine)
+            if self._waiting or self._left or self._broken:
+                self._refuse(replica_id, label)
+            self._label = label
+            self._waiting[replica_id] = value
+            self._combines[replica_id] = combine
             complete = len(self._waiting) + len(self._left) == self.size
             if complete and on_caller:
                 self._on_caller = True
@@ -296,10 +300,10 @@ class ReplicaGroup:
             raise result.error
         return result
 
-    def _arrive(self, replica_id: int, label: Hashable, value: Any, combine: _Combine) -> None:
+    def _refuse(self, replica_id: int, label: Hashable) -> None:
+        """Raise if the replica must not come here now."""
         if self._broken:
             raise _Unwound
-        gone = [i for i in self._left if self.row_weights[i] > 0]
         if self._waiting and label != self._label:
             others = sorted(self._waiting)
             self._break_up()
@@ -308,12 +312,10 @@ class ReplicaGroup:
                 f"replicas {others} wait at {_where(self._label)}. Every replica must make the "
                 "same collective calls in the same order."
             )
+        gone = [i for i in self._left if self.row_weights[i] > 0]
         if gone:
             self._break_up()
             raise self._unequal(gone[0], label)
-        self._label = label
-        self._waiting[replica_id] = value
-        self._combines[replica_id] = combine
 
     def _combine(self, runner: int | None = None) -> None:
         """Everybody is here (or gone): combine, hand out, wake."""

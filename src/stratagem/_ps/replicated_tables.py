@@ -57,7 +57,7 @@ class ReplicatedTable(ReplicatedHome):
         central = self.central
         if replica.strategy is not self.strategy:
             return central
-        leaf = self._leaves.get(replica.id)
+        leaf = self.by_replica.get(replica.id)
         if leaf is None:
             leaf = self._new_leaf(replica)
         elif not leaf.journal.settled:  # its last run failed
@@ -66,8 +66,8 @@ class ReplicatedTable(ReplicatedHome):
         if table.requires_grad != central.requires_grad:
             table.requires_grad_(central.requires_grad)
         self._follow_gradient(leaf)
-        if not leaf.keeps_apart:
-            gradients.keep_apart_if_needed(leaf)
+        if not leaf.keeps_apart and (self.adds_up or gradients.has_hooks(central)):
+            gradients.keep_apart(leaf)
         leaf.journal = journal = journal_of(replica)
         journal.leaves.append(leaf)
         return table
@@ -76,7 +76,7 @@ class ReplicatedTable(ReplicatedHome):
     def _new_leaf(self, replica: Replica) -> Leaf:
         table = TableParameter.over(self.central.source, requires_grad=self.central.requires_grad)
         leaf = Leaf(self, replica.id, table, shares=True)
-        self._leaves[replica.id] = leaf
+        self.by_replica[replica.id] = leaf
         self.hands_out(table)
         table.gradient.after = gradients.arrival_hook(leaf)
         return leaf

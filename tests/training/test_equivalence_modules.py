@@ -383,3 +383,32 @@ def test_sync_batch_norm_of_one_value_in_all_raises_as_on_one_device(make_strate
     x = torch.randn(1, 3)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         strategy.run(model, args=(sg.PerReplica([x, x[:0]]),))
+
+
+@pytest.mark.parametrize("kind", ["central2", "central3", "mirrored2"])
+def test_buffers_a_module_gets_outside_the_scope_are_written_once_per_step(kind, make_strategy):
+    """Layers converted and buffers registered on a model of the scope after it was left."""
+
+    class Counting(nn.Linear):
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    def build():
+        torch.manual_seed(3)
+        return nn.Sequential(Counting(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+
+    strategy = make_strategy(kind)
+    with strategy.scope():
+        model = build()
+    plain = build()
+    for each in (model, plain):
+        nn.SyncBatchNorm.convert_sync_batchnorm(each)
+        each[0].register_buffer("calls", torch.tensor(0))
+    size = strategy.num_replicas_in_sync
+    for _ in range(3):
+        x = torch.randn(5, 4).double()
+        strategy.run(model, args=(sg.PerReplica(list(torch.tensor_split(x, size))),))
+        plain(x)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

@@ -293,11 +293,14 @@ def _settle_parameter(module: nn.Module, name: str, home: ParameterHome) -> None
 
 def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
     """The same for a buffer."""
-    if buffer is None or not context.has_strategy():
+    if buffer is None:
+        return None
+    strategy = context.get_strategy() if context.has_strategy() else _strategy_of(module)
+    if strategy is None:
         return None
     if isinstance(module._buffers, BuffersByReplica) and name in module._buffers.homes:
         return None  # another tensor for a name that has a home: __setitem__ knows what to do
-    strategy, replica = context.get_strategy(), current_replica()
+    replica = current_replica()
 
     def adopt(made: Tensor) -> Any:
         found = strategy._adopt_buffer(module, name, made)
@@ -314,6 +317,15 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
     else:
         home = _created_together(replica, f"creating buffer {name!r}", module, buffer, adopt)
     return None if home is None else home.central
+
+
+def _strategy_of(module: nn.Module) -> Any:
+    """Whose parameters a module has: a buffer it gets outside any scope is that strategy's as well."""
+    held = module._parameters
+    if not isinstance(held, ParametersByReplica):
+        return None
+    homes = (home for home in held.homes.values() if isinstance(home, ReplicatedHome))
+    return next((home.strategy for home in homes), None)
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:

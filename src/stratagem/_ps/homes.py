@@ -211,6 +211,7 @@ class CoordinatorVariables:
         self._placement = Placement(servers)
         # Modules own the homes; what is forgotten there is forgotten here.
         self._homes: weakref.WeakSet[CoordinatorHome | CoordinatorBuffer] = weakref.WeakSet()
+        self._on_servers: list[Kept] | None = None  # what all homes keep, until one comes or goes
         self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
             weakref.WeakValueDictionary()
         )
@@ -273,6 +274,7 @@ class CoordinatorVariables:
 
     def _keep(self, home: CoordinatorHome | CoordinatorBuffer) -> None:
         self._homes.add(home)
+        self._on_servers = None
         self._when_gone(home, home.kept)
 
     def _when_gone(self, owner: object, what: Kept | tuple[Place, ...]) -> None:
@@ -281,6 +283,9 @@ class CoordinatorVariables:
 
     def free_forgotten(self) -> None:
         """Delete on the servers what nobody has here any more."""
+        if not self._forgotten:
+            return
+        self._on_servers = None
         gone: list[Place] = []
         while self._forgotten:
             what = self._forgotten.popleft()
@@ -294,13 +299,25 @@ class CoordinatorVariables:
     def flush(self) -> None:
         """Create what is new on the servers, write what was changed here, free what is forgotten."""
         self.free_forgotten()
-        every = [home.kept for home in self._homes if not is_lazy(home.kept.tensor)]
-        new = [kept for kept in every if kept.remote is None]
-        if new:
-            self.client.create_all([one for kept in new for one in kept.reach()])
-        for kept in every:
+        if self._on_servers is None:
+            self._reach_all()
+        for kept in self._on_servers or ():
             if kept.is_changed():
                 kept.send()
+
+    def _reach_all(self) -> None:
+        """Create what is new on the servers; what is lazy is looked at again next time."""
+        every = [home.kept for home in self._homes]
+        ready = [kept for kept in every if not is_lazy(kept.tensor)]
+        new = [kept for kept in ready if kept.remote is None]
+        if new:
+            self.client.create_all([one for kept in new for one in kept.reach()])
+        if len(ready) == len(every):
+            self._on_servers = ready
+        else:
+            for kept in ready:
+                if kept.is_changed():
+                    kept.send()
 
     def buffer_home(self, tensor: Tensor) -> CoordinatorBuffer | None:
         """The home of a buffer, by identity."""

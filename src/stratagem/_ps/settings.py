@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 from stratagem._wire.messages import Setting
 from stratagem.errors import UnsupportedOptimizer
 
+Settings = dict[int, dict[str, Any]]
+"""By the group's number."""
+
 _NOT_SETTINGS = frozenset({"params", "param_names"})
 
 
@@ -41,7 +44,7 @@ def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
     }
 
 
-def are_unchanged(optimizer: Optimizer, told: dict[int, dict[str, Any]]) -> bool:
+def are_unchanged(optimizer: Optimizer, told: Settings) -> bool:
     """Whether every setting is the one in `told`; asked at every `schedule`, so it builds nothing."""
     groups = optimizer.param_groups
     if len(groups) != len(told):
@@ -57,9 +60,7 @@ def are_unchanged(optimizer: Optimizer, told: dict[int, dict[str, Any]]) -> bool
     return True
 
 
-def changed_settings(
-    optimizer: Optimizer, initial: dict[int, dict[str, Any]]
-) -> dict[int, dict[str, Setting]]:
+def changed_settings(optimizer: Optimizer, initial: Settings) -> dict[int, dict[str, Setting]]:
     """Settings that are not those in `initial`, which the servers use unless a step says otherwise."""
     changed: dict[int, dict[str, Setting]] = {}
     for number, group in enumerate(optimizer.param_groups):

@@ -30,11 +30,9 @@ from stratagem._ps.batches import PushedGradient, WriteBatch
 from stratagem._ps.client import PsClient
 from stratagem._ps.placement import Description
 from stratagem._ps.remote import RemoteVariable
-from stratagem._ps.settings import changed_settings
+from stratagem._ps.settings import Settings, changed_settings
 from stratagem._ps.tables import TableParameter
 from stratagem.errors import ForeignParameterError, NotFoundError
-
-Settings = dict[int, dict[str, Any]]
 
 COMPARED = 1 << 16
 """Elements up to which a buffer is compared by value after a step (20 µs)."""

@@ -264,9 +264,9 @@ class ServerOptimizer:
         assert ids is not None
         group = self._optimizer.param_groups[self._group_of[gradient.variable]]
         if self._class is torch.optim.SGD:
-            # The whole of plain SGD's step; no state, so nothing to gather.
+            # The whole of plain SGD's step. The ids are unique: this is `index_add_`, in half its time.
             rate = self._plain_rate(self._group_of[gradient.variable])
-            parameter.detach().index_add_(0, ids, gradient.values, alpha=rate)
+            put_rows(parameter, ids, take_rows(parameter, ids).add_(gradient.values, alpha=rate))
             return
         state = self._optimizer.state[parameter]
         if self._class is torch.optim.Adagrad:

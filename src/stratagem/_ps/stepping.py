@@ -251,7 +251,7 @@ class ServerOptimizer:
                 continue
             group = self._optimizer.param_groups[index]
             sums, steps = ([state[key] for state in states] for key in ("sum", "step"))
-            step_adagrad(parameters, values, sums, steps, group, fused=group.get("fused"))
+            step_adagrad(parameters, values, sums, steps, group)
 
     def _plain_rate(self, index: int) -> float:
         group = self._optimizer.param_groups[index]
@@ -271,9 +271,7 @@ class ServerOptimizer:
         state = self._optimizer.state[parameter]
         if self._class is torch.optim.Adagrad:
             rows, sums = take_rows(parameter, ids), take_rows(state["sum"], ids)
-            # Fused: one pass over the rows instead of five.
-            fused = rows.dtype == state["step"].dtype == torch.float32
-            step_adagrad([rows], [gradient.values], [sums], [state["step"]], group, fused=fused)
+            step_adagrad([rows], [gradient.values], [sums], [state["step"]], group)
             put_rows(parameter, ids, rows)
             put_rows(state["sum"], ids, sums)
             return
@@ -315,8 +313,6 @@ def step_adagrad(
     sums: list[Tensor],
     steps: list[Tensor],
     group: Mapping[str, Any],
-    *,
-    fused: bool | None,
 ) -> None:
     """torch's own Adagrad step on these tensors, with the settings of a group."""
     adagrad(
@@ -324,8 +320,8 @@ def step_adagrad(
         gradients,
         sums,
         steps,
-        fused=fused,
-        foreach=group.get("foreach") and not fused,
+        fused=group.get("fused"),
+        foreach=group.get("foreach"),
         has_complex=any(parameter.is_complex() for parameter in parameters),
         lr=group["lr"],
         weight_decay=group["weight_decay"],

@@ -33,7 +33,7 @@ COPY_BYTES: Final = 1 << 14
 
 
 class _Result(NamedTuple):
-    message: Message
+    message: messages.Finished | messages.Failed
     buffers: Sequence[Buffer]
     written: int  # writes made when the closure ended: all of them must be acknowledged first
 
@@ -57,7 +57,12 @@ class Results:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, message: Message, buffers: Sequence[Buffer], views: WorkerViews) -> None:
+    def hold(
+        self,
+        message: messages.Finished | messages.Failed,
+        buffers: Sequence[Buffer],
+        views: WorkerViews,
+    ) -> None:
         """Puts a result in line; sends it now if its memory may not wait."""
         size = 0
         if buffers:
@@ -105,10 +110,9 @@ class Results:
         held = self._held
         while held and held[0].written <= acknowledged:
             message, buffers, _ = held.popleft()
-            if isinstance(message, messages.Finished):
-                late = views.late_failure(message.closure)
-                if late is not None:
-                    message, buffers = self.failure(message.closure, late), ()
+            late = views.late_failure(message.closure)
+            if late is not None and isinstance(message, messages.Finished):
+                message, buffers = self.failure(message.closure, late), ()
             batch.append((message, buffers))
         if batch:
             self._channel.notify_all(batch)

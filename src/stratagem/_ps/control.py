@@ -54,6 +54,7 @@ class ControlConnections:
         self._key = key
         self._channels: list[Channel | None] = [None] * len(servers)
         self._locks = [threading.Lock() for _ in servers]
+        self._closed = False
 
     def ping(self, server: int, *, timeout_s: float) -> messages.Pong:
         """Asks whether a server lives.
@@ -72,7 +73,8 @@ class ControlConnections:
         return dict(reply.facts)
 
     def close(self) -> None:
-        """Hangs up. Repeatable."""
+        """Hangs up; who asks now or later is told so. Repeatable."""
+        self._closed = True
         for channel in self._channels:
             if channel is not None:
                 channel.close()
@@ -113,6 +115,9 @@ class ControlConnections:
         task, address = self._servers[server]
         channel = connect(address, key=self._key, peer=task, timeout_s=_left(deadline))
         self._channels[server] = channel
+        if self._closed:  # by another thread, which may have looked before the channel was there
+            channel.close()
+            raise ConnectionLost(f"the connection to {task} was closed by this process")
         channel.request(messages.Hello(purpose="control"), timeout_s=_left(deadline))
         return channel
 

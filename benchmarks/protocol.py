@@ -22,6 +22,9 @@ MakeWork = Callable[[str, dict[str, Any]], "Work"]
 # A first guess from few steps may be far off (caches, lazy set-up), so one sample may correct it this often.
 _CALIBRATIONS = 3
 
+WARM_UP = 12
+"""Steps before anything is measured."""
+
 
 class Work(ABC):
     """One row of the table on one side: set up once, then asked for samples.
@@ -55,6 +58,7 @@ class Work(ABC):
         return {"value": count * self.amount_per_step / taken, "steps": count, "seconds": taken}
 
     def _calibrate(self, seconds: float) -> None:
+        self.steps(WARM_UP)  # optimizers make their state, memory is touched for the first time
         count = 2
         for _ in range(_CALIBRATIONS):
             begin = time.perf_counter()

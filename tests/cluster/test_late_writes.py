@@ -113,3 +113,51 @@ def test_a_write_that_fails_late_is_the_error_of_its_own_closure(
             for _ in range(20):
                 coordinator.schedule(step)
             coordinator.join(timeout_s=30)
+
+
+def test_a_write_is_on_its_way_even_if_its_function_never_ends(
+    strategy: Any, tmp_path: pathlib.Path
+) -> None:
+    """Nothing else is held back, so nobody but the line thread can send it."""
+    with strategy.scope():
+        v = sg.Variable(0.0)
+
+    def step(path: str) -> None:
+        import os
+        import time
+
+        v.assign_add(1.0)
+        limit = time.monotonic() + 60
+        while path and not os.path.exists(path) and time.monotonic() < limit:
+            time.sleep(0.005)
+
+    release = tmp_path / "release"
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        for _ in range(20):
+            coordinator.schedule(step, args=("",))
+        coordinator.join(timeout_s=30)
+        long = coordinator.schedule(step, args=(str(release),))
+        limit = time.monotonic() + 30
+        while float(v) < 21 and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert float(v) == 21
+        release.touch()
+        long.fetch(timeout_s=30)
+
+
+def test_arguments_that_only_look_the_same_are_not_the_same(strategy: Any) -> None:
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        found = [coordinator.schedule(str, args=(x,)) for x in (0.0, -0.0, 0, False, 0.0)]
+        assert coordinator.fetch(found) == ["0.0", "-0.0", "0", "False", "0.0"]
+
+
+def test_a_captured_tensor_that_became_none_is_none_from_then_on(strategy: Any) -> None:
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        x: Any = torch.ones(2)
+
+        def look() -> str:
+            return repr(x)
+
+        assert coordinator.schedule(look).fetch(timeout_s=30) == "tensor([1., 1.])"
+        x = None
+        assert coordinator.schedule(look).fetch(timeout_s=30) == "None"

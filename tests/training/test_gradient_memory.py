@@ -145,3 +145,50 @@ def test_zero_grad_in_a_replica_is_the_optimizers_own_where_it_has_one(strategy)
     ) as profile:
         strategy.run(step, args=(cut(strategy),))
     assert any(event.key == "Optimizer.zero_grad#SGD.zero_grad" for event in profile.key_averages())
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients autograd hands on as one piece of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(3))
+        self.q = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return ((self.p.unsqueeze(0) + self.q.unsqueeze(0)) * x).sum()
+
+
+def test_gradients_that_are_one_piece_of_memory_are_combined_once_each(strategy):
+    """Else the second parameter would get a mean of means."""
+    with strategy.scope():
+        model = Sum()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 5.0, 7.0], [8.0, 8.0, 8.0]])
+
+    def step(x):
+        optimizer.zero_grad()
+        (model(x) / len(x)).backward()
+        optimizer.step()
+
+    strategy.run(step, args=(cut(strategy, rows),))
+    expected = -rows.mean(0)
+    torch.testing.assert_close(model.p.detach(), expected)
+    torch.testing.assert_close(model.q.detach(), expected)
+
+
+def test_a_gradient_the_caller_gave_stays_the_callers(strategy):
+    """``p.view(-1).backward(g)`` makes `g` itself the gradient."""
+    with strategy.scope():
+        model = Sum()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = [torch.full((3,), float(i + 1)) for i in range(strategy.num_replicas_in_sync)]
+
+    def step():
+        optimizer.zero_grad()
+        model.p.view(-1).backward(given[me()])
+        optimizer.step()
+
+    strategy.run(step)
+    assert [g.tolist() for g in given] == [[i + 1.0] * 3 for i in range(len(given))]
+    torch.testing.assert_close(model.p.detach(), -torch.stack(given).mean(0))

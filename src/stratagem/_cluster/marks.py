@@ -34,6 +34,17 @@ _BY_IDENTITY: Final = frozenset(
 )
 
 
+def mark_value(obj: Any) -> Hashable:
+    """A mark of a number or text; 0.0 and -0.0, True and 1 have different ones.
+
+    Example:
+        >>> mark_value(0.0) == mark_value(-0.0), mark_value(2) == mark_value(2)
+        (False, True)
+    """
+    kind = type(obj)
+    return (kind, repr(obj)) if kind is float or kind is complex else (kind, obj)
+
+
 class ChangeableError(Exception):
     """The function captures something whose changes cannot be seen."""
 
@@ -70,6 +81,8 @@ class Check:
     def is_same(self, now: Any) -> bool:
         """Whether this is what was found, unchanged."""
         found = self._found() if self.is_handle else self._found
+        if found is None and self.is_handle:
+            return False  # it is gone; None now is another thing
         return now is found and (self._version < 0 or now._version == self._version)
 
 
@@ -116,7 +129,7 @@ class Marker:
         """
         kind = type(obj)
         if kind in BY_VALUE:
-            return kind, obj
+            return mark_value(obj)
         if kind is types.FunctionType:
             return self._mark_function(obj, look, depth)
         if kind in _BY_IDENTITY or isinstance(obj, type):

@@ -86,8 +86,8 @@ class Results:
             self._send(views, views.acknowledged(wait=True))
 
     def flush_ready(self, views: WorkerViews) -> None:
-        """Sends what need not wait any more; never waits for the servers."""
-        if self._held and self._flushing.acquire(blocking=False):
+        """Sends what need not wait any more, writes and results; never waits for the servers."""
+        if self._flushing.acquire(blocking=False):
             try:
                 self._send(views, views.acknowledged(wait=False))
             finally:

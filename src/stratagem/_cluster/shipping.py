@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from stratagem import metrics
-from stratagem._cluster.marks import BY_VALUE, ChangeableError, Check, Look, Marker, is_installed
+from stratagem._cluster.marks import (
+    BY_VALUE,
+    ChangeableError,
+    Check,
+    Look,
+    Marker,
+    is_installed,
+    mark_value,
+)
 from stratagem._cluster.remote import PerWorkerValues, RemoteValue
 from stratagem._cluster.views import CoordinatorViews
 from stratagem._wire import messages
@@ -250,7 +258,7 @@ def _mark_unchangeable(args: Sequence[Any]) -> Hashable | None:
     marks: list[Hashable] = []
     for arg in args:
         if type(arg) in BY_VALUE:
-            marks.append((type(arg), arg))
+            marks.append(mark_value(arg))
         elif isinstance(arg, PerWorkerValues):
             marks.append(id(arg))
         else:

@@ -280,14 +280,14 @@ class _Session:
             if frame is not None:
                 heard_at = now
                 self._take_in(frame)
-            elif self._results and self._views is not None:
-                self._results.flush_ready(self._views)  # a closure runs long
             if now - beat_at >= self._order.heartbeat_s:
                 beat_at = now
                 self.channel.notify(messages.Beat(facts=self._facts(now)))
             if now - looked_at >= TICK_S:
                 looked_at = now
                 turn_away()
+                if self._views is not None:  # a closure may run long
+                    self._results.flush_ready(self._views)
             if now - heard_at > silence_s:
                 raise ConnectionLost(f"the coordinator was silent for {silence_s:g} s")
 
@@ -392,6 +392,7 @@ class _Session:
         elif isinstance(message, messages.Forget):
             for digest in message.functions:
                 self._functions.pop(digest, None)
+                self._took_s.pop(digest, None)
             for resource in message.resources:
                 self._resources.pop(resource, None)
 

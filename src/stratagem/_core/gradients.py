@@ -269,7 +269,11 @@ def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
 
     The copies are made when somebody writes (a step that only reads its gradients never pays).
     """
-    factors, (results, *others) = dense.factors, dense.gradients
+    factors, (brought, *others) = dense.factors, dense.gradients
+    results = [
+        grad if _has_own_memory(grad) else _move(home, lead, grad)
+        for home, grad in zip(dense.homes, brought, strict=True)
+    ]
     if len(others) == 1 and factors[0] + factors[1] == 1.0:
         torch._foreach_lerp_(results, others[0], factors[1])
     else:
@@ -282,6 +286,23 @@ def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
             for home, result in zip(dense.homes, results, strict=True):
                 if (leaf := home.by_replica.get(i)) is not None:
                     leaf.tensor.grad = _copy_on_write(result)
+
+
+def _has_own_memory(grad: Tensor) -> bool:
+    """Whether nobody else sees what is written into it, and nothing else is copied with it.
+
+    Autograd hands memory on: the gradients of ``p.unsqueeze(0) + q.unsqueeze(0)`` may be one piece of it, the
+    gradient of ``p.view(-1).backward(g)`` is the caller's `g`, those of stacked parameters lie in one block.
+    """
+    storage = grad.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)  # the gradient, and `storage`
+    return users <= 2 and storage.nbytes() == grad.nbytes
+
+
+def _move(home: ReplicatedHome, replica_id: int, grad: Tensor) -> Tensor:
+    moved = grad.clone()
+    home.by_replica[replica_id].tensor.grad = moved
+    return moved
 
 
 def _copy_on_write(tensor: Tensor) -> Tensor:

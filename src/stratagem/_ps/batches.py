@@ -118,6 +118,7 @@ class WriteBatch:
         self._from: list[Tensor] = []
         self._filled: list[Tensor] = []  # what `again` fills anew
         self._placed: tuple[messages.SegmentRef, ...] = ()
+        self._position: dict[int, int] = {}  # how far the slots were taken with it
         self.parts: dict[int, Outgoings] = {}
         self.nbytes = 0
 
@@ -186,11 +187,14 @@ class WriteBatch:
         twin = WriteBatch(self._slots, self._shares_memory)
         twin.parts, twin.nbytes = self.parts, self.nbytes
         twin._to, twin._from = self._filled, list(tensors)
+        # If it is interrupted, what follows must not be placed over it.
+        self._slots.arena.advance(self._position)
         return twin
 
     def copy_in(self) -> None:
         """Copies all tensors into the slots; called by the client when it sends."""
         self._filled, self._placed = self._to, self._slots.refs()
+        self._position = self._slots.arena.position()
         if len(self._to) == 1:
             self._to[0].copy_(self._from[0])
         elif self._to:

@@ -212,6 +212,7 @@ class CoordinatorVariables:
         # Modules own the homes; what is forgotten there is forgotten here.
         self._homes: weakref.WeakSet[CoordinatorHome | CoordinatorBuffer] = weakref.WeakSet()
         self._on_servers: list[Kept] | None = None  # what all homes keep, until one comes or goes
+        self._made = 0  # how many homes there have ever been
         self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
             weakref.WeakValueDictionary()
         )
@@ -274,6 +275,7 @@ class CoordinatorVariables:
 
     def _keep(self, home: CoordinatorHome | CoordinatorBuffer) -> None:
         self._homes.add(home)
+        self._made += 1
         self._on_servers = None
         self._when_gone(home, home.kept)
 
@@ -307,12 +309,13 @@ class CoordinatorVariables:
 
     def _reach_all(self) -> None:
         """Create what is new on the servers; what is lazy is looked at again next time."""
+        made = self._made
         every = [home.kept for home in self._homes]
         ready = [kept for kept in every if not is_lazy(kept.tensor)]
         new = [kept for kept in ready if kept.remote is None]
         if new:
             self.client.create_all([one for kept in new for one in kept.reach()])
-        if len(ready) == len(every):
+        if len(ready) == len(every) and made == self._made:  # else another thread made more
             self._on_servers = ready
         else:
             for kept in ready:

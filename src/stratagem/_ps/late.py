@@ -27,15 +27,14 @@ class LateValue(Tensor):
         (tensor([2., 2.]), [1.0, 1.0])
     """
 
-    _read: Callable[[], Tensor] | None
-    _value: Tensor | None
+    _read: Callable[[], Tensor]
 
     @staticmethod
     def __new__(
         cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> LateValue:
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        made._read, made._value = read, None
+        made._read = read
         return made
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
@@ -43,10 +42,11 @@ class LateValue(Tensor):
 
     def now(self) -> Tensor:
         """The value; read if nobody has done so yet."""
-        if self._value is None:
-            assert self._read is not None
-            self._value, self._read = self._read(), None
-        return self._value
+        found: Tensor | None = self.__dict__.get("_value")
+        if found is None:
+            # Replicas may look at the same time: all get what the first of them has found.
+            found = self.__dict__.setdefault("_value", self._read())
+        return found
 
     @classmethod
     @override

@@ -29,6 +29,7 @@ from stratagem.errors import (
     NotFoundError,
     ParameterServerLost,
     ProtocolError,
+    WireError,
 )
 
 _log = logging.getLogger("stratagem.ps")
@@ -176,16 +177,19 @@ class Link:
             if pending in self._pending:
                 self._pending.remove(pending)
 
+    def flush(self) -> None:
+        """Sends what waits for company, as far as the connection takes it; never waits."""
+        if self._channel is not None and self._channel.is_open:
+            try:
+                self._channel.flush()
+            except WireError:
+                pass  # `collect` makes another connection; that may take a while
+
     def is_answered(self, pending: Pending) -> bool:
-        """Whether `collect` would not wait. Sends what waits for company; never waits itself."""
-        channel = self._channel
-        if channel is None or self._lost is not None:
+        """Whether `collect` would return or raise at once. Never waits."""
+        if self._lost is not None:
             return True
-        try:
-            channel.flush()
-        except ConnectionLost:
-            return True  # `collect` knows what to do
-        return channel.has_reply(pending.call)
+        return self._channel is not None and self._channel.has_reply(pending.call)
 
     def request(self, message: Message, buffers: Sequence[Buffer] = ()) -> Frame:
         """Sends a request and waits for its reply."""

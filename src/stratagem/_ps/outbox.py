@@ -62,8 +62,6 @@ class Outbox:
         """Writes a server answered it had applied before."""
         self.sent = 0
         """Writes sent so far."""
-        self.settled = 0
-        """How many of them, from the first one on, are acknowledged or failed."""
         self.failures: dict[int, Exception] = {}
         """Closures whose writes failed after they had ended; taken out by who reports them."""
         self.defers = False
@@ -99,7 +97,7 @@ class Outbox:
 
     def batch(self) -> WriteBatch:
         """A new batch of writes. One at a time: fill it, send it, then ask for the next."""
-        if self._unsettled_bytes > UNSETTLED_BYTES or self.sent - self.settled >= UNSETTLED_WRITES:
+        if self._unsettled_bytes > UNSETTLED_BYTES or len(self._unsettled) >= UNSETTLED_WRITES:
             self.settle()
         if not self._unsettled:
             self.slots.reset()
@@ -141,8 +139,8 @@ class Outbox:
         try:
             link.send(pending, later=later)
         except Exception:
-            self._unsettled.pop()
             self.sent -= 1
+            self._unsettled.pop()
             raise
         except BaseException:
             self._interrupted()
@@ -165,7 +163,6 @@ class Outbox:
                     else:
                         first.add_note(f"also: {type(error).__name__}: {error}")
                 self._unsettled.popleft()
-                self.settled += 1
         except BaseException:  # wherever it struck: a reply taken but not noted would be awaited
             self._interrupted()
             raise
@@ -176,6 +173,8 @@ class Outbox:
 
     def progress(self) -> None:
         """Sends what was gathered and takes in what has been acknowledged; never waits."""
+        for link in self._links:
+            link.flush()
         while self._unsettled:
             write = self._unsettled[0]
             if not self._links[write.server].is_answered(write.pending):
@@ -186,8 +185,12 @@ class Outbox:
                 if write.owner is not None:
                     self.failures.setdefault(write.owner, error)
             self._unsettled.popleft()
-            self.settled += 1
         self._unsettled_bytes = 0
+
+    @property
+    def settled(self) -> int:
+        """How many writes, counted from the first, are acknowledged or failed."""
+        return self.sent - len(self._unsettled)
 
     @property
     def is_settled(self) -> bool:

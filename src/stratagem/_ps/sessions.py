@@ -32,8 +32,9 @@ REPLY_LIMIT_BYTES = 1 << 28
 _CACHE_LIMIT = 8192
 
 _PREPARED_LIMIT = 64
-_PREPARED_BYTES = 1 << 20
-"""Writes remembered per client, and how long one of them may be."""
+_PREPARED_VARIABLES = 4096
+_PREPARED_BYTES = 1 << 18
+"""Writes remembered per client, how many variables they may write in all, how long one may be."""
 
 
 class _Prepared(NamedTuple):
@@ -56,8 +57,8 @@ class SlotMaps:
         self._allowed = allowed
         self._segments: dict[int, shm.MappedSegment] = {}
         self._tensors: dict[TensorRef, Tensor] = {}
-        self.prepared: dict[bytes, _Prepared] = {}
-        """Writes that came before, by their bytes."""
+        self._prepared: dict[bytes, _Prepared] = {}  # writes that came before, by their bytes
+        self._prepared_variables = 0
 
     def open(self, refs: Sequence[SegmentRef]) -> None:
         """Maps slots a client announced.
@@ -102,6 +103,7 @@ class SlotMaps:
 
     def rest(self) -> None:
         """Nothing has come for a while: the slots' pages are their owner's alone until they are used."""
+        self._forget_prepared()
         for segment in self._segments.values():
             segment.rest()
 
@@ -112,9 +114,28 @@ class SlotMaps:
             segment.close()
         self._segments.clear()
 
+    def prepared(self, key: bytes, epoch: object) -> _Prepared | None:
+        """What was prepared for the same bytes in the same epoch."""
+        known = self._prepared.get(key)
+        return known if known is not None and known.epoch is epoch else None
+
+    def remember(self, key: bytes, prepared: _Prepared) -> None:
+        """Keeps what was prepared, if it is not too much; rows move, and with them a write's bytes."""
+        if len(key) > _PREPARED_BYTES:
+            return
+        self._prepared_variables += len(prepared.touched)
+        if len(self._prepared) >= _PREPARED_LIMIT or self._prepared_variables > _PREPARED_VARIABLES:
+            self._forget_prepared()
+            self._prepared_variables = len(prepared.touched)
+        self._prepared[key] = prepared
+
+    def _forget_prepared(self) -> None:
+        self._prepared.clear()
+        self._prepared_variables = 0
+
     def _forget_tensors(self) -> None:
         self._tensors.clear()
-        self.prepared.clear()
+        self._forget_prepared()
 
 
 @final
@@ -321,8 +342,8 @@ class Session:
         """What the write is to do: as the last time, if its bytes are the same and so is the rest."""
         key = None if frame.raw.spans else bytes(message.operations)
         if key is not None:
-            known = slots.prepared.get(key)
-            if known is not None and known.epoch is self._epoch:
+            known = slots.prepared(key, self._epoch)
+            if known is not None:
                 return known
         operations = messages.decode_operations(message.operations)
         calls = [self._prepare(one, frame, slots) for one in operations]
@@ -330,10 +351,8 @@ class Session:
         self.store.versions(touched)  # raises if one is unknown
         places = [self._places[variable][:2] for variable in touched]
         prepared = _Prepared(self._epoch, calls, touched, places)
-        if key is not None and len(key) <= _PREPARED_BYTES:
-            if len(slots.prepared) >= _PREPARED_LIMIT:
-                slots.prepared.clear()
-            slots.prepared[key] = prepared
+        if key is not None:
+            slots.remember(key, prepared)
         return prepared
 
     def _prepare(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Self, final
 
@@ -130,6 +131,16 @@ class Arena:
             segment.reset()
         self._taken.clear()
         self._forget_bytes(self.used_bytes)
+
+    def position(self) -> dict[int, int]:
+        """How far each segment is taken, for `advance`."""
+        return {number: segment.position for number, segment in self._segments.items()}
+
+    def advance(self, position: Mapping[int, int]) -> None:
+        """Leaves free what was taken at that `position`, whatever has been reset since."""
+        for number, end in position.items():
+            segment = self._segments[number]
+            segment.position = max(segment.position, end)
 
     def segments(self) -> list[Segment]:
         """All segments there are."""

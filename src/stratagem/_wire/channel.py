@@ -192,19 +192,19 @@ class Channel:
         return frame
 
     def has_reply(self, call: int) -> bool:
-        """Whether `collect` would not have to wait: the reply is here, or none will ever come."""
+        """Whether the reply is here, so that `collect` need not wait."""
         with self._lock:
-            if call in self._replies or self._lost is not None or self._closed:
+            if call in self._replies:
                 return True
-            if self._has_reader:
-                return False  # somebody reads; it will be here when he is done
+            if self._lost is not None or self._closed or self._has_reader:
+                return False  # if somebody reads, it will be here when he is done
             self._has_reader = True
         try:
             if self._readable.poll(0):
                 self._take_in()
         finally:
             self._end_reading()
-        return call in self._replies or self._lost is not None
+        return call in self._replies
 
     def notify(
         self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None

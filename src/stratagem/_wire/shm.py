@@ -166,19 +166,20 @@ class Segment(_Mapping):
             os.close(self._fd)
             raise
         super().__init__(number, memory)
-        self._next = HEADER_BYTES
+        self.position = HEADER_BYTES
+        """Where the next entry would begin."""
 
     def take(self, size: int) -> int | None:
         """Offset of a new entry's data; None if it does not fit any more."""
-        offset = self._next + ENTRY_BYTES
+        offset = self.position + ENTRY_BYTES
         if offset + padded(size) > self.size:
             return None
-        self._next = offset + padded(size)
+        self.position = offset + padded(size)
         return offset
 
     def reset(self) -> None:
         """Forgets all entries: their memory may be taken again."""
-        self._next = HEADER_BYTES
+        self.position = HEADER_BYTES
 
     def begin_write(self, offset: int) -> None:
         """Marks an entry as being written."""
@@ -200,7 +201,7 @@ class Segment(_Mapping):
 
     @override
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self._next} of {self.size} bytes taken"
+        state = "closed" if self._closed else f"{self.position} of {self.size} bytes taken"
         return f"<Segment {self.number} {state}>"
 
 

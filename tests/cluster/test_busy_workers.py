@@ -76,8 +76,9 @@ def test_a_process_that_computes_is_told_from_a_stopped_and_from_a_dead_one(chil
 
 def test_a_process_that_sleeps_does_not_compute(child: Any) -> None:
     _, pulse = child("sleep")
-    for tenth in range(30):
-        assert not pulse.computes(tenth / 10)
+    assert pulse.computes(0.0) is None  # a late look must not take "not known yet" for "no"
+    assert pulse.computes(0.4) is None
+    assert [pulse.computes(tenth / 10) for tenth in range(5, 30)] == [False] * 25
 
 
 def test_processes_of_other_hosts_containers_and_lives_cannot_be_felt() -> None:

@@ -155,7 +155,7 @@ class WorkerLink:
             self._told = False
             return
         computes = pulse.computes(now, window_s=min(WINDOW_S, limit_s / 4))
-        if silent_s <= limit_s:
+        if silent_s <= limit_s or computes is None:  # None: known within a window
             return
         cut_off = channel.cut_off_s() > limit_s / 2
         if computes and silent_s <= options.busy_limit_s and not cut_off:

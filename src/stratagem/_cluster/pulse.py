@@ -59,15 +59,18 @@ class Pulse:
         """Whether the process is on this host, under the number it knows itself by."""
         self._pid, self._started = (int(theirs[2]), theirs[3]) if self.can_be_felt else (0, "")
         self._since: tuple[float, int] | None = None
-        self._computes = False
+        self._computes: bool | None = None
 
     def rest(self) -> None:
         """The process was heard: what was measured before is of no more use."""
         self._since = None
-        self._computes = False
+        self._computes = None
 
-    def computes(self, now: float, *, window_s: float = WINDOW_S) -> bool:
-        """Whether it used the processor in the last whole window; call again and again."""
+    def computes(self, now: float, *, window_s: float = WINDOW_S) -> bool | None:
+        """Whether it used the processor in the last whole window; None before the first is over.
+
+        To be called again and again.
+        """
         ticks = self._ticks() if self.can_be_felt else None
         if ticks is None:  # gone or stopped: no need to measure
             self.rest()

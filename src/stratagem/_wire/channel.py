@@ -42,8 +42,8 @@ from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 _POLL_SLICE_S = 0.5
 """How long a caller sleeps at most while another thread reads replies for it."""
 
-_TCP_INFO = struct.Struct("=24xI28xI")
-"""tcpi_unacked and tcpi_last_ack_recv (milliseconds) of the kernel's struct tcp_info."""
+_TCP_INFO = struct.Struct("=2xB21xI28xI")
+"""tcpi_retransmits, tcpi_unacked and tcpi_last_ack_recv (ms) of the kernel's struct tcp_info."""
 
 _STOP_SLICE_S = 0.1
 """How often an attempt to connect looks whether it should end."""
@@ -260,10 +260,11 @@ class Channel:
             facts = self._stream.sock.getsockopt(
                 socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size
             )
-            unacknowledged, last_ms = _TCP_INFO.unpack(facts)
+            repeated, unacknowledged, last_ms = _TCP_INFO.unpack(facts)
         except (OSError, struct.error):  # closed meanwhile, or not TCP
             return 0.0
-        return last_ms / 1000.0 if unacknowledged else 0.0
+        # Something sent just now waits for its acknowledgement, too: only what was sent again counts.
+        return last_ms / 1000.0 if unacknowledged and repeated else 0.0
 
     def reply(
         self,

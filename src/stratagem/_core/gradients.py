@@ -267,7 +267,8 @@ def _sort_out(
 def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
     """Σ factor · gradient in the first contributor's tensors; everybody else gets copies of them.
 
-    The copies are made when somebody writes (a step that only reads its gradients never pays).
+    Not copies on write (``torch._lazy_clone``): with them a backward pass that accumulated into its
+    gradient in each of two threads hung inside torch, and a process crashed, once each.
     """
     factors, (brought, *others) = dense.factors, dense.gradients
     results = [
@@ -285,7 +286,7 @@ def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
         if i != lead:
             for home, result in zip(dense.homes, results, strict=True):
                 if (leaf := home.by_replica.get(i)) is not None:
-                    leaf.tensor.grad = _copy_on_write(result)
+                    leaf.tensor.grad = result.clone()
 
 
 def _has_own_memory(grad: Tensor) -> bool:
@@ -303,15 +304,6 @@ def _move(home: ReplicatedHome, replica_id: int, grad: Tensor) -> Tensor:
     moved = grad.clone()
     home.by_replica[replica_id].tensor.grad = moved
     return moved
-
-
-def _copy_on_write(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        try:
-            return torch._lazy_clone(tensor)
-        except RuntimeError:  # memory that is not torch's own, such as a NumPy array's
-            pass
-    return tensor.clone()
 
 
 def _gradient(home: ReplicatedHome, replica_id: int) -> Tensor | None:

@@ -92,6 +92,8 @@ def test_a_worker_has_no_copy_of_dense_parameters(cluster):
                 return float(sum(part.max() for part in model.parts))
 
         with sg.ClusterCoordinator(strategy) as coordinator:
+            # Pages of a segment count as shared while its server has them mapped, which it has as
+            # long as the session lives; both workers have let go of the sessions before this one.
             owns = ("Private_Clean", "Private_Dirty")
             before = [memory(cluster.pid("worker", index), *owns) for index in range(2)]
             found = [coordinator.schedule(look) for _ in range(12)]
@@ -99,6 +101,34 @@ def test_a_worker_has_no_copy_of_dense_parameters(cluster):
             assert {one.fetch() for one in found} == {24.0}
             after = [memory(cluster.pid("worker", index), *owns) for index in range(2)]
             assert max(b - a for a, b in zip(before, after, strict=True)) < 16 * MB
+
+
+def test_an_idle_worker_holds_nothing_of_its_last_coordinator(cluster):
+    """96 MB of parameters and their gradients are nobody's memory any more once the strategy is closed.
+
+    A view of a session that is over would keep the freed memory of its server in use.
+    """
+    pids = [cluster.pid("worker", index) for index in range(2)]
+    before = [memory(pid, "Rss") for pid in pids]
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        with strategy.scope():
+            model = Dense(24)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step():
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            for _ in range(12):
+                coordinator.schedule(step)
+            coordinator.join(timeout_s=120)
+            during = [memory(pid, "Rss") for pid in pids]
+    assert max(d - b for b, d in zip(before, during, strict=True)) > 96 * MB
+    assert wait_until(
+        lambda: all(memory(p, "Rss") - b < 32 * MB for p, b in zip(pids, before, strict=True))
+    ), [(memory(p, "Rss") - b) / MB for p, b in zip(pids, before, strict=True)]
 
 
 def test_a_worker_has_no_copy_of_a_sharded_table(cluster):

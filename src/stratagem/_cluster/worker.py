@@ -11,6 +11,7 @@ see of the strategy is not known here: `views.py`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from stratagem._cluster.results import Results
 from stratagem._cluster.shipping import check_size
 from stratagem._cluster.views import WorkerSetup, WorkerViews
 from stratagem._core import context
+from stratagem._ps.heap import give_back_freed_memory
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, unpack
@@ -118,9 +120,13 @@ class Worker:
         with context.worker_index(self.index):
             while (session := self._sessions.get()) is not None:
                 session.work()
-                del session  # an idle worker holds nothing of its last coordinator
+                del session
                 if self._output is not None:
                     self._output.detach()
+                    # An idle worker holds nothing of its last coordinator. Models refer to themselves
+                    # in circles, and would else keep the servers' memory, freed there, in use here.
+                    gc.collect()
+                    give_back_freed_memory()
 
     def close(self) -> None:
         """Stops listening and serving; a closure that runs is not interrupted. May be repeated."""

@@ -133,6 +133,8 @@ class _SeekingCursor(Cursor):
 class OnceNode(Node):
     """An iterator or generator object: there is only one pass in it."""
 
+    replayable = False
+
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
         self._used = False
@@ -151,15 +153,6 @@ class OnceNode(Node):
         return self._iterator
 
     @override
-    def cardinality(self) -> int:
-        return UNKNOWN
-
-    @property
-    @override
-    def replayable(self) -> bool:
-        return False
-
-    @override
     def __reduce__(self) -> Any:
         raise TypeError(
             f"a dataset over a {type(self._iterator).__name__} object cannot be sent to another "
@@ -171,6 +164,8 @@ class OnceNode(Node):
 class StatefulNode(Node):
     """A loader that keeps its own position: `state_dict()`, and `load_state_dict()` before `iter`."""
 
+    replayable = False
+
     def __init__(self, source: Any) -> None:
         self._source = source
 
@@ -181,11 +176,6 @@ class StatefulNode(Node):
     @override
     def cardinality(self) -> int:
         return _loader_length(self._source)
-
-    @property
-    @override
-    def replayable(self) -> bool:
-        return False
 
 
 @final
@@ -266,6 +256,8 @@ def _loader_length(loader: Any) -> int:
 class LoaderNode(Node):
     """A `torch.utils.data.DataLoader`, with its workers, sampler and collation."""
 
+    replayable = False
+
     def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
         self._loader = loader
 
@@ -279,11 +271,6 @@ class LoaderNode(Node):
         if isinstance(self._loader.dataset, torch_data.IterableDataset):
             return UNKNOWN
         return _loader_length(self._loader)
-
-    @property
-    @override
-    def replayable(self) -> bool:
-        return False
 
 
 @final

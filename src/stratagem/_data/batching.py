@@ -111,6 +111,9 @@ class FusedBatchCursor(Cursor):
 class UnbatchNode(Step):
     """The rows of each element, one by one."""
 
+    keeps_rows = True
+    rows_vary = False
+
     @override
     def open(self, frame: Frame) -> Cursor:
         return UnbatchCursor(self.input.open(frame.child()))
@@ -123,16 +126,6 @@ class UnbatchNode(Step):
     def spec(self) -> Any:
         spec = self.input.spec()
         return None if spec is None else specs.of_rows(spec)
-
-    @property
-    @override
-    def rows_vary(self) -> bool:
-        return False
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
 
 
 @final
@@ -162,10 +155,10 @@ class UnbatchCursor(StepCursor):
 
     @override
     def state(self) -> State:
-        return {"batch": self._batch, "row": self._row, "child": self._child.state()}
+        return {**super().state(), "batch": self._batch, "row": self._row}
 
     @override
     def restore(self, state: State) -> None:
         if state["batch"] is not None:
             self._begin(state["batch"], state["row"])
-        self._child.restore(state["child"])
+        super().restore(state)

@@ -10,37 +10,39 @@ from typing_extensions import override
 
 from stratagem._data import nests
 from stratagem._data.calling import UserFunction
-from stratagem._data.node import END, INFINITE, UNKNOWN, Cursor, Frame, Node, State, Step
+from stratagem._data.node import (
+    END,
+    INFINITE,
+    UNKNOWN,
+    ChainCursor,
+    Cursor,
+    Frame,
+    Join,
+    JoinCursor,
+    Node,
+    State,
+    Step,
+    StepCursor,
+)
 from stratagem._data.parallel import PrefetchNode
 from stratagem._data.seeds import mix
 
 
 @final
-class ZipNode(Node):
+class ZipNode(Join):
     """Elements side by side, in the nest the datasets were given in; ends with the shortest."""
 
     def __init__(self, inputs: Sequence[Node], structure: Any) -> None:
-        self._inputs = tuple(inputs)
+        super().__init__(inputs)
         self._structure = structure  # the nest, with input numbers for leaves
-
-    @property
-    @override
-    def inputs(self) -> tuple[Node, ...]:
-        return self._inputs
-
-    @override
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return ZipNode(inputs, self._structure)
 
     @override
     def open(self, frame: Frame) -> Cursor:
-        cursors = [node.open(frame.child(i)) for i, node in enumerate(self._inputs)]
-        return ZipCursor(cursors, self._structure)
+        return ZipCursor(self._open_inputs(frame), self._structure)
 
     @override
     def cardinality(self) -> int:
-        sizes = [node.cardinality() for node in self._inputs]
-        finite = [size for size in sizes if size != INFINITE]
+        finite = [size for size in self._sizes() if size != INFINITE]
         if not finite:
             return INFINITE
         if 0 in finite:
@@ -56,11 +58,13 @@ class ZipNode(Node):
 
 
 @final
-class ZipCursor(Cursor):
+class ZipCursor(JoinCursor):
     """One from each; the end of one is the end."""
 
-    def __init__(self, cursors: list[Cursor], structure: Any) -> None:
-        self._cursors = cursors
+    KEPT = ("ended",)
+
+    def __init__(self, cursors: Sequence[Cursor], structure: Any) -> None:
+        super().__init__(cursors)
         self._structure = structure
         self._ended = False
 
@@ -79,37 +83,18 @@ class ZipCursor(Cursor):
         return nests.map_leaves(lambda place: elements[place], self._structure)
 
     @override
-    def state(self) -> State:
-        return {"ended": self._ended, "children": [cursor.state() for cursor in self._cursors]}
-
-    @override
     def restore(self, state: State) -> None:
-        self._ended = state["ended"]
-        if not self._ended:
-            for cursor, own in zip(self._cursors, state["children"], strict=True):
-                cursor.restore(own)
-
-    @override
-    def close(self) -> None:
-        for cursor in self._cursors:
-            cursor.close()
+        if state["ended"]:  # nothing is read again for an end that is known
+            self._ended = True
+        else:
+            super().restore(state)
 
 
 @final
-class ConcatenateNode(Node):
+class ConcatenateNode(Join):
     """One after the other."""
 
-    def __init__(self, inputs: Sequence[Node]) -> None:
-        self._inputs = tuple(inputs)
-
-    @property
-    @override
-    def inputs(self) -> tuple[Node, ...]:
-        return self._inputs
-
-    @override
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return ConcatenateNode(inputs)
+    keeps_rows = True
 
     @override
     def open(self, frame: Frame) -> Cursor:
@@ -117,7 +102,7 @@ class ConcatenateNode(Node):
 
     @override
     def cardinality(self) -> int:
-        sizes = [node.cardinality() for node in self._inputs]
+        sizes = self._sizes()
         if INFINITE in sizes:
             return INFINITE
         return UNKNOWN if UNKNOWN in sizes else sum(sizes)
@@ -128,22 +113,19 @@ class ConcatenateNode(Node):
         same = all(node.spec() == first for node in self._inputs)
         return first if same else None
 
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
-
 
 @final
-class ConcatenateCursor(Cursor):
+class ConcatenateCursor(ChainCursor):
     """Opens each input when the one before has ended."""
+
+    KEPT = ("place",)
 
     def __init__(self, inputs: tuple[Node, ...], frame: Frame) -> None:
         self._inputs = inputs
         self._frame = frame
         self._place = 0
-        self._child: Cursor | None = None
 
+    @override
     def _open(self) -> Cursor:
         return self._inputs[self._place].open(self._frame.child(self._place))
 
@@ -158,24 +140,6 @@ class ConcatenateCursor(Cursor):
             self.close()
             self._place += 1
         return END
-
-    @override
-    def state(self) -> State:
-        child = None if self._child is None else self._child.state()
-        return {"place": self._place, "child": child}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._place = state["place"]
-        if state["child"] is not None:
-            self._child = self._open()
-            self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +165,9 @@ class InterleavePlan:
 class InterleaveNode(Step):
     """Elements of datasets made from its elements, taking turns."""
 
+    keeps_rows = True
+    wants_seed = True  # what its function makes is not known yet
+
     def __init__(self, input: Node, plan: InterleavePlan) -> None:
         super().__init__(input)
         self._plan = plan
@@ -213,16 +180,6 @@ class InterleaveNode(Step):
     def cardinality(self) -> int:
         return 0 if self.input.cardinality() == 0 else UNKNOWN
 
-    @property
-    @override
-    def wants_seed(self) -> bool:
-        return True  # what its function makes is not known yet
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
-
 
 @dataclass(slots=True)
 class _Slot:
@@ -234,11 +191,13 @@ class _Slot:
 
 
 @final
-class InterleaveCursor(Cursor):
+class InterleaveCursor(StepCursor):
     """`cycle_length` slots; an ended one is refilled when its turn comes."""
 
+    KEPT = ("turn", "given", "opened", "ended")
+
     def __init__(self, child: Cursor, plan: InterleavePlan, frame: Frame) -> None:
-        self._child = child
+        super().__init__(child)
         self._plan = plan
         self._frame = frame
         self._slots: list[_Slot | None] = [None] * plan.cycle_length
@@ -300,14 +259,7 @@ class InterleaveCursor(Cursor):
             else {"element": slot.element, "number": slot.number, "child": slot.cursor.state()}
             for slot in self._slots
         ]
-        return {
-            "slots": slots,
-            "turn": self._turn,
-            "given": self._given,
-            "opened": self._opened,
-            "ended": self._ended,
-            "child": self._child.state(),
-        }
+        return {**super().state(), "slots": slots}
 
     @override
     def restore(self, state: State) -> None:
@@ -316,13 +268,11 @@ class InterleaveCursor(Cursor):
                 slot = self._open(saved["element"], saved["number"])
                 slot.cursor.restore(saved["child"])
                 self._slots[place] = slot
-        self._turn, self._given = state["turn"], state["given"]
-        self._opened, self._ended = state["opened"], state["ended"]
-        self._child.restore(state["child"])
+        super().restore(state)
 
     @override
     def close(self) -> None:
         for slot in self._slots:
             if slot is not None:
                 slot.cursor.close()
-        self._child.close()
+        super().close()

@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 from typing_extensions import override
 
 from stratagem._data import nests, specs
-from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, Skipped, State
+from stratagem._data.node import END, Cursor, Frame, Node, NumberedCursor, Skipped
 from stratagem._data.readers import Bad, Reader
 from stratagem._data.sources import Closable
 from stratagem.errors import CorruptRecord, MissingFile
@@ -69,7 +69,7 @@ class ListFilesNode(FileSource):
 
     @override
     def open(self, frame: Frame) -> Cursor:
-        return _PathCursor(self.files)
+        return NumberedCursor(len(self.files), self.files.__getitem__)
 
     @override
     def cardinality(self) -> int:
@@ -78,28 +78,6 @@ class ListFilesNode(FileSource):
     @override
     def spec(self) -> Any:
         return specs.ObjectSpec((), "str")
-
-
-@final
-class _PathCursor(Cursor):
-    def __init__(self, files: tuple[str, ...]) -> None:
-        self._files = files
-        self._position = 0
-
-    @override
-    def next(self) -> Any:
-        if self._position >= len(self._files):
-            return END
-        self._position += 1
-        return self._files[self._position - 1]
-
-    @override
-    def state(self) -> State:
-        return {"position": self._position}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._position = state["position"]
 
 
 @final
@@ -122,14 +100,12 @@ class FilesNode(FileSource):
         skipped = frame.run.skipped if self._on_error == "skip" else None
         return FilesCursor(self.files, self._reader, skipped)
 
-    @override
-    def cardinality(self) -> int:
-        return UNKNOWN
-
 
 @final
 class FilesCursor(Cursor):
     """Opens one file at a time; its position is (file, record)."""
+
+    KEPT = ("file", "record")
 
     def __init__(
         self, files: tuple[str, ...], reader: Reader, skipped: list[Skipped] | None
@@ -174,14 +150,6 @@ class FilesCursor(Cursor):
             raise MissingFile(f"file {path!r} does not exist. {advice}", path=path) from error
         where = f"record {record} of file {path!r}" if record >= 0 else f"file {path!r}"
         raise CorruptRecord(f"{where}: {reason}. {advice}", path=path, record=record) from error
-
-    @override
-    def state(self) -> State:
-        return {"file": self._file, "record": self._record}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._file, self._record = state["file"], state["record"]
 
     @override
     def close(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from stratagem._data.node import Frame, Node, State
+from stratagem._data.node import Frame, Node, Positioned, State
 from stratagem._data.seeds import BufferDraws, permutation
 from stratagem._data.shuffling import ShuffleNode
 from stratagem._data.sources import RowSource
@@ -27,7 +27,7 @@ _NONE: Indices = np.empty(0, dtype=np.int64)
 _SKIP_CHUNK = 1 << 20  # numbers thrown away at a time: 8 MB
 
 
-class Numbers(ABC):
+class Numbers(Positioned, ABC):
     """A stream of row numbers."""
 
     @abstractmethod
@@ -41,14 +41,6 @@ class Numbers(ABC):
             if found == 0:
                 return
             count -= found
-
-    @abstractmethod
-    def state(self) -> State:
-        """The position."""
-
-    @abstractmethod
-    def restore(self, state: State) -> None:
-        """Take over a position; on a fresh stream only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +97,8 @@ def _open(node: Node, frame: Frame) -> Numbers:
 
 @final
 class _Counting(Numbers):
+    KEPT = ("position",)
+
     def __init__(self, size: int) -> None:
         self._size = size
         self._position = 0
@@ -119,19 +113,20 @@ class _Counting(Numbers):
     def skip(self, count: int) -> None:
         self._position = min(self._size, self._position + count)
 
-    @override
-    def state(self) -> State:
-        return {"position": self._position}
 
-    @override
-    def restore(self, state: State) -> None:
-        self._position = state["position"]
+class _Over(Numbers):
+    """Numbers chosen from another stream of them."""
+
+    PARTS = ("child",)
+
+    def __init__(self, child: Numbers) -> None:
+        self._child = child
 
 
 @final
-class _Shard(Numbers):
+class _Shard(_Over):
     def __init__(self, child: Numbers, num_shards: int, index: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._num_shards = num_shards
         self._index = index
 
@@ -140,19 +135,13 @@ class _Shard(Numbers):
         # Always whole rounds of num_shards, so a round starts at shard 0 every time.
         return self._child.take(count * self._num_shards)[self._index :: self._num_shards]
 
-    @override
-    def state(self) -> State:
-        return {"child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._child.restore(state["child"])
-
 
 @final
-class _Take(Numbers):
+class _Take(_Over):
+    KEPT = ("left",)
+
     def __init__(self, child: Numbers, count: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._left = count
 
     @override
@@ -161,20 +150,13 @@ class _Take(Numbers):
         self._left -= len(found)
         return found
 
-    @override
-    def state(self) -> State:
-        return {"left": self._left, "child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._left = state["left"]
-        self._child.restore(state["child"])
-
 
 @final
-class _Skip(Numbers):
+class _Skip(_Over):
+    KEPT = ("count",)
+
     def __init__(self, child: Numbers, count: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._count = count
 
     @override
@@ -184,19 +166,12 @@ class _Skip(Numbers):
             self._count = 0
         return self._child.take(count)
 
-    @override
-    def state(self) -> State:
-        return {"count": self._count, "child": self._child.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._count = state["count"]
-        self._child.restore(state["child"])
-
 
 @final
 class _FullShuffle(Numbers):
     """A permutation, made when first asked; over a plain source no second array is needed."""
+
+    KEPT = ("position",)
 
     def __init__(self, child: Numbers, seed: int, size: int) -> None:
         self._child = child
@@ -223,21 +198,15 @@ class _FullShuffle(Numbers):
     def skip(self, count: int) -> None:
         self._position = min(self._size, self._position + count)
 
-    @override
-    def state(self) -> State:
-        return {"position": self._position}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._position = state["position"]
-
 
 @final
-class _BufferShuffle(Numbers):
+class _BufferShuffle(_Over):
     """The buffer of `BufferShuffleCursor`, holding row numbers."""
 
+    KEPT = ("drawn",)
+
     def __init__(self, child: Numbers, seed: int, size: int) -> None:
-        self._child = child
+        super().__init__(child)
         self._draws = BufferDraws(seed)
         self._size = size
         self._buffer: list[int] = []
@@ -268,22 +237,19 @@ class _BufferShuffle(Numbers):
 
     @override
     def state(self) -> State:
-        return {
-            "buffer": torch.tensor(self._buffer, dtype=torch.int64),
-            "drawn": self._drawn,
-            "child": self._child.state(),
-        }
+        return {**super().state(), "buffer": torch.tensor(self._buffer, dtype=torch.int64)}
 
     @override
     def restore(self, state: State) -> None:
+        super().restore(state)
         self._buffer = state["buffer"].tolist()
-        self._drawn = state["drawn"]
-        self._child.restore(state["child"])
 
 
 @final
 class _Repeat(Numbers):
     """One child stream per epoch."""
+
+    KEPT = ("epoch", "empty", "count")
 
     def __init__(self, node: RepeatNode, frame: Frame) -> None:
         self._input = node.input
@@ -318,16 +284,10 @@ class _Repeat(Numbers):
 
     @override
     def state(self) -> State:
-        return {
-            "epoch": self._epoch,
-            "empty": self._empty,
-            "count": self._count,
-            "child": self._child.state(),
-        }
+        return {**super().state(), "child": self._child.state()}
 
     @override
     def restore(self, state: State) -> None:
-        self._epoch, self._empty = state["epoch"], state["empty"]
-        self._count = state["count"]
-        self._child = self._open()
+        super().restore(state)
+        self._child = self._open()  # of the epoch just restored
         self._child.restore(state["child"])

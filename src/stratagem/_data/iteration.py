@@ -150,14 +150,6 @@ class _Nothing(Cursor):
     def next(self) -> Any:
         return END
 
-    @override
-    def state(self) -> Any:
-        return {}
-
-    @override
-    def restore(self, state: Any) -> None:
-        pass
-
 
 @final
 class Playback:

@@ -5,14 +5,17 @@ a `Frame` gives a `Cursor`, which is one running position: it yields elements, t
 a state back, and closes what it opened. Sources, transformations and adapters implement both.
 
     Dataset.map(f).batch(2)            (description)        iter()      (running)
-    BatchNode ─▶ MapNode ─▶ RangeNode  ─────────────────▶  BatchCursor ─▶ MapCursor ─▶ RangeCursor
+    BatchNode ─▶ MapNode ─▶ RangeNode  ─────────────▶  BatchCursor ─▶ MapCursor ─▶ NumberedCursor
+
+What many share is here too: a new step is a `Step` (or `ChoosingStep`) with a `StepCursor`, or a
+`Join` with a `JoinCursor` or `ChainCursor`, and holds only what is its own.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, final
 
@@ -110,7 +113,35 @@ class Frame:
         return mix(own, self.epoch) if per_epoch else own
 
 
-class Cursor(ABC):
+class Positioned:
+    """What tells a position and takes one back, by the names of its attributes.
+
+    A subclass whose position is more than that adds to `state` and `restore`. The keys end up in
+    users' checkpoints: a name that changes here makes old ones unreadable.
+    """
+
+    KEPT: ClassVar[tuple[str, ...]] = ()
+    """Attributes that are saved as they are; named without the underscore."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ()
+    """Attributes that have positions of their own; named without the underscore."""
+
+    def state(self) -> State:
+        """The position: what `restore` on a fresh one of the same node and frame needs."""
+        state = {name: getattr(self, f"_{name}") for name in self.KEPT}
+        for name in self.PARTS:
+            state[name] = getattr(self, f"_{name}").state()
+        return state
+
+    def restore(self, state: State) -> None:
+        """Take over a position. Only ever called on one that has yielded nothing yet."""
+        for name in self.KEPT:
+            setattr(self, f"_{name}", state[name])
+        for name in self.PARTS:
+            getattr(self, f"_{name}").restore(state[name])
+
+
+class Cursor(Positioned, ABC):
     """One running position in a pipeline. Used by one thread at a time."""
 
     @abstractmethod
@@ -124,45 +155,99 @@ class Cursor(ABC):
                 return done
         return count
 
-    @abstractmethod
-    def state(self) -> State:
-        """The position: what `restore` on a fresh cursor of the same node and frame needs."""
-
-    @abstractmethod
-    def restore(self, state: State) -> None:
-        """Take over a position. Only ever called on a cursor that has yielded nothing yet."""
-
-    def close(self) -> None:  # noqa: B027 - most cursors own nothing
+    def close(self) -> None:  # most cursors own nothing
         """Release threads, processes and files; idempotent."""
 
 
+@final
+class NumberedCursor(Cursor):
+    """Elements that can be had by number, one after the other."""
+
+    KEPT = ("position",)
+
+    def __init__(self, size: int, at: Callable[[int], Any]) -> None:
+        self._size = size
+        self._at = at
+        self._position = 0
+
+    @override
+    def next(self) -> Any:
+        position = self._position
+        if position >= self._size:
+            return END
+        element = self._at(position)
+        self._position = position + 1
+        return element
+
+    @override
+    def skip(self, count: int) -> int:
+        count = min(count, self._size - self._position)
+        self._position += count
+        return count
+
+
 class StepCursor(Cursor):
-    """A cursor over one other. Its position: the other's, and those of its own attributes in `KEPT`.
+    """A cursor over one other."""
 
-    A subclass whose position is more than that has a `state` and `restore` of its own.
-    """
-
-    KEPT: ClassVar[tuple[str, ...]] = ()
-    """Names of attributes, without the underscore; the keys of the state."""
+    PARTS: ClassVar[tuple[str, ...]] = ("child",)
 
     def __init__(self, child: Cursor) -> None:
         self._child = child
 
     @override
+    def close(self) -> None:
+        self._child.close()
+
+
+class ChainCursor(Cursor):
+    """A cursor over others that are opened one after the other, each when it is needed."""
+
+    _child: Cursor | None = None
+
+    @abstractmethod
+    def _open(self) -> Cursor:
+        """A fresh cursor of the input whose turn it is."""
+
+    @override
     def state(self) -> State:
-        state = {name: getattr(self, f"_{name}") for name in self.KEPT}
-        state["child"] = self._child.state()
+        state = super().state()
+        state["child"] = None if self._child is None else self._child.state()
         return state
 
     @override
     def restore(self, state: State) -> None:
-        for name in self.KEPT:
-            setattr(self, f"_{name}", state[name])
-        self._child.restore(state["child"])
+        super().restore(state)
+        if state["child"] is not None:
+            self._child = self._open()
+            self._child.restore(state["child"])
 
     @override
     def close(self) -> None:
-        self._child.close()
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+class JoinCursor(Cursor):
+    """A cursor over several others at once."""
+
+    def __init__(self, cursors: Sequence[Cursor]) -> None:
+        self._cursors = cursors
+
+    @override
+    def state(self) -> State:
+        return {**super().state(), "children": [cursor.state() for cursor in self._cursors]}
+
+    @override
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        for cursor, own in zip(self._cursors, state["children"], strict=True):
+            cursor.restore(own)
+
+    @override
+    def close(self) -> None:
+        for cursor in self._cursors:
+            cursor.close()
 
 
 class Node(ABC):
@@ -183,9 +268,9 @@ class Node(ABC):
     def open(self, frame: Frame) -> Cursor:
         """A fresh cursor at the beginning."""
 
-    @abstractmethod
     def cardinality(self) -> int:
-        """Number of elements, `INFINITE` or `UNKNOWN`."""
+        """Number of elements, `INFINITE`, or `UNKNOWN` when only reading them tells."""
+        return UNKNOWN
 
     def spec(self) -> Any:
         """The spec of its elements, or `None` when only reading one tells."""
@@ -213,7 +298,7 @@ class Node(ABC):
 
 
 class Step(Node):
-    """A node with one input."""
+    """A node with one input, and as many elements unless it says otherwise."""
 
     def __init__(self, input: Node) -> None:
         self.input = input
@@ -233,3 +318,45 @@ class Step(Node):
         twin = copy.copy(self)
         twin.input = only
         return twin
+
+    @override
+    def cardinality(self) -> int:
+        return self.input.cardinality()
+
+
+class ChoosingStep(Step):
+    """A step that leaves elements as they are: it chooses, orders or keeps them."""
+
+    @final
+    @override
+    def spec(self) -> Any:
+        """That of its input."""
+        return self.input.spec()
+
+
+class Join(Node):
+    """A node with several inputs."""
+
+    def __init__(self, inputs: Sequence[Node]) -> None:
+        self._inputs = tuple(inputs)
+
+    @property
+    @final
+    @override
+    def inputs(self) -> tuple[Node, ...]:
+        """All of them, in order."""
+        return self._inputs
+
+    @final
+    @override
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        """A copy of this step over other inputs."""
+        twin = copy.copy(self)
+        twin._inputs = tuple(inputs)
+        return twin
+
+    def _open_inputs(self, frame: Frame) -> list[Cursor]:
+        return [node.open(frame.child(place)) for place, node in enumerate(self._inputs)]
+
+    def _sizes(self) -> list[int]:
+        return [node.cardinality() for node in self._inputs]

@@ -13,7 +13,17 @@ from typing_extensions import override
 from stratagem._data import nests
 from stratagem._data.background import Pool, Prefetcher, wait_for
 from stratagem._data.calling import UserFunction
-from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State, Step, StepCursor
+from stratagem._data.node import (
+    END,
+    UNKNOWN,
+    ChoosingStep,
+    Cursor,
+    Frame,
+    Node,
+    State,
+    Step,
+    StepCursor,
+)
 from stratagem._data.seeds import mix
 
 AUTOTUNE = -1
@@ -23,6 +33,8 @@ AUTOTUNE = -1
 @final
 class MapNode(Step):
     """A function applied to each element, on `parallel` threads (0: in the caller's)."""
+
+    keeps_rows = True
 
     def __init__(
         self, input: Node, function: UserFunction, parallel: int, seed: int | None
@@ -37,19 +49,10 @@ class MapNode(Step):
         child = self.input.open(frame.child())
         return MapCursor(child, self._function, frame.seed(self._seed), self._parallel)
 
-    @override
-    def cardinality(self) -> int:
-        return self.input.cardinality()
-
     @property
     @override
     def wants_seed(self) -> bool:
         return self._seed is None or self.input.wants_seed
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
 
 
 class _Pending(NamedTuple):
@@ -66,6 +69,8 @@ class MapCursor(StepCursor):
     Elements are numbered as they are pulled, so an element's seed does not depend on threads. The
     state holds inputs whose results were not delivered yet; the function runs on them again.
     """
+
+    KEPT = ("ended",)
 
     def __init__(self, child: Cursor, function: UserFunction, seed: int, parallel: int) -> None:
         super().__init__(child)
@@ -124,18 +129,16 @@ class MapCursor(StepCursor):
     def state(self) -> State:
         undelivered = [pending.element for pending in self._pending]
         return {
+            **super().state(),
             "number": self._pulled - len(undelivered),
             "waiting": [*undelivered, *self._waiting],
-            "ended": self._ended,
-            "child": self._child.state(),
         }
 
     @override
     def restore(self, state: State) -> None:
+        super().restore(state)
         self._pulled = state["number"]
         self._waiting = deque(state["waiting"])
-        self._ended = state["ended"]
-        self._child.restore(state["child"])
 
     @override
     def close(self) -> None:
@@ -146,8 +149,10 @@ class MapCursor(StepCursor):
 
 
 @final
-class FilterNode(Step):
+class FilterNode(ChoosingStep):
     """The elements a function says yes to."""
+
+    keeps_rows = True
 
     def __init__(self, input: Node, function: UserFunction, seed: int | None) -> None:
         super().__init__(input)
@@ -163,19 +168,10 @@ class FilterNode(Step):
     def cardinality(self) -> int:
         return 0 if self.input.cardinality() == 0 else UNKNOWN
 
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
-
     @property
     @override
     def wants_seed(self) -> bool:
         return self._seed is None or self.input.wants_seed
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
 
 
 @final
@@ -210,8 +206,10 @@ def _truth(answer: Any, function: UserFunction) -> bool:
 
 
 @final
-class PrefetchNode(Step):
+class PrefetchNode(ChoosingStep):
     """Its input, read ahead in a thread."""
+
+    keeps_rows = True
 
     def __init__(self, input: Node, size: int) -> None:
         super().__init__(input)
@@ -221,19 +219,6 @@ class PrefetchNode(Step):
     def open(self, frame: Frame) -> Cursor:
         child = self.input.open(frame.child())
         return child if self._size == 0 else PrefetchCursor(child, self._size)
-
-    @override
-    def cardinality(self) -> int:
-        return self.input.cardinality()
-
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
 
 
 @final

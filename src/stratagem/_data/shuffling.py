@@ -11,13 +11,15 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._data.node import END, INFINITE, Cursor, Frame, Node, State, Step, StepCursor
+from stratagem._data.node import END, INFINITE, ChoosingStep, Cursor, Frame, Node, State, StepCursor
 from stratagem._data.seeds import BufferDraws, permutation
 
 
 @final
-class ShuffleNode(Step):
+class ShuffleNode(ChoosingStep):
     """Elements in random order."""
+
+    keeps_rows = True
 
     def __init__(self, input: Node, buffer_size: int | None, seed: int | None, anew: bool) -> None:
         super().__init__(input)
@@ -49,23 +51,10 @@ class ShuffleNode(Step):
         assert self.buffer_size is not None
         return BufferShuffleCursor(child, seed, self.buffer_size)
 
-    @override
-    def cardinality(self) -> int:
-        return self.input.cardinality()
-
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
-
     @property
     @override
     def wants_seed(self) -> bool:
         return self.seed is None or self.input.wants_seed
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
 
 
 @final
@@ -75,6 +64,9 @@ class FullShuffleCursor(StepCursor):
     Its position is one number: the elements are read again on resuming. Only where reading again
     could give others (a loader with a random order of its own) are they kept in the state.
     """
+
+    KEPT = ("position",)
+    PARTS = ()  # its input is read again, from the beginning
 
     def __init__(self, child: Cursor, seed: int, *, replayable: bool) -> None:
         super().__init__(child)
@@ -106,21 +98,20 @@ class FullShuffleCursor(StepCursor):
     @override
     def state(self) -> State:
         keep = self._elements is not None and not self._replayable
-        return {
-            "position": self._position,
-            "elements": list(self._elements or ()) if keep else None,
-        }
+        return {**super().state(), "elements": list(self._elements or ()) if keep else None}
 
     @override
     def restore(self, state: State) -> None:
         if state["elements"] is not None:
             self._load(list(state["elements"]))
-        self._position = state["position"]
+        super().restore(state)
 
 
 @final
 class BufferShuffleCursor(StepCursor):
     """Keeps a buffer full, lets a random one of it go; its state holds the buffer."""
+
+    KEPT = ("drawn", "ended")
 
     def __init__(self, child: Cursor, seed: int, size: int) -> None:
         super().__init__(child)
@@ -149,23 +140,19 @@ class BufferShuffleCursor(StepCursor):
 
     @override
     def state(self) -> State:
-        return {
-            "buffer": list(self._buffer),
-            "drawn": self._drawn,
-            "ended": self._ended,
-            "child": self._child.state(),
-        }
+        return {**super().state(), "buffer": list(self._buffer)}
 
     @override
     def restore(self, state: State) -> None:
+        super().restore(state)
         self._buffer = list(state["buffer"])
-        self._drawn, self._ended = state["drawn"], state["ended"]
-        self._child.restore(state["child"])
 
 
 @final
-class CacheNode(Step):
+class CacheNode(ChoosingStep):
     """Elements kept in memory after the first pass; every pass yields what the first one saw."""
+
+    keeps_rows = True
 
     @override
     def open(self, frame: Frame) -> Cursor:
@@ -177,23 +164,12 @@ class CacheNode(Step):
         child = self.input.open(frame.without_epoch().child())
         return CachingCursor(child, frame, replayable=self.input.replayable)
 
-    @override
-    def cardinality(self) -> int:
-        return self.input.cardinality()
-
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
-
 
 @final
 class CachedCursor(Cursor):
     """Yields kept elements."""
+
+    KEPT = ("position",)
 
     def __init__(self, elements: list[Any]) -> None:
         self._elements = elements
@@ -214,11 +190,7 @@ class CachedCursor(Cursor):
 
     @override
     def state(self) -> State:
-        return {"position": self._position, "elements": None}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._position = state["position"]
+        return {**super().state(), "elements": None}  # may be restored by a `CachingCursor`
 
 
 @final

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from stratagem._data import nests, specs
-from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State
+from stratagem._data.node import END, Cursor, Frame, Node, NumberedCursor, State
 from stratagem.errors import DataError
 
 
@@ -41,39 +41,7 @@ class RowSource(Node):
     @override
     @final
     def open(self, frame: Frame) -> Cursor:
-        return RowCursor(self)
-
-
-@final
-class RowCursor(Cursor):
-    """Rows one after the other."""
-
-    def __init__(self, source: RowSource) -> None:
-        self._source = source
-        self._size = source.size
-        self._position = 0
-
-    @override
-    def next(self) -> Any:
-        if self._position >= self._size:
-            return END
-        element = self._source.at(self._position)
-        self._position += 1
-        return element
-
-    @override
-    def skip(self, count: int) -> int:
-        count = min(count, self._size - self._position)
-        self._position += count
-        return count
-
-    @override
-    def state(self) -> State:
-        return {"position": self._position}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._position = state["position"]
+        return NumberedCursor(self.size, self.at)
 
 
 @final
@@ -186,10 +154,6 @@ class GeneratorNode(Node):
                 f"the function given to from_generator returned {type(made).__name__} {made!r:.60}, "
                 "which cannot be iterated. Use yield, or return an iterable of elements."
             ) from None
-
-    @override
-    def cardinality(self) -> int:
-        return UNKNOWN
 
 
 @final

@@ -6,7 +6,6 @@ consecutive elements (`DealNode`), or one from each replica's own pipeline (`Abr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, final
 
 from typing_extensions import override
@@ -17,8 +16,9 @@ from stratagem._data.node import (
     UNKNOWN,
     Cursor,
     Frame,
+    Join,
+    JoinCursor,
     Node,
-    State,
     Step,
     StepCursor,
 )
@@ -59,39 +59,24 @@ class DealCursor(StepCursor):
 
 
 @final
-class AbreastNode(Node):
+class AbreastNode(Join):
     """Lists with one element of each input; ``None`` for inputs that ended before the longest."""
-
-    def __init__(self, inputs: Sequence[Node]) -> None:
-        self._inputs = tuple(inputs)
-
-    @property
-    @override
-    def inputs(self) -> tuple[Node, ...]:
-        return self._inputs
-
-    @override
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return AbreastNode(inputs)
 
     @override
     def open(self, frame: Frame) -> Cursor:
-        return AbreastCursor([node.open(frame.child(i)) for i, node in enumerate(self._inputs)])
+        return AbreastCursor(self._open_inputs(frame))
 
     @override
     def cardinality(self) -> int:
-        sizes = [node.cardinality() for node in self._inputs]
+        sizes = self._sizes()
         if INFINITE in sizes:
             return INFINITE
         return UNKNOWN if UNKNOWN in sizes else max(sizes)
 
 
 @final
-class AbreastCursor(Cursor):
+class AbreastCursor(JoinCursor):
     """Ends when all have ended."""
-
-    def __init__(self, cursors: list[Cursor]) -> None:
-        self._cursors = cursors
 
     @override
     def next(self) -> Any:
@@ -99,17 +84,3 @@ class AbreastCursor(Cursor):
         if all(element is END for element in row):
             return END
         return [None if element is END else element for element in row]
-
-    @override
-    def state(self) -> State:
-        return {"children": [cursor.state() for cursor in self._cursors]}
-
-    @override
-    def restore(self, state: State) -> None:
-        for cursor, own in zip(self._cursors, state["children"], strict=True):
-            cursor.restore(own)
-
-    @override
-    def close(self) -> None:
-        for cursor in self._cursors:
-            cursor.close()

@@ -15,10 +15,11 @@ from stratagem._data.node import (
     END,
     INFINITE,
     UNKNOWN,
+    ChainCursor,
+    ChoosingStep,
     Cursor,
     Frame,
     Node,
-    State,
     Step,
     StepCursor,
 )
@@ -26,7 +27,7 @@ from stratagem._data.options import Options
 
 
 @final
-class TakeNode(Step):
+class TakeNode(ChoosingStep):
     """The first `count` elements; all of them when `count` is negative."""
 
     def __init__(self, input: Node, count: int) -> None:
@@ -45,10 +46,6 @@ class TakeNode(Step):
         if size == INFINITE:
             return self.count
         return UNKNOWN if size == UNKNOWN and self.count else min(max(size, 0), self.count)
-
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
 
 
 @final
@@ -75,7 +72,7 @@ class TakeCursor(StepCursor):
 
 
 @final
-class SkipNode(Step):
+class SkipNode(ChoosingStep):
     """Everything after the first `count` elements; nothing when `count` is negative."""
 
     def __init__(self, input: Node, count: int) -> None:
@@ -92,10 +89,6 @@ class SkipNode(Step):
         if self.count < 0:
             return 0
         return size if size < 0 else max(0, size - self.count)
-
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
 
 
 @final
@@ -119,7 +112,7 @@ class SkipCursor(StepCursor):
 
 
 @final
-class ShardNode(Step):
+class ShardNode(ChoosingStep):
     """Every `num_shards`-th element, from `index` on; a *hint* is filled in by autosharding."""
 
     def __init__(self, input: Node, num_shards: int, index: int) -> None:
@@ -145,10 +138,6 @@ class ShardNode(Step):
             return size
         return max(0, -(-(size - self.index) // self.num_shards))
 
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
-
 
 @final
 class ShardCursor(StepCursor):
@@ -170,8 +159,10 @@ class ShardCursor(StepCursor):
 
 
 @final
-class RepeatNode(Step):
+class RepeatNode(ChoosingStep):
     """`count` passes, each its own epoch; without end when `count` is `None`."""
+
+    keeps_rows = True
 
     def __init__(self, input: Node, count: int | None) -> None:
         super().__init__(input)
@@ -190,19 +181,12 @@ class RepeatNode(Step):
             return INFINITE
         return size if size < 0 else size * self.count
 
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True
-
 
 @final
-class RepeatCursor(Cursor):
+class RepeatCursor(ChainCursor):
     """Opens its input anew for each epoch."""
+
+    KEPT = ("epoch", "empty", "count")
 
     def __init__(self, input: Node, frame: Frame, count: int | None) -> None:
         self._input = input
@@ -210,8 +194,8 @@ class RepeatCursor(Cursor):
         self._count = count
         self._epoch = 0
         self._empty = True
-        self._child: Cursor | None = None
 
+    @override
     def _open(self) -> Cursor:
         return self._input.open(self._frame.in_epoch(self._epoch).child())
 
@@ -232,29 +216,6 @@ class RepeatCursor(Cursor):
             self._empty = True
         return END
 
-    @override
-    def state(self) -> State:
-        return {
-            "epoch": self._epoch,
-            "empty": self._empty,
-            "count": self._count,
-            "child": None if self._child is None else self._child.state(),
-        }
-
-    @override
-    def restore(self, state: State) -> None:
-        self._epoch, self._empty = state["epoch"], state["empty"]
-        self._count = state["count"]
-        if state["child"] is not None:
-            self._child = self._open()
-            self._child.restore(state["child"])
-
-    @override
-    def close(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.close()
-
 
 @final
 class EnumerateNode(Step):
@@ -267,10 +228,6 @@ class EnumerateNode(Step):
     @override
     def open(self, frame: Frame) -> Cursor:
         return EnumerateCursor(self.input.open(frame.child()), self._start)
-
-    @override
-    def cardinality(self) -> int:
-        return self.input.cardinality()
 
 
 @final
@@ -300,8 +257,10 @@ class EnumerateCursor(StepCursor):
 
 
 @final
-class OptionsNode(Step):
+class OptionsNode(ChoosingStep):
     """Its input, with options attached."""
+
+    keeps_rows = True
 
     def __init__(self, input: Node, options: Options) -> None:
         super().__init__(input)
@@ -310,16 +269,3 @@ class OptionsNode(Step):
     @override
     def open(self, frame: Frame) -> Cursor:
         return self.input.open(frame.child())
-
-    @override
-    def cardinality(self) -> int:
-        return self.input.cardinality()
-
-    @override
-    def spec(self) -> Any:
-        return self.input.spec()
-
-    @property
-    @override
-    def keeps_rows(self) -> bool:
-        return True

@@ -170,6 +170,20 @@ def session_lease_s() -> float:
     return seconds_from_environment("STRATAGEM_SESSION_LEASE_S", 60.0)
 
 
+def server_wait_s() -> float:
+    """How long a strategy that is being made waits for parameter servers that do not answer yet.
+
+    One minute, for all of them together: a fleet that is just being started needs a while. Set
+    ``STRATAGEM_SERVER_WAIT_S`` to change it.
+
+    Example:
+        >>> from stratagem import config
+        >>> config.server_wait_s()
+        60.0
+    """
+    return seconds_from_environment("STRATAGEM_SERVER_WAIT_S", 60.0)
+
+
 def wire_timeout_s() -> float:
     """How long one request to another task may take before it is an error.
 

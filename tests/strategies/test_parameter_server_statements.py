@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem._strategies import parameter_server
-from stratagem.errors import ParameterServerLost
 
 P = sg.partitioners
 PS = "/job:ps/replica:0/task:{}/device:CPU:0"
@@ -24,39 +21,6 @@ PS = "/job:ps/replica:0/task:{}/device:CPU:0"
 def cluster() -> Iterator[sg.LocalCluster]:
     with sg.LocalCluster(workers=2, ps=2, in_process=True) as made:
         yield made
-
-
-class TestConnecting:
-    """PSS-3: the constructor connects, and waits for servers that are just being started."""
-
-    def test_servers_may_come_later(self) -> None:
-        with sg.Server({"ps": ["127.0.0.1:0"]}) as server:
-            address = server.address
-        # The cluster has no chief: none is needed, the coordinator is it and listens nowhere.
-        spec = sg.ClusterSpec({"ps": [address], "worker": ["127.0.0.1:9"]})
-        resolver = sg.cluster_resolver.SimpleClusterResolver(spec)
-        made: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: made.append(sg.ParameterServerStrategy(resolver)), daemon=True
-        )
-        thread.start()
-        thread.join(0.3)
-        assert thread.is_alive(), "it must wait for the server"
-        with sg.Server({"ps": [address]}):
-            thread.join(30.0)
-            (strategy,) = made
-            with strategy, strategy.scope():
-                assert sg.Variable(1.0).device == PS.format(0)
-
-    def test_servers_that_never_come_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parameter_server, "CONNECT_TIMEOUT_S", 0.3)
-        with sg.Server({"ps": ["127.0.0.1:0"]}) as server:
-            address = server.address
-        spec = sg.ClusterSpec({"ps": [address], "worker": ["127.0.0.1:9"]})
-        with pytest.raises(ParameterServerLost, match=f"/job:ps/task:0 at '{address}'"):
-            sg.ParameterServerStrategy(sg.cluster_resolver.SimpleClusterResolver(spec))
-        # A process that could not become the chief is none.
-        assert sg.Variable(1.0).device.startswith("/job:localhost/")
 
 
 @pytest.mark.parametrize("order", ["inside", "outside"])

@@ -7,12 +7,14 @@ connection. Where a variable lives is the caller's knowledge: servers are given 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self, final
+from typing import Final, Self, final
 
 import torch
 from torch import Tensor
@@ -24,17 +26,19 @@ from stratagem._ps.control import ControlConnections
 from stratagem._ps.link import Link, Membership, Pending
 from stratagem._ps.mapping import PIECE_BYTES, MappedVariable, Mappings, Place
 from stratagem._ps.outbox import Outbox
+from stratagem._ps.reaching import reach_all
 from stratagem._ps.rows import take_rows
 from stratagem._ps.stepping import GroupSpec
 from stratagem._ps.store import InitOp, StateEntry
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.messages import Frame, Message, TensorRef
-from stratagem.errors import (
-    ConnectionLost,
-    NotFoundError,
-    ParameterServerLost,
-)
+from stratagem.errors import NotFoundError, ParameterServerLost
+
+_log = logging.getLogger("stratagem.ps")
+
+CLOSE_LIMIT_S: Final = 5.0
+"""For all servers together to hear that the session is over; each needs a millisecond, or is in a long step."""
 
 
 @final
@@ -78,9 +82,11 @@ class PsClient:
             membership: session, own task name and role.
             incarnation: which life of its task this is; part of every write.
             shared_memory: False forces bytes over the connection; by default as configured.
-            connect_timeout_s: for each server.
+            connect_timeout_s: for each server; for the session's owner, who waits for servers that
+                are just starting, for all of them.
 
         Raises:
+            ValueError: an address that is none.
             ParameterServerLost: a server cannot be reached.
         """
         self._membership = membership
@@ -100,11 +106,11 @@ class PsClient:
         self._mappings = Mappings()
         self._closed = False
         try:
-            for server, link in enumerate(self._links):
-                link.open(timeout_s=connect_timeout_s)
+            reach_all(self._links, timeout_s=connect_timeout_s, patient=membership.is_owner)
+            for server in range(len(self._links)):
                 self._try_sharing(server)
         except BaseException:
-            self._hang_up()
+            self.close()
             raise
 
     # -- variables ----------------------------------------------------------------------------
@@ -418,19 +424,19 @@ class PsClient:
         return self._shares_reads[server]
 
     def close(self) -> None:
-        """Hangs up; the coordinator's client first ends the session. Repeatable."""
+        """Hangs up; the coordinator's client first ends the session. Repeatable.
+
+        Servers that do not answer are waited for once, all together, for `CLOSE_LIMIT_S`.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if self._membership.is_owner:
-                message = messages.CloseSession(session=self._membership.session)
-                for link in self._links:
-                    try:
-                        link.collect(link.begin(message), timeout_s=5.0)
-                    except (ParameterServerLost, ConnectionLost):
-                        pass  # it is gone, and its variables with it
-            self._hang_up()
+            try:
+                if self._membership.is_owner:
+                    self._end_session()
+            finally:
+                self._hang_up()
 
     def __enter__(self) -> Self:
         return self
@@ -452,6 +458,27 @@ class PsClient:
         )
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _end_session(self) -> None:
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        calls: list[tuple[Link, Pending]] = []
+        for link in self._links:
+            if link.is_open:  # else it is gone, and its variables with it
+                pending = Pending(messages.CloseSession(session=self._membership.session), ())
+                link.send(pending, later=True)
+                link.flush()
+                calls.append((link, pending))
+        for link, pending in calls:
+            try:
+                link.collect(pending, timeout_s=max(0.0, deadline - time.monotonic()))
+            except ParameterServerLost as error:
+                _log.warning(
+                    "%s was not told that its session is over, and frees the variables %g s after "
+                    "the connection has ended: %s",
+                    link.task,
+                    self._membership.lease_s,
+                    error,
+                )
 
     def _hang_up(self) -> None:
         for link in self._links:

@@ -8,7 +8,6 @@ come back as another life without its variables, that is `ParameterServerLost`.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +30,6 @@ from stratagem.errors import (
     ProtocolError,
     WireError,
 )
-
-_log = logging.getLogger("stratagem.ps")
-
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 1.0
-"""Between two attempts to reach a server that may just be starting."""
 
 _RECONNECT_S = 2.0
 """For a server that still lives to let us in again: noticed and repaired well within 5 seconds."""
@@ -102,28 +95,18 @@ class Link:
         self._lost: str | None = None
 
     def open(self, *, timeout_s: float) -> None:
-        """Connects and enters the session.
-
-        The session's owner tries again and again: the servers may just be starting (PSS-3).
+        """Connects and enters the session: one attempt.
 
         Raises:
-            ParameterServerLost: nobody answers there.
+            ConnectionLost, DeadlineExceeded: nobody answers there.
             AuthenticationError, ProtocolError: it is not one of ours.
         """
-        deadline = time.monotonic() + timeout_s
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                return self._connect(deadline)
-            except (ConnectionLost, DeadlineExceeded) as error:
-                if not self._membership.is_owner or time.monotonic() + pause_s >= deadline:
-                    raise self._lost_error(f"cannot be reached: {error}") from error
-                if pause_s == _FIRST_PAUSE_S:
-                    _log.info(
-                        "%s does not answer; trying for %g s: %s", self.task, timeout_s, error
-                    )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
+        self._connect(time.monotonic() + timeout_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be sent: it was opened, and neither closed nor lost since."""
+        return self._channel is not None and self._lost is None
 
     def begin(self, message: Message, buffers: Sequence[Buffer] = ()) -> Pending:
         """Sends a request; `collect` waits for its reply."""

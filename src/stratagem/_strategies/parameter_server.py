@@ -41,9 +41,6 @@ _log = logging.getLogger("stratagem.ps")
 
 _JOBS = ("chief", "worker", "evaluator", "ps")
 
-CONNECT_TIMEOUT_S = 60.0
-"""For each server at construction: a fleet that is just being started needs a while."""
-
 
 @final
 class ParameterServerStrategy(Strategy):
@@ -63,7 +60,8 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         ValueError: the cluster cannot serve (PSS-1).
-        ParameterServerLost: a server cannot be reached.
+        ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds), or
+            the name of one is not known.
 
     Example:
         >>> import stratagem as sg
@@ -112,7 +110,7 @@ class ParameterServerStrategy(Strategy):
             lease_s=config.session_lease_s(),
             key=ClusterKey.from_text(secret) if secret else None,
         )
-        client = PsClient(self._servers, membership, connect_timeout_s=CONNECT_TIMEOUT_S)
+        client = PsClient(self._servers, membership, connect_timeout_s=config.server_wait_s())
         self._variables = CoordinatorVariables(client, len(self._servers), variable_partitioner)
         # A strategy that is simply forgotten ends its session when it is collected.
         self._session_end = weakref.finalize(self, self._variables.close)

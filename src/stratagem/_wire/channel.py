@@ -66,6 +66,35 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def check_destination(address: str) -> str | None:
+    """Looks whether a connection to an address can ever be made, without making one.
+
+    Returns:
+        Why not, if its host is not known by name; None if it is, or if nobody can tell just now.
+
+    Raises:
+        ValueError: it is no address at all.
+
+    Example:
+        >>> from stratagem._wire.channel import check_destination
+        >>> check_destination("127.0.0.1:2222")
+    """
+    host, port = split_address(address)
+    if not host or port == 0:
+        raise ValueError(
+            f"{address!r} is no address to connect to: expected a host and a port from 1 to 65535, "
+            f"such as 'localhost:2222'"
+        )
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise ValueError(f"{address!r} has a host that is no host name: {error}") from error
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, socket.EAI_FAIL):
+            return f"the host {host!r} is not known ({error.strerror})"
+    return None
+
+
 @final
 class Channel:
     """One authenticated connection.
@@ -178,7 +207,7 @@ class Channel:
         try:
             if self._stream.outgoing:
                 with self._send_lock:
-                    self._drain(timeout_s)
+                    self._drain(max(0.0, deadline - time.monotonic()))
             frame = self._await(lambda: self._replies.pop(call, None), deadline)
         finally:
             with self._lock:

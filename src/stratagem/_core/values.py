@@ -45,13 +45,7 @@ class Convertible(ABC):
         return convert_to_tensor(self).__dlpack_device__()
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Torch functions see the tensor this stands for."""
         args = tuple(map_leaves(_as_torch, args))
         return func(*args, **map_leaves(_as_torch, kwargs or {}))

@@ -194,13 +194,7 @@ class PlannedParameter(TableParameter):
 
     @override
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         special = _on_planned(func, args, kwargs or {})
         if special is not NotImplemented:
             return special
@@ -219,13 +213,7 @@ class BigTables(TorchFunctionMode):
         self._threshold = threshold
 
     @override
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         fill = _FACTORIES.get(func)
         if fill is not None:

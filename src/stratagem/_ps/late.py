@@ -6,7 +6,7 @@ Most functions never look, and waiting for the server's answer would cost more t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -50,27 +50,17 @@ class LateValue(Tensor):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(LateValue, LateValue.now, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     @override
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[Any, Any] | None = None,
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """The same below Python's surface, where torch itself meets one."""
-        return cls.__torch_function__(func, tuple(types), args, kwargs)
+        return cls.__torch_function__(func, types, args, kwargs)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:

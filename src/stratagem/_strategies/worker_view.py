@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._core import context, devices, modules, reduction, special_modules, values
+from stratagem._core import devices, modules, reduction, special_modules, values
 from stratagem._core.buffers import BufferHome
 from stratagem._core.leaves import ReplicatedHome
 from stratagem._core.variables import Variable, VariableRequest
@@ -126,10 +125,12 @@ class WorkerViews:
             elif isinstance(update, definitions.AddGroup) and update.token in self._objects:
                 self._add_group(update)
 
-    def closure(self, number: int, *, exactly_once: bool, quick: bool) -> ClosureScope:
+    def closure(self, number: int, *, exactly_once: bool, quick: bool) -> WorkerClosure:
         """Surrounds one closure: fresh values, the strategy's scope."""
-        variables = self._variables.closure(number, exactly_once=exactly_once, gathers=quick)
-        return ClosureScope(self._strategy.scope(), variables)
+        scope = self._strategy.scope()
+        return self._variables.closure(
+            number, exactly_once=exactly_once, gathers=quick, scope=scope
+        )
 
     def written(self) -> int:
         """How many writes have been made so far."""
@@ -245,35 +246,6 @@ class WorkerViews:
     @override
     def __repr__(self) -> str:
         return f"<WorkerViews of worker {self._worker_index}, {len(self._objects)} objects>"
-
-
-class ClosureScope:
-    """Around one closure: the strategy's scope, and in it the variables' side."""
-
-    __slots__ = ("_scope", "_variables")
-
-    def __init__(self, scope: context.Scope, variables: WorkerClosure) -> None:
-        self._scope = scope
-        self._variables = variables
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-        try:
-            self._variables.__enter__()
-        except BaseException as error:
-            self._scope.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self._variables.__exit__(exc_type, exc, traceback)
-        finally:
-            self._scope.__exit__(exc_type, exc, traceback)
 
 
 class _Stepper:

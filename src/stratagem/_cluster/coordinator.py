@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, Self, final
 
 from typing_extensions import override
@@ -29,6 +28,7 @@ from stratagem._cluster.remote import (
 from stratagem._cluster.sending import Closure
 from stratagem._cluster.tasks import cluster_key
 from stratagem._cluster.views import ClusterStrategy
+from stratagem._owner import Owner
 from stratagem.config import ClusterOptions
 from stratagem.errors import DeadlineExceeded, UnavailableError
 
@@ -53,7 +53,7 @@ class WorkerStatus:
 
 
 @final
-class ClusterCoordinator:
+class ClusterCoordinator(Owner):
     """Schedules functions on the workers of a parameter-server cluster.
 
     One coordinator per strategy: constructing it again gives the same object (CCO-1), and entering
@@ -325,6 +325,7 @@ class ClusterCoordinator:
         engine.add_resource(call, values)
         return values
 
+    @override
     def close(self) -> None:
         """Ends the work: what is not done is cancelled, workers and servers are free again.
 
@@ -340,17 +341,6 @@ class ClusterCoordinator:
             engine.views.close()
         elif strategy is not None:
             strategy._cluster_views().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __deepcopy__(self, memo: object) -> Any:
         raise TypeError("a ClusterCoordinator cannot be copied: there is one per strategy.")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, final
+from typing import TYPE_CHECKING, Final, final
 
 from typing_extensions import override
 
@@ -18,6 +17,7 @@ from stratagem import metrics
 from stratagem._cluster.processes import ForkServer, TaskEvent, TaskOrder, send_signal
 from stratagem._cluster.resolvers import SimpleClusterResolver
 from stratagem._cluster.spec import ClusterSpec
+from stratagem._owner import Owner
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions, cluster_key_text, log_as_environment_says
 from stratagem.errors import StartupError
@@ -32,7 +32,7 @@ START_TIMEOUT_S: Final = 60.0
 
 
 @final
-class LocalCluster:
+class LocalCluster(Owner):
     """Workers and parameter servers on this machine, as processes or as threads.
 
     Nothing is left behind however this process ends, SIGKILL included.
@@ -131,6 +131,7 @@ class LocalCluster:
                 )
             return state.pid
 
+    @override
     def close(self) -> None:
         """Ends every task. May be called again."""
         if self._closed:
@@ -142,17 +143,6 @@ class LocalCluster:
             task.close()
         for _, thread in self._tasks:
             thread.join(10.0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

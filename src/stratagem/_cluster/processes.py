@@ -39,11 +39,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn
 
 from typing_extensions import override
 
+from stratagem._owner import Owner
 from stratagem.errors import StartupError
 
 _log = logging.getLogger("stratagem.cluster")
@@ -94,7 +94,7 @@ class TaskEvent:
     text: str = ""
 
 
-class ForkServer:
+class ForkServer(Owner):
     """The user's side: gives orders, hears events on a thread of its own.
 
     Args:
@@ -156,6 +156,7 @@ class ForkServer:
         """Starts a task; ``spawned`` and ``ready`` events follow."""
         self._command_line({"do": "spawn", **asdict(order)})
 
+    @override
     def close(self, timeout_s: float = 10.0) -> None:
         """Kills every task and the fork server; returns when they are gone. May be called again."""
         if self._closing:
@@ -195,17 +196,6 @@ class ForkServer:
             self._on_event(event)
         except Exception:  # noqa: BLE001 - the listener must outlive a mistake in its owner
             _log.exception("handling %r failed", event)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

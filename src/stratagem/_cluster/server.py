@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 from typing_extensions import override
@@ -17,6 +16,7 @@ from typing_extensions import override
 from stratagem._cluster.spec import ClusterSpec
 from stratagem._cluster.tasks import Task, cluster_key
 from stratagem._cluster.worker import Worker
+from stratagem._owner import Owner
 from stratagem._ps.heap import keep_freed_memory
 from stratagem._ps.server import ParameterServer
 from stratagem._wire.channel import split_address
@@ -33,7 +33,7 @@ _SLICE_S: Final = 1.0
 
 
 @final
-class Server:
+class Server(Owner):
     """One task of a cluster: a parameter server or a worker.
 
     Args:
@@ -140,6 +140,7 @@ class Server:
             "protocol": self.protocol,
         }
 
+    @override
     def close(self) -> None:
         """Stops serving and frees the address. May be called again."""
         if self._closed.is_set():
@@ -163,17 +164,6 @@ class Server:
             raise
         finally:
             self._closed.set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

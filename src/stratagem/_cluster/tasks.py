@@ -6,7 +6,6 @@ them run the same code.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Protocol, Self
 
 from stratagem import config
@@ -30,13 +29,7 @@ class Task(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None: ...
+    def __exit__(self, *failure: object) -> None: ...
 
 
 def make_task(

@@ -19,8 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from types import TracebackType
-from typing import Any, Final, Self, cast, final
+from typing import Any, Final, cast, final
 
 from typing_extensions import override
 
@@ -31,6 +30,7 @@ from stratagem._cluster.results import Results
 from stratagem._cluster.shipping import check_size
 from stratagem._cluster.views import WorkerSetup, WorkerViews
 from stratagem._core import context
+from stratagem._owner import Owner
 from stratagem._ps.heap import give_back_freed_memory
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
@@ -61,7 +61,7 @@ FACTS_S: Final = 1.0
 
 
 @final
-class Worker:
+class Worker(Owner):
     """One worker task.
 
     Args:
@@ -128,6 +128,7 @@ class Worker:
                     gc.collect()
                     give_back_freed_memory()
 
+    @override
     def close(self) -> None:
         """Stops listening and serving; a closure that runs is not interrupted. May be repeated."""
         if self._closed.is_set():
@@ -220,17 +221,6 @@ class Worker:
             )
             failure = failure_from(busy, task=self.task, with_pickle=True)
             channel.reply(frame, failure, timeout_s=0.2)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def shares_process(self) -> bool:

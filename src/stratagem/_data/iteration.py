@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol, Self, final
 
 from typing_extensions import override
@@ -15,6 +14,7 @@ from typing_extensions import override
 from stratagem._data import nests
 from stratagem._data.node import END, Cursor, Frame, Node, Run, Skipped
 from stratagem._data.seeds import fresh_seed, mix
+from stratagem._owner import Owner
 from stratagem.errors import DataError
 
 _VERSION = 1
@@ -237,7 +237,7 @@ class Playback:
         return f"{where}, {self.one_pass!r}"
 
 
-class ElementIterator(ABC):
+class ElementIterator(Owner):
     """What every iterator over elements can do; abstract, for `DatasetIterator` and its like."""
 
     def __init__(self, playback: Playback) -> None:
@@ -273,22 +273,10 @@ class ElementIterator(ABC):
         self._playback.load(state)
 
     @final
+    @override
     def close(self) -> None:
         """End threads, close files; idempotent."""
         self._finalizer()
-
-    @final
-    def __enter__(self) -> Self:
-        return self
-
-    @final
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from stratagem import config
+from stratagem._owner import Owner
 from stratagem._ps.batches import WriteBatch
 from stratagem._ps.control import ControlConnections
 from stratagem._ps.link import Link, Membership, Pending
@@ -42,7 +42,7 @@ CLOSE_LIMIT_S: Final = 5.0
 
 
 @final
-class PsClient:
+class PsClient(Owner):
     """One task's connections to all parameter servers of a session.
 
     Safe for several threads (one works at a time). Writes are sent by `send` and acknowledged later: `settle` waits for all
@@ -423,6 +423,7 @@ class PsClient:
         """Whether this process may read the server's variables in shared memory."""
         return self._shares_reads[server]
 
+    @override
     def close(self) -> None:
         """Hangs up; the coordinator's client first ends the session. Repeatable.
 
@@ -437,17 +438,6 @@ class PsClient:
                     self._end_session()
             finally:
                 self._hang_up()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

@@ -18,12 +18,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, final
 
 from typing_extensions import override
 
 from stratagem import config
+from stratagem._owner import Owner
 from stratagem._ps.door import Door
 from stratagem._ps.heap import give_back_freed_memory
 from stratagem._ps.leases import Leases
@@ -93,7 +93,7 @@ class _Connection:
 
 
 @final
-class ParameterServer:
+class ParameterServer(Owner):
     """One parameter server: listens at once, works when `start` or `serve` is called.
 
     Example:
@@ -197,6 +197,7 @@ class ParameterServer:
         if not self._closed:
             os.eventfd_write(self._wake, 1)
 
+    @override
     def close(self) -> None:
         """Ends all connections and frees all variables. May be called again."""
         if self._closed:
@@ -217,17 +218,6 @@ class ParameterServer:
     def session_count(self) -> int:
         """Strategies that have variables here."""
         return len(self._leases)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

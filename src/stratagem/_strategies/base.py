@@ -22,10 +22,9 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
@@ -48,12 +47,13 @@ from stratagem._core import (
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet
+from stratagem._owner import Owner
 from stratagem.errors import ContextError
 
 GradientAggregation = Literal["mean", "sum"]
 
 
-class Strategy(ABC):
+class Strategy(Owner):
     """Decides where variables live and where computation runs. Abstract: use one of its kinds.
 
     Example:
@@ -88,6 +88,7 @@ class Strategy(ABC):
     # -------------------------------------------------------------- life
 
     @final
+    @override
     def close(self) -> None:
         """End the replica threads and let go of what the strategy holds. May be called again.
 
@@ -95,19 +96,6 @@ class Strategy(ABC):
         """
         self._close()
         self._lanes.close()
-
-    @final
-    def __enter__(self) -> Self:
-        return self
-
-    @final
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __copy__(self) -> Self:
         raise RuntimeError(
@@ -320,7 +308,7 @@ class Strategy(ABC):
     def _arguments(self) -> dict[str, Any]:
         """The constructor's arguments: what an independent twin is made from."""
 
-    def _close(self) -> None:  # noqa: B027 - most strategies hold nothing more
+    def _close(self) -> None:  # most strategies hold nothing more
         """Let go of what the subclass holds."""
 
     def _scope_entered(self) -> AbstractContextManager[object]:

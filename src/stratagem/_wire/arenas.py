@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 from typing_extensions import override
 
+from stratagem._owner import Owner
 from stratagem._wire.shm import ENTRY_BYTES, Segment
 
 SMALLEST_SEGMENT_BYTES: Final = 1 << 22
@@ -57,7 +57,7 @@ class Budget:
 
 
 @final
-class Arena:
+class Arena(Owner):
     """Segments that grow in number: where a server keeps variables, or a worker its gradients.
 
     Example:
@@ -146,6 +146,7 @@ class Arena:
         """All segments there are."""
         return list(self._segments.values())
 
+    @override
     def close(self) -> None:
         """Gives all memory up; tensors over it stay valid. Repeatable."""
         for segment in self._segments.values():
@@ -158,17 +159,6 @@ class Arena:
     def _forget_bytes(self, size: int) -> None:
         self.used_bytes -= size
         self._budget.give_back(size)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

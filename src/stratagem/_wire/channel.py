@@ -25,12 +25,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Self, TypeAlias, final
+from typing import TypeAlias, final
 
 from typing_extensions import override
 
 from stratagem import config
+from stratagem._owner import Owner
 from stratagem._wire import frames, messages
 from stratagem._wire.failures import exception_from
 from stratagem._wire.frames import Buffer, Limits
@@ -96,7 +96,7 @@ def check_destination(address: str) -> str | None:
 
 
 @final
-class Channel:
+class Channel(Owner):
     """One authenticated connection.
 
     Example:
@@ -382,6 +382,7 @@ class Channel:
         """False once closed, or once the loss of the other side was noticed."""
         return not self._closed and self._lost is None
 
+    @override
     def close(self) -> None:
         """Ends the connection; the other side sees it at once. May be called again, from any thread."""
         with self._lock:
@@ -404,17 +405,6 @@ class Channel:
         """
         self.close()
         self._stream.sock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

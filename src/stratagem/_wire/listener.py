@@ -14,11 +14,11 @@ import resource
 import select
 import socket
 import time
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 from typing_extensions import override
 
+from stratagem._owner import Owner
 from stratagem._wire.channel import Channel, split_address
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
@@ -71,7 +71,7 @@ class _Pending:
 
 
 @final
-class Listener:
+class Listener(Owner):
     """A listening socket that gives out authenticated channels. See `Channel` for an example.
 
     Use `accept`, or in an event loop: put it in a selector (its `fileno` is readable when there is something to do), and
@@ -159,6 +159,7 @@ class Listener:
                 return None
             poll.poll(min(left, 1.0 if self._paused_until is None else PAUSE_S) * 1000.0)
 
+    @override
     def close(self) -> None:
         """Stops listening and drops who has not proved the key. May be called again."""
         if self._closed:
@@ -172,17 +173,6 @@ class Listener:
         self._ready.clear()
         self._epoll.close()
         self._sock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @override
     def __repr__(self) -> str:

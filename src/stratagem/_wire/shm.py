@@ -34,13 +34,13 @@ import mmap
 import os
 import secrets
 import struct
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem._owner import Owner
 from stratagem._wire.frames import ALIGNMENT, padded
 from stratagem._wire.messages import SegmentRef
 
@@ -67,7 +67,7 @@ def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-class _Mapping:
+class _Mapping(Owner):
     """Mapped memory with entries; base of the owner's and the peer's view."""
 
     def __init__(self, number: int, memory: mmap.mmap) -> None:
@@ -105,6 +105,7 @@ class _Mapping:
         """The counter of the entry whose data is at `offset`: 2 x version, odd while written."""
         return self._counters[(offset - ENTRY_BYTES) >> 3]
 
+    @override
     def close(self) -> None:
         """Gives the memory up; it is unmapped when the last tensor over it is gone. Repeatable."""
         if self._closed:
@@ -115,17 +116,6 @@ class _Mapping:
         # Never mmap.close(): torch.frombuffer keeps the object, but not its buffer locked, and
         # would go on reading unmapped memory. Python unmaps when the last reference is gone.
         self._memory = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 @final

@@ -13,7 +13,7 @@ from benchmarks.rows import Row
 
 BEGIN = "<!-- bench:begin -->"
 END = "<!-- bench:end -->"
-_HEAD = ("work", "TF 2.21", "limit", "Stratagem", "× TF", "of limit", "target")
+_HEAD = ("work", "TF 2.21", "limit", "bound", "Stratagem", "× TF", "of limit", "target")
 _VERDICTS = {"reached": "✓", "missed": "missed", "missing": "not measured", "none": ""}
 
 
@@ -50,6 +50,8 @@ def cells(line: Line) -> tuple[str, ...]:
         title,
         ", ".join(peers) or "–",
         cell(line.limit),
+        cell(line.bound)
+        + ("" if line.highest_ratio is None else f" = {line.highest_ratio:.1f} × TF"),
         cell(line.ours),
         "–" if line.ratio is None else f"{line.ratio:.1f}",
         "–" if line.fraction is None else f"{line.fraction:.2f}",
@@ -102,7 +104,8 @@ def markdown(rows: tuple[Row, ...], results: Results) -> str:
     text.append(
         f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}), the sides of each row in "
         "turns in one run of `make bench`; median ± half the range. *Limit*: bare PyTorch on one "
-        "thread, memcpy and `add_`. *Missing* was not measured and counts for nobody."
+        "thread, memcpy and `add_`. *Bound*: the bare work on all cores at once with nothing "
+        "passing between them, where the target was in doubt. *Missing* was not measured and counts for nobody."
     )
     return "\n".join(text)
 

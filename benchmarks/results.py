@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from benchmarks.rows import Row, Target
 
-Kind = Literal["ours", "peer", "limit"]
+Kind = Literal["ours", "peer", "limit", "bound"]
 
 
 @dataclass(kw_only=True)
@@ -107,6 +107,7 @@ class Line:
     ours: Measurement | None
     peers: list[Measurement]
     limit: Measurement | None
+    bound: Measurement | None = None
 
     @property
     def best_peer(self) -> Measurement | None:
@@ -120,12 +121,17 @@ class Line:
     @property
     def ratio(self) -> float | None:
         """How many times better than the best peer; None unless both were measured."""
-        return self._advantage(self.best_peer)
+        return self._advantage(self.ours, self.best_peer)
+
+    @property
+    def highest_ratio(self) -> float | None:
+        """How many times better than the best peer the bound is; None unless both were measured."""
+        return self._advantage(self.bound, self.best_peer)
 
     @property
     def fraction(self) -> float | None:
         """Part of the limit that is reached; None unless both were measured."""
-        return self._advantage(self.limit)
+        return self._advantage(self.ours, self.limit)
 
     @property
     def verdict(self) -> Literal["reached", "missed", "missing", "none"]:
@@ -138,12 +144,12 @@ class Line:
             return "missing"
         return "reached" if value >= target.factor else "missed"
 
-    def _advantage(self, other: Measurement | None) -> float | None:
-        ours = self.ours.median if self.ours is not None else None
-        theirs = other.median if other is not None else None
-        if not ours or not theirs:
+    def _advantage(self, one: Measurement | None, other: Measurement | None) -> float | None:
+        this = one.median if one is not None else None
+        that = other.median if other is not None else None
+        if not this or not that:
             return None
-        return ours / theirs if self.row.better == "more" else theirs / ours
+        return this / that if self.row.better == "more" else that / this
 
 
 def lines(rows: tuple[Row, ...], results: Results) -> list[Line]:
@@ -161,6 +167,7 @@ def lines(rows: tuple[Row, ...], results: Results) -> list[Line]:
                     ours=next((m for m in group if m.kind == "ours"), None),
                     peers=[m for m in group if m.kind == "peer"],
                     limit=next((m for m in group if m.kind == "limit"), None),
+                    bound=next((m for m in group if m.kind == "bound"), None),
                 )
             )
     return found

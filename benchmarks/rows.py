@@ -18,7 +18,7 @@ Better = Literal["more", "less"]
 class Side:
     """One column of a row: who does the work, and in which form."""
 
-    kind: Literal["ours", "peer", "limit"]
+    kind: Literal["ours", "peer", "limit", "bound"]
     label: str
     size: dict[str, Any] = field(default_factory=dict)
 
@@ -65,6 +65,7 @@ class Row:
 OURS = Side(kind="ours", label="Stratagem")
 PEER = Side(kind="peer", label="TensorFlow")
 LIMIT = Side(kind="limit", label="limit")
+BOUND = Side(kind="bound", label="bound", size={"form": "every core"})
 TRACED = Side(kind="peer", label="TF, tf.function", size={"form": "tf.function"})
 EAGER = Side(kind="peer", label="TF, eager", size={"form": "eager"})
 
@@ -95,7 +96,7 @@ TABLE = (
         name="mlp",
         title="MLP 784-256-10, batch 64, SGD",
         unit="steps/s",
-        sides=(OURS, PEER, LIMIT),
+        sides=(OURS, PEER, LIMIT, BOUND),
         points=(_point(_CLUSTER, _MLP),),
         target=Target(against="peer", factor=10),
         parity=_ONE_WORKER,
@@ -121,7 +122,7 @@ TABLE = (
         name="add",
         title="add 64 MB to parameters in a step",
         unit="GB/s",
-        sides=(OURS, PEER, LIMIT),
+        sides=(OURS, PEER, LIMIT, BOUND),
         points=(_point(_CLUSTER, _BYTES),),
         target=Target(against="peer", factor=5),
     ),
@@ -141,7 +142,7 @@ TABLE = (
         name="central",
         title="central storage, 2 CPU replicas, the MLP step",
         unit="steps/s",
-        sides=(OURS, TRACED, EAGER, LIMIT),
+        sides=(OURS, TRACED, EAGER, LIMIT, BOUND),
         points=(_point(_MLP, replicas=2),),
         target=Target(against="peer", factor=3),
         parity={},

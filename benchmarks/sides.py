@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 ROOT = Path(__file__).resolve().parent.parent
 CLOSE_TIMEOUT_S = 20.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_MODULES = {"ours": "ours", "peer": "peer", "limit": "limits"}
+_MODULES = {"ours": "ours", "peer": "peer", "limit": "limits", "bound": "limits"}
 
 
 class SideFailed(Exception):
@@ -30,7 +30,7 @@ class SideProcess:
     """One side's program, asked line by line.
 
     Args:
-        kind: ``ours``, ``peer`` or ``limit``.
+        kind: ``ours``, ``peer``, ``limit`` or ``bound``.
         python: the interpreter that runs it.
         log: where its standard error goes.
     """

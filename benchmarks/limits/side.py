@@ -1,4 +1,4 @@
-"""The limit's process: bare PyTorch on one thread, and plain memory traffic.
+"""The limit's process: bare PyTorch on one thread, and plain memory traffic; and the bound's.
 
 Run by the harness: ``python -m benchmarks.limits.side``.
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import models, work
+from benchmarks.limits.cores import EveryCore
 from benchmarks.protocol import Work, serve
 
 
@@ -129,8 +130,39 @@ class Traffic(Work):
                 self.operation(here, there)
 
 
+class Passing(Traffic):
+    """64 MB added to parameters after a copy into memory that others could read, on one thread.
+
+    The copy goes to one small place again and again, which stays in the cache.
+    """
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        place = torch.empty(max(shape[0] for shape in work.byte_shapes(size)))
+
+        def pass_on(here: Tensor, there: Tensor) -> None:
+            copy = place[: there.numel()]
+            here.add_(copy.copy_(there))
+
+        super().__init__(size, pass_on)
+
+
+def bound(row: str, size: dict[str, Any]) -> Work:
+    """The bound of a row: all cores, nothing between them."""
+    if row == "mlp":
+        return EveryCore(Mlp, size, cores=size["workers"], amount=size["workers"])
+    if row == "add":
+        return EveryCore(Passing, size, cores=size["workers"], amount=size["workers"])
+    if row == "central":
+        replicas = size["replicas"]
+        share = {**size, "batch": size["batch"] // replicas}
+        return EveryCore(Mlp, share, cores=replicas, amount=1)
+    raise ValueError(f"row {row!r} has no bound; do not list it among its sides")
+
+
 def make(row: str, size: dict[str, Any]) -> Work:
-    """The limit of a row."""
+    """The limit of a row, or its bound."""
+    if size.get("form") == "every core":
+        return bound(row, size)
     if row in {"mlp", "one_device", "central", "workers", "servers"}:
         return Mlp(size)
     if row in {"embedding", "table"}:

@@ -63,7 +63,7 @@ def test_a_missing_peer_is_missing_and_never_a_win():
 def test_our_own_failure_is_missing_too():
     line = line_of(measured("ours", missing="broke down"), measured("peer", 100.0))
     assert line.verdict == "missing"
-    assert report.cells(line)[3] == "missing"
+    assert report.cells(line)[4] == "missing"
 
 
 def test_the_ratio_is_against_the_peers_faster_form():
@@ -90,6 +90,15 @@ def test_where_less_is_better_the_ratio_turns_round():
     line = line_of(measured("ours", 2.0), measured("peer", 10.0), measured("limit", 1.0), row=row)
     assert line.ratio == pytest.approx(5.0)
     assert line.fraction == pytest.approx(0.5)
+
+
+def test_the_bound_is_shown_as_a_multiple_of_the_peer():
+    """It says whether a target can be reached here; it is nobody's win."""
+    line = line_of(measured("ours", 50.0), measured("peer", 10.0), measured("bound", 90.0))
+    assert line.highest_ratio == pytest.approx(9.0)
+    assert report.cells(line)[3] == "90.0 ±0% = 9.0 × TF"
+    assert line.verdict == "missed"
+    assert report.cells(line_of(measured("ours", 50.0), measured("bound", 90.0)))[3] == "90.0 ±0%"
 
 
 def test_results_survive_the_file(tmp_path: Path):

@@ -33,7 +33,7 @@ def test_a_row_runs_and_does_the_plain_runs_work():
     plan = Plan(rows=small("mlp"), peer="no peer in the test suite", progress=heard.append)
     results = run(plan)
     by_kind = {m.kind: m for m in results.measurements}
-    assert len(by_kind["ours"].samples) == len(by_kind["limit"].samples) == 2
+    assert [len(by_kind[kind].samples) for kind in ("ours", "limit", "bound")] == [2, 2, 2]
     assert by_kind["ours"].missing is None
     assert all(check.passed for check in results.checks), results.checks
     assert by_kind["peer"].missing == "no peer in the test suite"
@@ -41,6 +41,7 @@ def test_a_row_runs_and_does_the_plain_runs_work():
     assert len(heard) == plan.ticks
     tasks = {"main", "worker 0", "worker 1", "ps 0", "ps 1"}
     assert set(by_kind["ours"].processor_per_1000()) == tasks
+    assert set(by_kind["bound"].processor_per_1000()) == {"core 0", "core 1"}
     assert any("plain run" in check.text for check in results.checks)
 
 
@@ -71,6 +72,21 @@ def test_a_cluster_row_does_what_it_says(name):
     finally:
         made.close()
     assert all(check.passed for check in compare(name, {"ours": facts}, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("mlp", 2.0), ("central", 1.0), ("add", 2 * 2**17 / 1e9)]
+)
+def test_the_bound_counts_what_all_cores_do(name, counts):
+    """Workers' steps add up; replicas share one step."""
+    (row,) = small(name)
+    size = {**row.points[0].size, **rows.BOUND.size}
+    with SideProcess("bound") as process:
+        process.ask("setup", timeout_s=120, row=name, size=size)
+        answer = process.ask("sample", timeout_s=60, seconds=0.01)
+        assert set(process.processor_seconds()) == {"core 0", "core 1"}
+    per_step = answer["value"] * answer["seconds"] / answer["steps"]
+    assert per_step == pytest.approx(counts)
 
 
 def test_quality_compares_the_same_examples():

@@ -1,3 +1,3 @@
-"""Loads the leak police, and the number of orders to try, for every test of the session."""
+"""Loads the leak police, the number of orders to try and gates for every test of the session."""
 
-pytest_plugins = ["police", "orders"]
+pytest_plugins = ["police", "orders", "waiting"]

@@ -25,6 +25,16 @@ class PlainStrategy:
         return self.views
 
 
+class CountingViews(PlainViews):
+    """Plain views that note what the coordinator asks of the servers."""
+
+    def __init__(self) -> None:
+        self.fences: list[tuple[int, int]] = []
+
+    def fence(self, worker_index: int, incarnation: int) -> None:
+        self.fences.append((worker_index, incarnation))
+
+
 # Shorter than the defaults, so that a silent worker is found while a test waits for it.
 QUICK = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
 
@@ -34,6 +44,12 @@ def cluster() -> Iterator[LocalCluster]:
     """Two workers, one server; workers that die are replaced."""
     with LocalCluster(workers=2, ps=1) as made:
         yield made
+
+
+@pytest.fixture
+def views() -> CountingViews:
+    """Views whose `fences` tell who was fenced."""
+    return CountingViews()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._cluster.pulse import Pulse, own_process
@@ -20,7 +20,7 @@ from stratagem.errors import ClosurePoisonous
 
 LIMIT_S = 30.0
 
-# A process that says who it is, then computes or sleeps.
+# A process that says who it is, then computes or sleeps: to be idle is what the second is for.
 CHILD = """
 import sys, time
 from stratagem._cluster.pulse import own_process
@@ -51,27 +51,22 @@ def child() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Pulse]]]:
             process.communicate(timeout=LIMIT_S)
 
 
-def felt(pulse: Pulse, wanted: bool) -> bool:
-    """Looks again and again until it is as wanted, or the limit is over."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        if pulse.computes(time.monotonic(), window_s=0.1) is wanted:
-            return True
-        select.select([], [], [], 0.02)
-    return False
+def wait_for_pulse(pulse: Pulse, wanted: bool) -> None:
+    """Feels again and again until it is as wanted."""
+    wait_until(lambda: pulse.computes(time.monotonic(), window_s=0.1) is wanted, LIMIT_S)
 
 
 def test_a_process_that_computes_is_told_from_a_stopped_and_from_a_dead_one(child: Any) -> None:
     process, pulse = child("compute")
     assert pulse.can_be_felt
-    assert felt(pulse, True)
+    wait_for_pulse(pulse, True)
     os.kill(process.pid, signal.SIGSTOP)
-    assert felt(pulse, False)
+    wait_for_pulse(pulse, False)
     os.kill(process.pid, signal.SIGCONT)
-    assert felt(pulse, True)
+    wait_for_pulse(pulse, True)
     process.kill()
     process.wait(LIMIT_S)
-    assert felt(pulse, False)
+    wait_for_pulse(pulse, False)
 
 
 def test_a_process_that_sleeps_does_not_compute(child: Any) -> None:

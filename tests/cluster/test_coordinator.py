@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster, RemoteValue
@@ -109,14 +110,15 @@ def test_large_results_and_arguments_arrive_whole(coordinator: ClusterCoordinato
         assert torch.equal(value.get(), big * k)
 
 
-def test_status_goes_from_not_ready_to_ready(coordinator: ClusterCoordinator) -> None:
+def test_status_goes_from_not_ready_to_ready(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """RMV-1, and a wait with a limit."""
-    value = coordinator.schedule(lambda: __import__("time").sleep(0.5))
+    value = coordinator.schedule(pass_gate, args=(gate.path,))
     assert value.status is RemoteValueStatus.NOT_READY
     with pytest.raises(DeadlineExceeded, match=r"was not there within 0\.01 s"):
         value.get(timeout_s=0.01)
     with pytest.raises(DeadlineExceeded, match="join: not done within"):
         coordinator.join(timeout_s=0.01)
+    gate.open()
     coordinator.join()
     assert value.status is RemoteValueStatus.READY
     assert "ready" in repr(value)
@@ -184,7 +186,7 @@ def test_everything_else_is_cancelled_and_nothing_runs_when_join_raises(
     mark = tmp_path / "ran"
 
     def slow() -> str:
-        __import__("time").sleep(0.3)
+        __import__("time").sleep(0.3)  # its work: still running when the other one fails
         with open(mark, "a") as file:
             file.write("x")
         return "finished"
@@ -235,16 +237,6 @@ def test_schedule_and_done_raise_the_error_too(coordinator: ClusterCoordinator) 
     assert coordinator.done()
 
 
-def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
-    """Waits on a condition."""
-    stop = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        stop.wait(0.01)
-    raise AssertionError("the condition never came true")
-
-
 def test_system_exit_in_a_closure_is_an_error_not_the_end_of_the_worker(
     coordinator: ClusterCoordinator, cluster: LocalCluster
 ) -> None:
@@ -256,26 +248,19 @@ def test_system_exit_in_a_closure_is_an_error_not_the_end_of_the_worker(
     assert [cluster.pid("worker", i) for i in range(2)] == pids
 
 
-def test_queue_limit_holds_schedule_back(
-    cluster: LocalCluster, connect: Any, tmp_path: Any
-) -> None:
+def test_queue_limit_holds_schedule_back(cluster: LocalCluster, connect: Any, gate: Gate) -> None:
     """CCO-12: back-pressure, and nothing is lost."""
     coordinator = connect(cluster, queue_limit=4)
-    gate = tmp_path / "gate"
 
-    def wait_for_gate(path: str, n: int) -> int:
-        import os
-        import time
-
-        while not os.path.exists(path):
-            time.sleep(0.005)
+    def pass_it(path: str, n: int) -> int:
+        pass_gate(path)
         return n
 
     values: list[RemoteValue] = []
 
     def schedule_all() -> None:
         for n in range(200):
-            values.append(coordinator.schedule(wait_for_gate, args=(str(gate), n)))
+            values.append(coordinator.schedule(pass_it, args=(gate.path, n)))
 
     scheduling = threading.Thread(target=schedule_all)
     scheduling.start()
@@ -284,21 +269,20 @@ def test_queue_limit_holds_schedule_back(
         assert scheduling.is_alive(), "schedule() did not wait"
         assert len(values) < 100, "far more than the queue and two workers' windows hold"
     finally:
-        gate.touch()
+        gate.open()
         scheduling.join(30)
     assert coordinator.fetch(values) == list(range(200))
 
 
 def test_schedule_waits_while_another_thread_joins(
-    coordinator: ClusterCoordinator, tmp_path: Any
+    coordinator: ClusterCoordinator, gate: Gate
 ) -> None:
     """CCO-14."""
-    gate = tmp_path / "open"
-    first = coordinator.schedule(wait_for_file, args=(str(gate),))
+    first = coordinator.schedule(pass_gate, args=(gate.path,))
     thread = threading.Thread(target=coordinator.join)
     thread.start()
     wait_until(lambda: coordinator._joining == 1)
-    opener = threading.Timer(0.2, gate.touch)
+    opener = threading.Timer(0.2, gate.open)
     opener.start()
     second = coordinator.schedule(lambda: None)
     assert first.status is RemoteValueStatus.READY, "schedule returned before join was over"
@@ -308,28 +292,20 @@ def test_schedule_waits_while_another_thread_joins(
 
 
 def test_idle_worker_takes_over_what_waits_behind_a_long_closure(
-    coordinator: ClusterCoordinator, tmp_path: Any
+    coordinator: ClusterCoordinator, gate: Gate
 ) -> None:
     """CCO-12: any idle worker takes the next, also what was sent ahead to another."""
-    gate = tmp_path / "open"
-    long = coordinator.schedule(wait_for_file, args=(str(gate),))
+
+    def pass_it(path: str) -> int:
+        pass_gate(path)
+        return sg.get_current_worker_index()
+
+    long = coordinator.schedule(pass_it, args=(gate.path,))
     short = [coordinator.schedule(sg.get_current_worker_index) for _ in range(6)]
     workers = coordinator.fetch(short)
     assert long.status is RemoteValueStatus.NOT_READY, "the short ones waited for the long one"
-    gate.touch()
+    gate.open()
     assert set(workers) == {1 - long.fetch()}
-
-
-def wait_for_file(path: str) -> int:
-    """Runs on a worker until the file is there; gives the worker's number."""
-    import os
-    import time
-
-    for _ in range(4000):
-        if os.path.exists(path):
-            return sg.get_current_worker_index()
-        time.sleep(0.01)
-    raise TimeoutError(path)
 
 
 def test_per_worker_iterators_start_at_their_own_beginning(
@@ -499,6 +475,7 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
 ) -> None:
     """After close() every call says so, waiters are released, and another coordinator works."""
     first = connect(cluster)
+    # Their work: some are running, and none are over, when the coordinator is closed.
     values = [first.schedule(lambda: __import__("time").sleep(0.2)) for _ in range(6)]
     first.close()
     first.close()

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
@@ -119,13 +120,3 @@ def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -
             )
             assert float(total) == 30
             assert coordinator.schedule(lambda: 5).fetch(timeout_s=30) == 5
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Waits on a condition."""
-    stop = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        stop.wait(0.01)
-    raise AssertionError("the condition never came true")

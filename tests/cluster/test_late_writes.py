@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 
@@ -60,36 +59,28 @@ def test_finished_means_written(strategy: Any) -> None:
         assert float(w.read_value()[0, 0]) == 39
 
 
-def test_results_do_not_wait_for_a_closure_that_takes_long(
-    strategy: Any, tmp_path: pathlib.Path
-) -> None:
+def test_results_do_not_wait_for_a_closure_that_takes_long(strategy: Any, gate: Gate) -> None:
     """A quick function's results travel together, but not at the price of a hang."""
     with strategy.scope():
         v = sg.Variable(0.0)
 
     def step(path: str) -> float:
-        import os
-        import time
-
         v.assign_add(1.0)
-        limit = time.monotonic() + 60
-        while path and not os.path.exists(path) and time.monotonic() < limit:
-            time.sleep(0.005)
-        return float(v) if path else 0.0
+        if not path:
+            return 0.0
+        pass_gate(path)
+        return float(v)
 
-    release = tmp_path / "release"
     with sg.ClusterCoordinator(strategy) as coordinator:
         for _ in range(50):  # the function is known to be quick by now
             coordinator.schedule(step, args=("",))
         coordinator.join(timeout_s=30)
         quick = [coordinator.schedule(step, args=("",)) for _ in range(5)]
-        long = coordinator.schedule(step, args=(str(release),))
+        long = coordinator.schedule(step, args=(gate.path,))
         assert [one.fetch(timeout_s=30) for one in quick] == [0.0] * 5
-        limit = time.monotonic() + 30
-        while float(v) < 56 and time.monotonic() < limit:
-            time.sleep(0.01)
+        wait_until(lambda: float(v) >= 56)
         assert float(v) == 56  # what the long one wrote is not held back either
-        release.touch()
+        gate.open()
         assert long.fetch(timeout_s=30) == 56
 
 
@@ -115,33 +106,24 @@ def test_a_write_that_fails_late_is_the_error_of_its_own_closure(
             coordinator.join(timeout_s=30)
 
 
-def test_a_write_is_on_its_way_even_if_its_function_never_ends(
-    strategy: Any, tmp_path: pathlib.Path
-) -> None:
+def test_a_write_is_on_its_way_even_if_its_function_never_ends(strategy: Any, gate: Gate) -> None:
     """Nothing else is held back, so nobody but the line thread can send it."""
     with strategy.scope():
         v = sg.Variable(0.0)
 
     def step(path: str) -> None:
-        import os
-        import time
-
         v.assign_add(1.0)
-        limit = time.monotonic() + 60
-        while path and not os.path.exists(path) and time.monotonic() < limit:
-            time.sleep(0.005)
+        if path:
+            pass_gate(path)
 
-    release = tmp_path / "release"
     with sg.ClusterCoordinator(strategy) as coordinator:
         for _ in range(20):
             coordinator.schedule(step, args=("",))
         coordinator.join(timeout_s=30)
-        long = coordinator.schedule(step, args=(str(release),))
-        limit = time.monotonic() + 30
-        while float(v) < 21 and time.monotonic() < limit:
-            time.sleep(0.01)
+        long = coordinator.schedule(step, args=(gate.path,))
+        wait_until(lambda: float(v) >= 21)
         assert float(v) == 21
-        release.touch()
+        gate.open()
         long.fetch(timeout_s=30)
 
 

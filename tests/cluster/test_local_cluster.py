@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import LocalCluster
@@ -19,16 +18,6 @@ from stratagem.config import ClusterOptions
 from stratagem.errors import StartupError
 
 SRC = str(Path(__file__).parents[2] / "src")
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Waits on a condition."""
-    stop = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        stop.wait(0.01)
-    raise AssertionError("the condition never came true")
 
 
 def is_running(pid: int) -> bool:

@@ -107,7 +107,7 @@ class Cable:
 
 
 def where(sleep_s: float) -> int:
-    """Runs on a worker."""
+    """Runs on a worker, which is busy for so long."""
     __import__("time").sleep(sleep_s)
     return sg.get_current_worker_index()
 

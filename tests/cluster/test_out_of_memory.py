@@ -8,38 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._cluster.views import PlainViews
 
 STEP = 8 << 20
 SPARE = 64 << 20
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Waits on a condition."""
-    stop = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        stop.wait(0.01)
-    raise AssertionError("the condition never came true")
-
-
-class CountingViews(PlainViews):
-    """Plain views that note what the coordinator asks of the servers."""
-
-    def __init__(self) -> None:
-        self.fences: list[tuple[int, int]] = []
-
-    def fence(self, worker_index: int, incarnation: int) -> None:
-        self.fences.append((worker_index, incarnation))
 
 
 def want_too_much(how: str, spare: int) -> object:
@@ -66,10 +45,9 @@ def want_too_much(how: str, spare: int) -> object:
     ],
 )
 def test_an_allocation_that_fails_is_an_error_of_the_closure(
-    how: str, error: type[Exception], text: str, cluster: LocalCluster, connect: Any
+    how: str, error: type[Exception], text: str, cluster: LocalCluster, connect: Any, views: Any
 ) -> None:
     """CCO-20: with its type, the worker's name and its traceback; the worker lives."""
-    views = CountingViews()
     coordinator: ClusterCoordinator = connect(cluster, views=views)
     before = [cluster.pid("worker", index) for index in range(2)]
     value = coordinator.schedule(want_too_much, args=(how, SPARE))
@@ -98,13 +76,13 @@ def grow_once(mark: str, cgroup: str, step: int) -> str:
     taken = []
     while len(taken) < 512:  # 4 GB; somebody ends this long before
         taken.append(bytearray(os.urandom(step)))
-        if not cgroup:
+        if not cgroup:  # slowly: the test kills this process while it still grows
             __import__("time").sleep(0.01)
     return "nobody was killed"
 
 
 def check_ran_elsewhere(
-    cluster: LocalCluster, coordinator: Any, views: CountingViews, old: list[int]
+    cluster: LocalCluster, coordinator: Any, views: Any, old: list[int]
 ) -> None:
     """FLT-1: fenced once, run again, replaced."""
     assert coordinator.errors == []
@@ -123,10 +101,9 @@ def resident(pid: int) -> int:
 
 
 def test_a_worker_killed_in_the_middle_of_an_allocation_is_replaced(
-    cluster: LocalCluster, connect: Any, tmp_path: Path
+    cluster: LocalCluster, connect: Any, views: Any, tmp_path: Path
 ) -> None:
     """SIGKILL, as the kernel sends it, while the memory of the closure grows."""
-    views = CountingViews()
     coordinator = connect(cluster, views=views)
     old = [cluster.pid("worker", index) for index in range(2)]
     usual = max(resident(pid) for pid in old)
@@ -192,10 +169,9 @@ if can_make_groups():
             group.rmdir()
 
     def test_a_worker_killed_by_the_kernel_for_want_of_memory_is_replaced(
-        small: Path, cluster: LocalCluster, connect: Any, tmp_path: Path
+        small: Path, cluster: LocalCluster, connect: Any, views: Any, tmp_path: Path
     ) -> None:
         """Issue 4, section 4: a real out-of-memory kill, counted by the kernel."""
-        views = CountingViews()
         coordinator = connect(cluster, views=views)
         old = [cluster.pid("worker", index) for index in range(2)]
         value = coordinator.schedule(grow_once, args=(str(tmp_path / "mark"), str(small), STEP))

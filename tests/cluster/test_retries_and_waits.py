@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import LocalCluster
@@ -23,16 +24,6 @@ from stratagem.errors import (
 )
 
 Connect = Callable[..., sg.ClusterCoordinator]
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Waits on a condition."""
-    stop = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        stop.wait(0.01)
-    raise AssertionError("the condition never came true")
 
 
 def count_up(mark: str) -> int:
@@ -170,26 +161,21 @@ def test_per_worker_values_are_made_of_remote_values(coordinator: sg.ClusterCoor
 
 
 def test_join_gives_up_after_its_limit_and_cancels_nothing(
-    coordinator: sg.ClusterCoordinator, tmp_path: Path
+    coordinator: sg.ClusterCoordinator, gate: Gate
 ) -> None:
     """CCO-27: without a limit join waits as long as it takes; with one it says that time is up."""
-    gate = str(tmp_path / "gate")
 
-    def wait_for_gate() -> str:
-        import os
-        import threading
-
-        while not os.path.exists(gate):
-            threading.Event().wait(0.01)
+    def pass_it(path: str) -> str:
+        pass_gate(path)
         return "through"
 
-    value = coordinator.schedule(wait_for_gate)
+    value = coordinator.schedule(pass_it, args=(gate.path,))
     for _ in range(2):
         with pytest.raises(DeadlineExceeded, match=r"join: not done within 0\.05 s"):
             coordinator.join(timeout_s=0.05)
     assert not coordinator.done()
     assert value.status is RemoteValueStatus.NOT_READY
-    Path(gate).touch()
+    gate.open()
     coordinator.join()
     assert value.fetch() == "through"
 

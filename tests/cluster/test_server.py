@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem._cluster.spec import ClusterSpec
@@ -167,12 +168,7 @@ def test_servers_free_what_a_killed_coordinator_left_after_a_time_that_can_be_se
             assert process.stdout.readline() == "working\n"
             process.send_signal(signal.SIGKILL)
             process.wait(30)
-        tick = threading.Event()
-        for _ in range(3000):
-            if "its coordinator has been gone for 0.25 s" in caplog.text:
-                break
-            tick.wait(0.01)
-        assert "its coordinator has been gone for 0.25 s" in caplog.text
+        wait_until(lambda: "its coordinator has been gone for 0.25 s" in caplog.text)
         assert "serving" in repr(ps)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._cluster.remote import RemoteValueStatus
 from stratagem._cluster.spec import ClusterSpec
-from stratagem._cluster.views import PlainViews
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.errors import (
     ClosureAborted,
@@ -25,26 +25,6 @@ from stratagem.errors import (
     UnavailableError,
     WorkerLost,
 )
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Waits on a condition."""
-    stop = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        stop.wait(0.01)
-    raise AssertionError("the condition never came true")
-
-
-class CountingViews(PlainViews):
-    """Plain views that note what the coordinator asks of the servers."""
-
-    def __init__(self) -> None:
-        self.fences: list[tuple[int, int]] = []
-
-    def fence(self, worker_index: int, incarnation: int) -> None:
-        self.fences.append((worker_index, incarnation))
 
 
 def hurt_once(mark: str, how: str) -> str:
@@ -71,10 +51,9 @@ def hurt_once(mark: str, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "segfault", "os._exit", "abort"])
 def test_closure_of_a_lost_worker_runs_elsewhere(
-    how: str, cluster: LocalCluster, connect: Any, tmp_path: Path
+    how: str, cluster: LocalCluster, connect: Any, views: Any, tmp_path: Path
 ) -> None:
     """FLT-1, FLT-6: noticed, fenced once, run elsewhere; join neither raises nor waits for the dead."""
-    views = CountingViews()
     coordinator = connect(cluster, views=views)
     before = [cluster.pid("worker", index) for index in range(2)]
     value = coordinator.schedule(hurt_once, args=(str(tmp_path / "mark"), how))
@@ -192,16 +171,14 @@ def test_no_worker_at_all_is_an_error_not_a_hang(connect: Any) -> None:
 
 
 def test_watchdog_says_what_everybody_does(
-    cluster: LocalCluster, connect: Any, caplog: pytest.LogCaptureFixture
+    cluster: LocalCluster, connect: Any, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """WDG-1: logs stacks when nothing finishes, raises nothing."""
     coordinator = connect(cluster, watchdog_s=0.3)
-
-    def slow() -> None:
-        __import__("time").sleep(1.0)
-
     with caplog.at_level("WARNING", logger="stratagem.coordinator"):
-        coordinator.schedule(slow)
+        coordinator.schedule(pass_gate, args=(gate.path,))
+        wait_until(lambda: "stratagem-watch-workers" in caplog.text)
+        gate.open()
         coordinator.join()
     assert "no closure finished for" in caplog.text
     assert "in flight" in caplog.text
@@ -227,7 +204,7 @@ def test_random_kills_lose_no_closure(cluster: LocalCluster, connect: Any) -> No
     try:
 
         def work(n: int) -> int:
-            __import__("time").sleep(0.002)
+            __import__("time").sleep(0.002)  # its work: all of it lasts several kills
             return n
 
         values = [coordinator.schedule(work, args=(n,)) for n in range(1000)]

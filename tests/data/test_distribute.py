@@ -471,6 +471,7 @@ def input_threads():
 
 
 def slow(x):
+    """Takes a moment, or no thread would be started to read ahead of it."""
     threading.Event().wait(0.006)
     return x
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import wait_until
 
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
@@ -87,13 +87,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Task]]:
             task.process.communicate(timeout=LIMIT_S)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        select.select([], [], [], 0.01)
-
-
 FILES = 40
 
 
@@ -108,7 +101,7 @@ def test_a_server_without_descriptors_serves_who_is_in_and_takes_in_others_later
         began = time.monotonic()
         strangers = [server.stranger() for _ in range(2 * FILES)]
         try:
-            until(server.complaints)
+            wait_until(server.complaints)
             for _ in range(1000):
                 batch = client.batch()
                 batch.assign(0, 1, "add", torch.ones(2))
@@ -135,7 +128,7 @@ def test_a_worker_without_descriptors_takes_in_its_coordinator_later(
     began = time.monotonic()
     strangers = [worker.stranger() for _ in range(2 * FILES)]
     try:
-        until(worker.complaints)
+        wait_until(worker.complaints)
     finally:
         for one in strangers:
             one.close()
@@ -215,7 +208,7 @@ def test_connections_that_eat_all_memory_are_refused_and_the_server_lives(
                         refused += 1
                         eaters.remove(one)
                         one.close()
-            until(lambda: "no memory is left" in server.log())
+            wait_until(lambda: "no memory is left" in server.log())
             assert client.versions(0) == {1: 1}
         finally:
             for one in eaters:

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from waiting import wait_until
 
 from stratagem._ps import door
 from stratagem._ps.client import PsClient
@@ -40,14 +40,6 @@ WORKER = Membership(session="s", task="/job:worker/task:0")
 W = Place(0, 1, (2,), torch.float32)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition; fails after the limit."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def stop(pid: int) -> None:
     """SIGSTOP, and waits until the process has really stopped."""
     os.kill(pid, signal.SIGSTOP)
@@ -58,7 +50,7 @@ def stop(pid: int) -> None:
             for task in Path(f"/proc/{pid}/task").iterdir()
         }
 
-    until(lambda: states() == {"T"})
+    wait_until(lambda: states() == {"T"})
 
 
 def add_one(client: PsClient) -> None:
@@ -87,7 +79,7 @@ def test_the_end_of_a_session_frees_its_variables(server: ParameterServer) -> No
         with PsClient(listed(server), CHIEF) as chief:
             chief.create(W, "w", value=torch.ones(2))
             assert server.session_count == 1
-        until(lambda: server.session_count == 0)
+        wait_until(lambda: server.session_count == 0)
     with pytest.raises(NotFoundError, match="session 's' is not open"):
         PsClient(listed(server), WORKER)
 
@@ -101,8 +93,8 @@ def test_a_coordinator_gone_for_longer_than_its_lease_ends_the_session(
     with PsClient(listed(server), WORKER, incarnation=1) as worker:
         with caplog.at_level(logging.INFO, "stratagem.ps"):
             chief._hang_up()  # as if it were killed: no goodbye
-            until(lambda: "its coordinator has been gone for 0.2 s" in caplog.text)
-        until(lambda: server.session_count == 0)
+            wait_until(lambda: "its coordinator has been gone for 0.2 s" in caplog.text)
+        wait_until(lambda: server.session_count == 0)
         with pytest.raises(NotFoundError, match="joined no session"):
             worker.versions(0)
 
@@ -144,7 +136,7 @@ def test_writes_are_repeated_after_a_broken_connection_and_count_once(
         for round_number in range(1, 4):
             for _ in range(3):
                 add_one(client)
-            until(lambda n=round_number: server.facts["applied"] == 1 + 3 * n)  # type: ignore[misc]
+            wait_until(lambda n=round_number: server.facts["applied"] == 1 + 3 * n)  # type: ignore[misc]
             channel = client._links[0]._channel
             assert channel is not None
             assert channel._stream.sock.recv(1 << 16)  # the acknowledgements came, and are lost
@@ -270,7 +262,7 @@ def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
         if applied:  # the server's answers are on their way, but not yet read
             for _ in range(3):
                 add_one(client)
-            until(lambda: client.stats(0)["applied"] == 4)
+            wait_until(lambda: client.stats(0)["applied"] == 4)
             channel = link._channel
             assert channel is not None
             assert channel._stream.sock.recv(1 << 16)  # read by nobody who could note them
@@ -280,7 +272,7 @@ def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
                 add_one(client)
 
         def ctrl_c() -> None:
-            until(lambda: link._channel is not None and link._channel._has_reader)
+            wait_until(lambda: link._channel is not None and link._channel._has_reader)
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=ctrl_c, name="test-ctrl-c")
@@ -385,7 +377,7 @@ def test_a_worker_killed_leaves_server_and_others_unharmed(
         chief.create(W, "w", value=torch.zeros(2))
         worker = subprocess.Popen([sys.executable, "-c", pusher])
         try:
-            until(lambda: chief.versions(0)[1] > 50)
+            wait_until(lambda: chief.versions(0)[1] > 50)
         finally:
             worker.kill()
             worker.wait(LIMIT_S)
@@ -421,13 +413,13 @@ def test_pings_are_answered_while_a_long_step_runs(
         monkeypatch.setattr(session, "handle", long_step)
         pending = client._links[0].begin(messages.AskVersions())
         assert entered.wait(LIMIT_S)
-        until(lambda: client.ping(0).busy_s > 0.02)
+        wait_until(lambda: client.ping(0).busy_s > 0.02)
         with hello(server):  # new connections are let in meanwhile
             pass
         leave.set()
         client._links[0].collect(pending)
         monkeypatch.undo()
-        until(lambda: client.ping(0).busy_s == 0.0)
+        wait_until(lambda: client.ping(0).busy_s == 0.0)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +439,7 @@ def test_a_connection_must_begin_with_hello(
     with connect(server.address, timeout_s=LIMIT_S) as channel:
         with pytest.raises(ConnectionLost):
             channel.request(message, timeout_s=LIMIT_S)
-    until(lambda: reason in caplog.text)
+    wait_until(lambda: reason in caplog.text)
 
 
 def test_a_connection_that_says_nothing_is_dropped(
@@ -458,7 +450,7 @@ def test_a_connection_that_says_nothing_is_dropped(
     with connect(server.address, timeout_s=LIMIT_S) as channel:
         with pytest.raises(ConnectionLost):
             channel.receive(timeout_s=LIMIT_S)
-    until(lambda: "said nothing for 0.1 s" in caplog.text)
+    wait_until(lambda: "said nothing for 0.1 s" in caplog.text)
 
 
 @pytest.mark.parametrize("purpose", ["data", "control"])
@@ -473,7 +465,7 @@ def test_garbage_after_the_handshake_ends_that_connection_only(
             with pytest.raises(ConnectionLost):
                 bad.receive(timeout_s=LIMIT_S)
         assert client.read([W])[0][0].tolist() == [1.0, 1.0]
-    until(lambda: "does not speak this protocol" in caplog.text)
+    wait_until(lambda: "does not speak this protocol" in caplog.text)
 
 
 def test_messages_of_others_are_refused(server: ParameterServer) -> None:
@@ -516,11 +508,13 @@ def test_a_client_that_does_not_read_its_replies_is_slowed_not_buffered(
             data = b"".join(frames.encode_frame(frames.REQUEST, 1, messages.encode(read), []))
             greedy._stream.sock.send(data * 100)  # asks for 1.6 GB and reads none of it
             connection = next(one for one in server._connections if one.task == "test")
-            until(lambda: connection.channel.outgoing_bytes > 1 << 25 and len(connection.inbox) > 0)
+            wait_until(
+                lambda: connection.channel.outgoing_bytes > 1 << 25 and len(connection.inbox) > 0
+            )
             assert connection.channel.outgoing_bytes < (1 << 26) + (1 << 25)
             assert client.versions(0) == {1: 1}
             assert len(connection.inbox) > 80
-        until(lambda: connection not in server._connections)
+        wait_until(lambda: connection not in server._connections)
         assert client.versions(0) == {1: 1}
 
 

@@ -4,13 +4,13 @@ Issue 4, section 5: a server's memory <= 1.1 x (parameters + optimizer state); a
 dense parameters on the servers' host, and none of a sharded table anywhere.
 """
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
 
@@ -22,15 +22,6 @@ def memory(pid, *kinds):
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return sum(sizes[kind] for kind in kinds)
-
-
-def wait_until(condition, timeout_s=30.0):
-    pause = threading.Event()
-    for _ in range(int(timeout_s / 0.05)):
-        if condition():
-            return True
-        pause.wait(0.05)
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +62,9 @@ def test_a_server_takes_little_more_than_its_parameters_and_their_state(cluster)
             coordinator.join(timeout_s=120)
             assert {one.fetch() for one in steps} == {0, 1}  # both have gradients with the server
             assert memory(pid, "Rss") - before >= needed
-            assert wait_until(lambda: memory(pid, "Rss") - before <= 1.1 * needed), (
-                f"{(memory(pid, 'Rss') - before) / needed:.2f} x parameters and state"
+            wait_until(
+                lambda: memory(pid, "Rss") - before <= 1.1 * needed,
+                tell=lambda: f"{(memory(pid, 'Rss') - before) / needed:.2f} x parameters and state",
             )
             # What it gave up was its view: the next step is like those before it.
             before_step = model.parts[0].detach().clone()
@@ -126,9 +118,10 @@ def test_an_idle_worker_holds_nothing_of_its_last_coordinator(cluster):
             coordinator.join(timeout_s=120)
             during = [memory(pid, "Rss") for pid in pids]
     assert max(d - b for b, d in zip(before, during, strict=True)) > 96 * MB
-    assert wait_until(
-        lambda: all(memory(p, "Rss") - b < 32 * MB for p, b in zip(pids, before, strict=True))
-    ), [(memory(p, "Rss") - b) / MB for p, b in zip(pids, before, strict=True)]
+    wait_until(
+        lambda: all(memory(p, "Rss") - b < 32 * MB for p, b in zip(pids, before, strict=True)),
+        tell=lambda: [(memory(p, "Rss") - b) / MB for p, b in zip(pids, before, strict=True)],
+    )
 
 
 def test_a_worker_has_no_copy_of_a_sharded_table(cluster):

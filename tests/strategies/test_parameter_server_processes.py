@@ -1,12 +1,11 @@
 """Parameter servers and workers as real processes: training, many variables, a user's optimizer."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
 from own_optimizer import SignDescent
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem.errors import UnsupportedOptimizer
@@ -147,12 +146,13 @@ def test_what_workers_measure_reaches_the_coordinator(cluster):
             for _ in range(20):
                 coordinator.schedule(step)
             coordinator.join(timeout_s=30)
-            tick = threading.Event()
-            for _ in range(3_000):
-                seen = coordinator.worker_metrics
-                if "ps.push" in seen.timers and seen.timers["ps.push"].count == 20:
-                    break
-                tick.wait(0.01)
+
+            def pushes() -> int:
+                timers = coordinator.worker_metrics.timers
+                return timers["ps.push"].count if "ps.push" in timers else 0
+
+            wait_until(lambda: pushes() == 20)
+            seen = coordinator.worker_metrics
     assert seen.timers["ps.push"].count == 20
     assert seen.timers["ps.read"].count == 20
     assert seen.distributions["ps.staleness"].count == 20

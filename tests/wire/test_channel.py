@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from waiting import wait_until
 
 from stratagem._wire import frames
 from stratagem._wire.channel import Channel, connect, split_address
@@ -180,8 +181,7 @@ def test_own_close_wakes_a_thread_that_waits(pair: tuple[Channel, Channel]) -> N
     client, _ = pair
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.receive, timeout_s=LIMIT_S)
-        while not client._has_reader:
-            time.sleep(0.001)
+        wait_until(lambda: client._has_reader)
         client.close()
         client.close()
         with pytest.raises(ConnectionLost):

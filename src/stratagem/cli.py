@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_INTERRUPTED
     except SystemExit:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever it is, a person at a terminal wants a sentence
         if options.debug:
             raise
         note = "".join(f"\n  {line}" for line in getattr(error, "__notes__", ()))

@@ -155,7 +155,7 @@ class ClusterCoordinator(Owner):
             engine.start()
             try:
                 _await_workers(engine)
-            except BaseException:
+            except BaseException:  # Ctrl-C while waiting, too: its threads run already
                 engine.close()
                 raise
             self._running = engine

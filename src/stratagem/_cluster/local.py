@@ -88,7 +88,7 @@ class LocalCluster(Owner):
                 self._start_threads()
             else:
                 self._start_processes(start_timeout_s)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: processes already started must not stay behind
             self.close()
             raise
 

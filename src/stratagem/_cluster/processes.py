@@ -128,7 +128,7 @@ class ForkServer(Owner):
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the user's process, which then closes us
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else knows these descriptors
             os.close(self._command)
             os.close(self._events)
             raise

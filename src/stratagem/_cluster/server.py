@@ -159,7 +159,7 @@ class Server(Owner):
     def _serve(self, task: Task) -> None:
         try:
             task.serve()
-        except Exception:
+        except Exception:  # whatever it is: the thread ends by it, and somebody should read why
             _log.exception("%r ended by an error", self)
             raise
         finally:

@@ -154,7 +154,7 @@ class Shipper:
             return shipment
         except (ValueError, StratagemError):
             raise
-        except Exception as error:
+        except Exception as error:  # pickling runs the users' own code
             raise TypeError(
                 f"the arguments cannot be sent to the workers: {error}. Pass tensors and other values "
                 "that can be pickled; make the rest with create_per_worker_resource, or inside the "
@@ -174,7 +174,7 @@ class Shipper:
             shipment = self._pack(function)
         except (ValueError, StratagemError):
             raise
-        except Exception as error:
+        except Exception as error:  # pickling runs the users' own code
             raise TypeError(
                 f"{describe_function(function)} cannot be sent to the workers: {error}. It, or "
                 "something it captures, cannot be pickled; create that thing inside the function, "
@@ -222,7 +222,7 @@ class Shipper:
         try:
             for inner in nested:
                 self._define(inner)
-        except BaseException:
+        except BaseException:  # Ctrl-C too
             del self.definitions[token]  # incomplete: to be tried again
             raise
 

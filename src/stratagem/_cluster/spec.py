@@ -7,6 +7,7 @@ coordinator read them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from typing_extensions import override
 
@@ -172,8 +173,8 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
     return result
 
 
-def _index(job: str, index: object) -> int:
+def _index(job: str, index: Any) -> int:
     try:
-        return int(index)  # type: ignore[call-overload, no-any-return]
+        return int(index)
     except (TypeError, ValueError):
         raise TypeError(f"task index {index!r} of job {job!r} is not a number.") from None

@@ -486,7 +486,7 @@ def _packed(result: object) -> tuple[Packed, Sequence[Buffer]]:
     outgoing = Outgoing()
     try:
         packed = pack(result, outgoing)
-    except Exception as error:
+    except Exception as error:  # pickling runs the users' own code; raised again below
         error.add_note(
             f"The function ran; its result, a {type(result).__name__}, cannot be sent back. Return "
             "tensors or other values that can be pickled, or None."

@@ -94,7 +94,7 @@ class BufferHome:
             return self.central
         copy = self._copies.get(replica.id)
         if copy is not None and copy.journal is replica.journal:
-            return copy.tensor  # type: ignore[return-value]
+            return copy.tensor  # type: ignore[return-value]  # set with the journal; on the hot path
         return self._bring_up_to_date(replica)
 
     @property

@@ -307,7 +307,7 @@ class Scope:
                 try:
                     held = strategy._scope_entered()
                     held.__enter__()
-                except BaseException:
+                except BaseException:  # Ctrl-C too: a scope not entered must not stay current
                     state.frame = None
                     raise
                 entry.held = held

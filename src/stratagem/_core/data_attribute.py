@@ -56,4 +56,4 @@ def _set(tensor: nn.Parameter, value: Tensor) -> None:
 def install() -> None:
     """Put the property in its place; once per process, by the first strategy."""
     if "data" not in vars(nn.Parameter):
-        nn.Parameter.data = property(_get, _set, doc=_plain.__doc__)  # type: ignore[assignment]
+        nn.Parameter.data = property(_get, _set, doc=_plain.__doc__)  # type: ignore[assignment]  # note 0004

@@ -76,12 +76,12 @@ BLANK.close()
 
 def journal_of(replica: Replica) -> Journal:
     """The replica's journal, opened when first needed."""
-    journal = replica.journal
+    journal: Journal | None = replica.journal
     if journal is None:
         journal = replica.journal = Journal(replica)
         group = replica.group
         group.at_end("homes.settle", lambda: settle(group.replicas))
-    return journal  # type: ignore[no-any-return]
+    return journal
 
 
 def version_of(tensor: Tensor) -> int:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, ItemsView, ValuesView
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ from stratagem._core.buffers import BufferHome
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.homes import ParameterHome, home_of
 from stratagem._core.leaves import ReplicatedHome
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_values  # what `dict` itself says it returns
+
 
 __all__ = [
     "BufferHome",
@@ -57,11 +61,11 @@ class _ByContext(dict[str, Any]):
         return self[name] if name in self else default
 
     @override
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+    def items(self) -> dict_items[str, Any]:
         return {name: self[name] for name in self}.items()
 
     @override
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+    def values(self) -> dict_values[str, Any]:
         return {name: self[name] for name in self}.values()
 
     @override
@@ -85,7 +89,7 @@ class _ByContext(dict[str, Any]):
         # up, so that those whose true values are elsewhere are current.
         return dict, (dict(self._central_items()),)
 
-    def _central_items(self) -> ItemsView[str, Any]:
+    def _central_items(self) -> dict_items[str, Any]:
         return self.items() if current_replica() is None else dict.items(self)
 
 

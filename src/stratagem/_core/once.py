@@ -165,6 +165,6 @@ def install() -> None:
             and issubclass(found, lr_scheduler.LRScheduler)
             and "step" in vars(found)
         ):
-            found.step = _once(found.step)  # type: ignore[method-assign]
+            found.step = _once(found.step)  # type: ignore[method-assign]  # design note 0004
     for name, ours in (("unscale_", _unscale), ("step", _step), ("update", _update)):
         setattr(GradScaler, name, eagerly(functools.wraps(_PLAIN[name])(ours)))

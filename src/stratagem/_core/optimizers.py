@@ -16,8 +16,8 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Sequence, ValuesView
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from stratagem._core.foreign import REMEDY
 from stratagem._core.homes import ParameterHome, home_of
 from stratagem._core.leaves import ReplicatedHome
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_values  # what `dict` itself says it returns
+
 
 STEP = "optimizer.step()"
 """Where replicas meet; it stands in messages."""
@@ -100,11 +104,11 @@ class GroupByReplica(dict[str, Any]):
         return self[key] if key in self else default
 
     @override
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+    def items(self) -> dict_items[str, Any]:
         return {key: self[key] for key in self}.items()
 
     @override
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+    def values(self) -> dict_values[str, Any]:
         return {key: self[key] for key in self}.values()
 
     @override

@@ -154,7 +154,7 @@ class ReplicaGroup:
                 lane.start(_Job(self, i, calls[i], lane))
             try:
                 self._serve_replicas()
-            except BaseException:
+            except BaseException:  # Ctrl-C too: replicas must not run on behind the caller's back
                 self._give_up(used, limit_s=STRAGGLER_LIMIT_S)
                 raise
             if self._done < self.size:

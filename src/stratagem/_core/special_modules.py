@@ -104,7 +104,8 @@ class _Recurrent(_Special):
     @property
     def _flat_weights(self) -> list[Any]:
         if current_replica() is None and "_flat_weights" in self.__dict__:
-            return self.__dict__["_flat_weights"]  # type: ignore[no-any-return]
+            plain: list[Any] = self.__dict__["_flat_weights"]
+            return plain
         return [getattr(self, name, None) for name in self._flat_weights_names]
 
     @_flat_weights.setter
@@ -114,19 +115,21 @@ class _Recurrent(_Special):
 
     def _update_flat_weights(self) -> None:
         if current_replica() is None:
-            super()._update_flat_weights()  # type: ignore[misc]
+            plain: Any = super()  # the recurrent class this one is mixed into
+            plain._update_flat_weights()
 
 
 class _Lazy(_Special):
     """Lazy modules: initialised once, at the first call, by what the first replica was given."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        this: Any = self
         replica = current_replica()
         if replica is not None and replica.group.size > 1:
 
             def initialise(brought: list[Any]) -> list[Any]:
                 first_args, first_kwargs = next(each for each in brought if each is not None)
-                self._infer_parameters(self, first_args, first_kwargs)  # type: ignore[operator]
+                this._infer_parameters(this, first_args, first_kwargs)
                 return [None] * len(brought)
 
             # On the caller's thread: its random numbers are those of plain PyTorch.
@@ -134,7 +137,7 @@ class _Lazy(_Special):
                 replica.id, "a lazy module's first call", (args, kwargs), initialise, on_caller=True
             )
         else:
-            self._infer_parameters(self, args, kwargs)  # type: ignore[operator]
+            this._infer_parameters(this, args, kwargs)
         # It is an ordinary module now: its class, and with it __call__, has changed.
         return self(*args, **kwargs)
 
@@ -187,7 +190,8 @@ class _Synchronised(_Special):
         """As the plain class; the replicas of a run meet instead of processes."""
         replica = current_replica()
         if replica is None or replica.group.size == 1 or not self.training:
-            return super().forward(input)  # type: ignore[no-any-return]
+            normalised: Tensor = super().forward(input)
+            return normalised
         this: Any = self
         this._check_input_dim(input)
         this._check_non_zero_input_channels(input)

@@ -179,7 +179,7 @@ class Playback:
             raise self._closed_error()
         try:
             element = self._source.next()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: threads and files are open
             self._failure = f"{type(error).__name__}: {error}"
             self.close()
             raise

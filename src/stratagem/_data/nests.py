@@ -53,7 +53,8 @@ def rebuild_dict(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(like) is dict:
         return items
     try:
-        return type(like)(items)  # type: ignore[call-arg]
+        kind: Any = type(like)  # of its constructor nothing is known
+        return kind(items)
     except TypeError:  # such as defaultdict, whose first argument is a factory
         return items
 

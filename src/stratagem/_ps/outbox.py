@@ -138,11 +138,11 @@ class Outbox:
         self.sent += 1
         try:
             link.send(pending, later=later)
-        except Exception:
+        except Exception:  # whichever it was, the write has not been sent: it was never made
             self.sent -= 1
             self._unsettled.pop()
             raise
-        except BaseException:
+        except BaseException:  # Ctrl-C: it may have been sent
             self._interrupted()
             raise
 

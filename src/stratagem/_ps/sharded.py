@@ -96,13 +96,13 @@ class ShardedVariable(Convertible):
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """All rows, as an array."""
-        return self._to_tensor().detach().cpu().numpy()  # type: ignore[no-any-return]
+        return self._to_tensor().detach().cpu().numpy()
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(self._variables)
 
     @override
-    def _to_tensor(self) -> Any:
+    def _to_tensor(self) -> Tensor:
         return torch.cat([convert_to_tensor(shard) for shard in self._variables])
 
     @override
@@ -222,9 +222,9 @@ class ShardedVariable(Convertible):
         for part in (first, *rest):
             _check_index(part)
         if isinstance(first, np.ndarray | Tensor):
-            return self._to_tensor()[torch.as_tensor(key)]  # type: ignore[no-any-return]
+            return self._to_tensor()[torch.as_tensor(key)]
         if isinstance(first, bool) or first is None or first is Ellipsis or key == ():
-            return self._to_tensor()[key]  # type: ignore[no-any-return]
+            return self._to_tensor()[key]
         if isinstance(first, int):
             row = first + self._layout.rows if first < 0 else first
             if not 0 <= row < self._layout.rows:

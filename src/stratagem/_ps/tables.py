@@ -86,7 +86,8 @@ class TableParameter(nn.Parameter):
             )
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+    # Tensor takes this argument and nn.Parameter does not: no signature suits both.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         with torch._C.DisableTorchFunctionSubclass():
             return f"<TableParameter {self.source.name!r} {tuple(self.shape)} {self.dtype}>"

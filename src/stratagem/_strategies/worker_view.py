@@ -58,7 +58,7 @@ class WorkerSetup:
         client = PsClient(self.servers, membership, incarnation=incarnation)
         try:
             return WorkerViews(self, client, worker_index)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else could close it
             client.close()
             raise
 
@@ -200,7 +200,7 @@ class WorkerViews:
 
     def _optimizer(self, token: Hashable, definition: definitions.OptimizerDefinition) -> Optimizer:
         # Not the class's own __init__: it may allocate state, which lives on the servers.
-        made: Any = definition.kind.__new__(definition.kind)
+        made: Optimizer = definition.kind.__new__(definition.kind)
         groups = [dict(group) for group in definition.groups]
         Optimizer.__init__(made, groups, dict(definition.defaults))
         stepper = _Stepper(self._variables, definition.number, definition.settings)
@@ -210,7 +210,7 @@ class WorkerViews:
             made.__dict__["step"] = types.MethodType(stepper.step, made)
             if type(made).zero_grad is Optimizer.zero_grad:
                 made.__dict__["zero_grad"] = types.MethodType(clear_gradients, made)
-        return made  # type: ignore[no-any-return]
+        return made
 
     def _forget(self, tokens: Sequence[Hashable]) -> None:
         for token in tokens:

@@ -87,7 +87,7 @@ class Arena(Owner):
         self._budget.take(size)
         try:
             segment, offset = self._find_room(size)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: what was not placed must not count
             self._budget.give_back(size)
             raise
         self.used_bytes += size

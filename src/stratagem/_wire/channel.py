@@ -191,7 +191,7 @@ class Channel(Owner):
                 self.enqueue(frames.REQUEST, call, message, buffers)
             else:
                 self._send(frames.REQUEST, call, message, buffers, timeout_s)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody will collect what was not sent
             with self._lock:
                 self._awaited.discard(call)
             raise
@@ -573,7 +573,7 @@ def connect(
             # Connecting to a free local port can meet itself; nobody listens there.
             raise ConnectionLost(f"nobody listens at {address!r}, where {name} should be")
         _prove(sock, ClientHandshake(key, who=name), wait, name)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no channel owns it yet
         sock.close()
         raise
     return Channel(sock, peer=name, limits=limits, may_unpickle=may_unpickle)
@@ -609,7 +609,7 @@ def _dial(host: str, port: int, wait: _Wait) -> socket.socket:
                     code = errno.ETIMEDOUT
                 else:
                     code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else knows it
             sock.close()
             raise
         if code == 0:

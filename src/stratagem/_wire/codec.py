@@ -196,7 +196,7 @@ _TENSOR = 0
 _HANDLE = 1
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
     """Pickles everything by value or name, except tensors (buffers) and handles (tokens)."""
 
     def __init__(

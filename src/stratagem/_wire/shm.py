@@ -152,7 +152,7 @@ class Segment(_Mapping):
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
             if not writable_by_peers:
                 _seal_against_writers(self._fd)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else knows the descriptor
             os.close(self._fd)
             raise
         super().__init__(number, memory)

@@ -162,9 +162,9 @@ def _calls(fn: Callable[[], Any]) -> Iterator[Any]:
         yield value
 
 
-def _is_iterable(value: object) -> bool:
+def _is_iterable(value: Any) -> bool:
     try:
-        iter(value)  # type: ignore[call-overload]
+        iter(value)
     except TypeError:
         return False
     return True

@@ -49,10 +49,27 @@ class BufferCopy:
             own = central.detach().to(device, copy=True)
         if central.requires_grad:
             own.requires_grad_()
+        self._is_now(own, version_of(own), central)
+
+    def share(self, twin: BufferCopy, central: Tensor) -> None:
+        """Take the copy another name of the same central tensor has in this replica."""
+        assert twin.own is not None
+        self._is_now(twin.own, twin.version, central)
+
+    def _is_now(self, own: Tensor, version: int, central: Tensor) -> None:
         self.own = self.tensor = own
-        self.version = version_of(own)
+        self.version = version
         self.source = central
         self.source_version = version_of(central)
+
+    def is_of(self, central: Tensor, journal: Journal | None) -> bool:
+        """Whether the copy was made from central as it is, and no failed run has been at it."""
+        return (
+            self.own is not None
+            and self.source is central
+            and self.source_version == version_of(central)
+            and (self.journal.settled or self.journal is journal)
+        )
 
     def written(self) -> bool:
         """Whether the replica changed the buffer, in place or by putting another tensor there."""
@@ -86,6 +103,7 @@ class BufferHome:
         self._copies: dict[int, BufferCopy] = {}
         # Puts another tensor where central stands in the module.
         self._replace: Callable[[Tensor], None] | None = None
+        _register(self)
 
     def resolve(self) -> Tensor:
         """Central outside replicas; in a replica of our strategy, that replica's copy."""
@@ -118,16 +136,30 @@ class BufferHome:
         copy = self._copies.get(replica.id)
         if copy is None:
             copy = self._copies[replica.id] = BufferCopy(self, replica.id)
-        if (
-            not copy.journal.settled  # the last run failed: never settled
-            or copy.source is not central
-            or copy.source_version != version_of(central)
-        ):
-            copy.refill(central, replica.device)
+        if not copy.is_of(central, None):
+            twin = self._twin(replica)
+            if twin is None:
+                copy.refill(central, replica.device)
+            else:
+                copy.share(twin, central)
         copy.journal = journal = journal_of(replica)
         journal.copies.append(copy)
         assert copy.tensor is not None
         return copy.tensor
+
+    def _twin(self, replica: Replica) -> BufferCopy | None:
+        """This replica's copy under another name: one tensor registered twice stays one tensor."""
+        central = self.central
+        names = _HOMES.get(id(central), ())
+        if len(names) < 2:
+            return None
+        for home in [reference() for reference in names]:
+            if home is None or home is self or home.central is not central:
+                continue
+            copy = home._copies.get(replica.id)
+            if copy is not None and copy.is_of(central, replica.journal):
+                return copy
+        return None
 
     def settle(self, copies: Sequence[BufferCopy], weights: Sequence[float]) -> None:
         """The run succeeded: merge what the replicas wrote into central.
@@ -146,10 +178,12 @@ class BufferHome:
         central = self.central
         with torch.inference_mode(False), torch.no_grad():
             merged = _merge(live, weights, central.device)
-            if merged.shape == central.shape and merged.dtype == central.dtype:
+            alike = merged.shape == central.shape and merged.dtype == central.dtype
+            if alike and (live[0].tensor is live[0].own or len(_HOMES.get(id(central), ())) < 2):
                 central.copy_(merged)
-            elif self._replace is not None:
+            elif self._replace is not None:  # also if another name still means the old tensor
                 self.central = merged
+                _register(self)
                 self._replace(merged)
         for copy in copies:
             copy.source = copy.own = copy.tensor = (
@@ -158,6 +192,20 @@ class BufferHome:
 
     def __repr__(self) -> str:
         return f"<BufferHome of shape {tuple(self.central.shape)}, {len(self._copies)} copies>"
+
+
+# id(central) -> homes of that tensor, nearly always one. An id may come to mean another tensor after its home
+# has gone, or has got another central: who looks here compares the tensor itself.
+_HOMES: dict[int, list[weakref.ref[BufferHome]]] = {}
+
+
+def _register(home: BufferHome) -> None:
+    number = id(home.central)
+    names = _HOMES.get(number)
+    if names is None:
+        names = _HOMES[number] = []
+        weakref.finalize(home.central, _HOMES.pop, number, None)
+    names.append(weakref.ref(home))
 
 
 def _merge(copies: Sequence[BufferCopy], weights: Sequence[float], device: torch.device) -> Tensor:

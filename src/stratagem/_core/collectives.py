@@ -145,7 +145,9 @@ class _AllReduce(torch.autograd.Function):
         ctx.sparse = any(reduction.is_sparse(t) for t in tensors)
         results = _meet_to_reduce(replica, op, tensors, f"all_reduce({op.name})")
         ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
-        ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
+        ctx.mark_non_differentiable(
+            *[r for r in results if not (r.is_floating_point() or r.is_complex())]
+        )
         return results
 
     @staticmethod
@@ -170,7 +172,9 @@ class _AllGather(torch.autograd.Function):
         results, places = _meet_to_gather(replica, axis, tensors)
         ctx.replica, ctx.axis, ctx.places = replica, axis, places
         ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
-        ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
+        ctx.mark_non_differentiable(
+            *[r for r in results if not (r.is_floating_point() or r.is_complex())]
+        )
         return results
 
     @staticmethod

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from stratagem._core import gradients
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica, thread_notes
 from stratagem._core.homes import home_of
@@ -170,7 +171,13 @@ def install() -> None:
     @eagerly
     @functools.wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> None:
-        plain(*args, **kwargs)
+        try:
+            plain(*args, **kwargs)
+        except BaseException:
+            replica = current_replica()
+            if replica is not None and replica.journal is not None:
+                gradients.forget_pass(replica.journal)  # the step may catch this and go on
+            raise
         replica = current_replica()
         if replica is not None and replica.group.size > 1:
             roots = args[0] if args else kwargs["tensors"]

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from stratagem._core.homes import Journal
+from stratagem.errors import ReplicaError
 
 if TYPE_CHECKING:
     from stratagem._core.leaves import Leaf, ReplicatedHome
@@ -116,10 +117,38 @@ def _end_of_backward(journal: Journal) -> None:
     journal.arrived = len(accumulated)
     with torch.no_grad():
         if accumulated:
-            _aggregate(journal.replica, _Offer(accumulated), BACKWARD)
+            offer = _Offer(accumulated)
+            if offer.gradients is None:
+                _refuse_graphs(journal, accumulated)
+            _aggregate(journal.replica, offer, BACKWARD)
         for leaf in put_aside:  # torch.autograd.grad() only: see _put_base_aside
             if leaf.base is not None:
                 leaf.tensor.grad, leaf.base = leaf.base, None
+
+
+def _refuse_graphs(journal: Journal, accumulated: Mapping[ReplicatedHome, Leaf]) -> None:
+    """``backward(create_graph=True)``: what the replicas agree on is not differentiable any more."""
+    for home, leaf in accumulated.items():
+        grad = home.gradient_of(leaf)
+        if grad is not None and grad.requires_grad:
+            raise ReplicaError(
+                f"backward(create_graph=True) in {journal.replica!r} left a gradient with a graph on "
+                f"{home.describe()}. Gradients in .grad are aggregated over the replicas and the "
+                "graph ends there, so a loss made of them would have no gradient. Use grads = "
+                "torch.autograd.grad(loss, model.parameters(), create_graph=True) and, for the "
+                "gradient of the whole batch, sg.get_replica_context().all_reduce('mean', grads), "
+                "which is differentiable."
+            )
+
+
+def forget_pass(journal: Journal) -> None:
+    """A backward pass failed: no meeting follows it, and the next pass must ask for its own."""
+    journal.accumulated = {}
+    put_aside, journal.put_aside = journal.put_aside, []
+    journal.queued = False
+    for leaf in put_aside:
+        if leaf.base is not None:
+            leaf.tensor.grad, leaf.base = leaf.base, None
 
 
 def aggregate_by_hand(replica: Any, homes: Sequence[ReplicatedHome], label: str) -> None:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -134,6 +134,7 @@ class ParameterHome(abc.ABC):
 # id(central) and id(leaf) -> home. A home keeps both tensors alive, so an id cannot be used again
 # while its entry exists; when the last module and optimizer let go of the home, the entries vanish.
 _HOMES: weakref.WeakValueDictionary[int, ParameterHome] = weakref.WeakValueDictionary()
+_REFERENCES: dict[int, weakref.ref[ParameterHome]] = _HOMES.data  # type: ignore[attr-defined]
 
 
 def home_of(parameter: Tensor) -> ParameterHome | None:
@@ -147,6 +148,17 @@ def home_of(parameter: Tensor) -> ParameterHome | None:
     """
     home = _HOMES.get(id(parameter))
     return home if home is not None and home.owns(parameter) else None
+
+
+def home_by_id(tensor: Tensor) -> ParameterHome | None:
+    """The home registered for a tensor, in few steps: the caller checks that it still owns it."""
+    reference = _REFERENCES.get(id(tensor))
+    return None if reference is None else reference()
+
+
+central_gradient: Callable[[Tensor], Tensor | None] = cast("Any", Tensor.grad).__get__
+"""The gradient a central parameter itself holds. Not by its name, which in a replica means the
+leaf's (`grad_attribute`)."""
 
 
 def settle(replicas: Sequence[Replica]) -> None:

@@ -16,7 +16,14 @@ from torch.nn.parameter import is_lazy
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.homes import BLANK, Journal, ParameterHome, journal_of, version_of
+from stratagem._core.homes import (
+    BLANK,
+    Journal,
+    ParameterHome,
+    central_gradient,
+    journal_of,
+    version_of,
+)
 from stratagem.errors import ReplicaError
 
 _Agreed = tuple["weakref.ref[Tensor]", int] | None
@@ -150,7 +157,7 @@ class ReplicatedHome(ParameterHome):
             tensor.requires_grad_(central.requires_grad)
         if central.__dict__:
             tensor.__dict__.update(central.__dict__)  # marks that users put on parameters
-        grad, agreed = central.grad, leaf.agreed
+        grad, agreed = central_gradient(central), leaf.agreed
         if (
             grad is None
             or agreed is None

@@ -39,7 +39,7 @@ def _once(plain: Callable[..., Any]) -> Callable[..., Any]:
         weights = replica.group.row_weights
 
         def combine(brought: list[Any]) -> Sequence[Any]:
-            given_args, given_kwargs = _mean_arguments(brought, weights)
+            given_args, given_kwargs = mean_arguments(brought, weights)
             return [plain(self, *given_args, **given_kwargs)] * len(brought)
 
         return replica.group.meet(replica.id, "scheduler.step()", (args, kwargs), combine)
@@ -47,7 +47,7 @@ def _once(plain: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _mean_arguments(
+def mean_arguments(
     brought: list[Any], weights: Sequence[float]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of one call: a metric is the row-weighted mean of the replicas'."""
@@ -59,6 +59,8 @@ def _mean_arguments(
     def mean(values: list[Any]) -> Any:
         first = values[0]
         if isinstance(first, bool | int) or not isinstance(first, float | torch.Tensor):
+            return first
+        if isinstance(first, torch.Tensor) and first.numel() != 1:
             return first
         if total <= 0 or all(value is first for value in values):
             return first

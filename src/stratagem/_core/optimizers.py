@@ -16,7 +16,9 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ from stratagem._core.context import Replica, current_replica
 from stratagem._core.foreign import REMEDY
 from stratagem._core.homes import ParameterHome, home_of
 from stratagem._core.leaves import ReplicatedHome
+from stratagem._core.once import mean_arguments
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 if TYPE_CHECKING:
@@ -147,6 +150,48 @@ def _by_replica(group: dict[str, Any]) -> GroupByReplica:
     return group if isinstance(group, GroupByReplica) else GroupByReplica(group)
 
 
+class _State(defaultdict[Any, Any]):
+    """``optimizer.state``: kept for the central parameters, found by a replica's leaf too.
+
+    A step that looks at ``optimizer.state[p]`` has leaves in its hands. Lookups that hit, which are those
+    of the optimizer itself, are the dict's own.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, plain: Mapping[Any, Any]) -> None:
+        super().__init__(dict, plain)
+
+    @override
+    def __missing__(self, key: Any) -> Any:
+        central = _central(key)
+        return super().__missing__(key) if central is key else self[central]
+
+    @override
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_central(key), value)
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(_central(key))
+
+    @override
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        return super().get(_central(key), default)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
+        return copy.deepcopy(defaultdict(dict, self), memo)
+
+
+def _central(key: Any) -> Any:
+    home = home_of(key) if isinstance(key, Tensor) else None
+    return key if home is None else home.central
+
+
 # ------------------------------------------------------------------ adopting
 
 
@@ -157,6 +202,8 @@ def adopt(optimizer: Optimizer) -> None:
         if all(home_of(each) is None for group in groups for each in group["params"]):
             return
         optimizer.param_groups = _Groups(groups)
+    if not isinstance(optimizer.state, _State):
+        optimizer.state = _State(optimizer.state)
     held = optimizer.__dict__
     if "step" not in held:
         held["step"] = types.MethodType(_step, optimizer)
@@ -165,23 +212,24 @@ def adopt(optimizer: Optimizer) -> None:
 
 
 @eagerly
-def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Reset the gradients of all optimized parameters; in a replica, of its own leaves."""
     kind = type(self)
     if (
-        current_replica() is None
-        or not set_to_none
+        args
+        or kwargs  # set_to_none, or what a user's optimizer takes
+        or current_replica() is None
         or kind.zero_grad is not Optimizer.zero_grad
         or torch.autograd.profiler._is_profiler_enabled
     ):
-        kind.zero_grad(self, set_to_none)
-        return
+        return kind.zero_grad(self, *args, **kwargs)
     # torch's own does this inside an annotation for its profiler, which costs a replica whose
     # processor has just done something else 80 µs, most of them holding the interpreter lock.
     for group in self.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 parameter.grad = None
+    return None
 
 
 def _at_home(optimizer: Optimizer) -> None:
@@ -193,13 +241,16 @@ def _at_home(optimizer: Optimizer) -> None:
 
 
 @eagerly
-def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Perform a single optimization step; in a replica once for all of them."""
+def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Perform a single optimization step; in a replica once for all of them.
+
+    What a user's optimizer takes besides a closure goes on to it: of numbers that differ, the mean.
+    """
     replica = current_replica()
     homes = _homes(self)
     if replica is None or not homes:
-        return _real_step(self, closure)()
-    if closure is not None and replica.group.size > 1:
+        return type(self).step(self, *args, **kwargs)
+    if replica.group.size > 1 and (callable(args[0] if args else None) or kwargs.get("closure")):
         raise UnsupportedOptimizer(
             f"{type(self).__name__}.step(closure) cannot run in {replica!r}: the closure would be "
             "evaluated several times on one replica's rows only. Use OneDeviceStrategy for "
@@ -209,43 +260,49 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     group = replica.group
     live = [i for i, weight in enumerate(group.row_weights) if weight > 0]
 
-    def once(brought: list[tuple[Optimizer, bool] | None]) -> list[Any]:
+    def once(brought: list[tuple[Optimizer, bool, Any] | None]) -> list[Any]:
         present = [each for each in brought if each is not None]
-        if any(by_hand for _, by_hand in present):
+        if any(by_hand for _, by_hand, _ in present):
             return [_BY_HAND] * len(brought)
         # Made inside a replica, each has its own optimizer: the first one's keeps the state.
         optimizer = present[0][0]
         lead = next((i for i in live if brought[i] is not None), None)
         if lead is None:
             lead = next(i for i, each in enumerate(brought) if each is not None)
-        return [_step_at_home(optimizer, homes, lead, closure)] * len(brought)
+        if args or kwargs:
+            given = [None if each is None else each[2] for each in brought]
+            real = _real_step(optimizer, *mean_arguments(given, group.row_weights))
+        else:
+            real = _real_step(optimizer)
+        return [_step_at_home(optimizer, homes, lead, real)] * len(brought)
 
     # Gradients set by hand came through no meeting; one replica's word is enough to have one.
     by_hand, me = False, replica.id
     for home in homes:
         leaf = home.by_replica.get(me)
         by_hand = by_hand or (leaf is not None and not leaf.is_aggregated())
-    result = group.meet(me, STEP, (self, by_hand), once)
+    result = group.meet(me, STEP, (self, by_hand, (args, kwargs)), once)
     if result is _BY_HAND:
         with torch.no_grad():
             gradients.aggregate_by_hand(replica, homes, STEP)
-        result = group.meet(replica.id, STEP, (self, False), once)
+        result = group.meet(me, STEP, (self, False, (args, kwargs)), once)
     return result
 
 
 _BY_HAND = object()
 
 
-def _real_step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any]:
-    real = functools.partial(type(optimizer).step, optimizer)
-    return real if closure is None else functools.partial(real, closure)
+def _real_step(
+    optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[], Any]:
+    return functools.partial(type(optimizer).step, optimizer, *args, **kwargs)
 
 
 def _step_at_home(
     optimizer: Optimizer,
     homes: Sequence[ReplicatedHome],
     lead: int,
-    closure: Callable[[], Any] | None,
+    real: Callable[[], Any],
 ) -> Any:
     """Runs once, in cross-replica context: central gradients, then the real step.
 
@@ -253,7 +310,7 @@ def _step_at_home(
         optimizer: whose step it is.
         homes: of its parameters.
         lead: the replica whose leaves hold the gradients.
-        closure: for a lone replica.
+        real: the optimizer class's own step, with its arguments.
     """
     for home in homes:
         home.refuse_writes()
@@ -263,7 +320,7 @@ def _step_at_home(
             home.central.grad = None
         else:
             home.publish(spoke)
-    result = homes[0].strategy._step_optimizer(optimizer, _real_step(optimizer, closure))
+    result = homes[0].strategy._step_optimizer(optimizer, real)
     for home in homes:
         home.stepped()
     return result

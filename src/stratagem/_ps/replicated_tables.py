@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica
-from stratagem._core.homes import journal_of, version_of
+from stratagem._core.homes import central_gradient, journal_of, version_of
 from stratagem._core.leaves import Leaf, ReplicatedHome
 from stratagem._ps.tables import TableParameter
 
@@ -83,7 +83,7 @@ class ReplicatedTable(ReplicatedHome):
 
     def _follow_gradient(self, leaf: Leaf) -> None:
         """At the start of a run the view's gradient is central's, whatever was done to that outside."""
-        table, grad, agreed = _table(leaf), self.central.grad, leaf.agreed
+        table, grad, agreed = _table(leaf), central_gradient(self.central), leaf.agreed
         if grad is None:
             table.grad = None
         elif (

@@ -36,6 +36,7 @@ from stratagem._core import (
     context,
     data_attribute,
     foreign,
+    grad_attribute,
     modules,
     once,
     optimizers,
@@ -81,6 +82,7 @@ class Strategy(Owner):
         optimizers.install()
         foreign.install()
         data_attribute.install()
+        grad_attribute.install()
         once.install()
         self._lanes = LaneSet(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._lanes.close)

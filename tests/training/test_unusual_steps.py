@@ -1,0 +1,339 @@
+"""Steps that are ordinary PyTorch but not the usual lines: they give one device's numbers, or say why not."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stratagem as sg
+from stratagem.errors import ReplicaError, UnsupportedOptimizer
+
+GENERATOR = torch.Generator().manual_seed(7)
+BATCHES = [
+    (torch.randn(n, 5, generator=GENERATOR), torch.randn(n, 2, generator=GENERATOR))
+    for n in (7, 6, 1, 5)
+]
+
+
+def make_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def on_one_device(train):
+    return train(make_model(), lambda step, batch: step(batch))
+
+
+def under(strategy, train, make=make_model):
+    with strategy.scope():
+        model = make()
+
+    def run(step, batch):
+        (part,) = strategy.distribute_dataset([batch])
+        return strategy.run(step, args=(part,))
+
+    return train(model, run)
+
+
+def agree(got, wanted):
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            got[name], value, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}"
+        )
+
+
+# ------------------------------------------------------------------ parameters taken outside run
+
+
+@pytest.mark.parametrize("use", ["clip", "zero", "delete", "scale", "add"])
+def test_gradients_of_parameters_taken_outside_run_are_the_replicas(use, strategy):
+    """``params = list(model.parameters())`` outside, ``clip_grad_norm_(params, …)`` inside."""
+
+    def train(model, run):
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.5)
+
+        def step(batch):
+            x, y = batch
+            if len(x) == 0:
+                return None
+            loss = F.mse_loss(model(x), y)
+            if use == "zero":
+                for p in params:
+                    p.grad = None
+            elif use == "delete":
+                for p in params:
+                    del p.grad
+            else:
+                optimizer.zero_grad()
+            loss.backward()
+            if use == "clip":
+                nn.utils.clip_grad_norm_(params, 0.01)
+            elif use == "scale":
+                for p in params:
+                    p.grad.mul_(0.1)
+            elif use == "add":
+                for p in params:
+                    p.grad = p.grad + 0.01 * p.detach()
+            total = sum(p.grad.norm() for p in params)
+            optimizer.step()
+            return total
+
+        norms = [run(step, batch) for batch in BATCHES]
+        first = norms[0] if isinstance(norms[0], torch.Tensor) else norms[0].values[0]
+        return {**model.state_dict(), "norm": first}
+
+    agree(under(strategy, train), on_one_device(train))
+
+
+def test_parameters_without_a_home_lose_their_gradient_in_all_replicas_at_once(several):
+    """torch frees such a gradient twice when two threads do it at the same time; replicas take turns."""
+    shared = [nn.Parameter(torch.zeros(8, 5)) for _ in range(8)]
+
+    def clear():
+        for p in shared:
+            p.grad = None
+        return all(p.grad is None for p in shared)
+
+    for _ in range(300):
+        for p in shared:
+            p.grad = torch.ones(8, 5)
+        assert several.run(clear) is True
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+@pytest.mark.parametrize("look", ["index", "get", "in"])
+def test_the_optimizers_state_is_found_by_a_replicas_parameters(look, strategy):
+    def train(model, run):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if look == "in":
+                return torch.tensor([p in optimizer.state for p in held])
+            if look == "get":
+                return optimizer.state.get(held[0])["exp_avg"].clone()
+            return optimizer.state[held[0]]["exp_avg"].clone()
+
+        seen = run(step, BATCHES[0])
+        seen = seen if isinstance(seen, torch.Tensor) else seen.values[-1]
+        state = optimizer.state_dict()["state"]
+        assert sorted(state) == [0, 1, 2, 3]
+        plain = pickle.loads(pickle.dumps(optimizer))
+        assert len(plain.state) == len(copy.deepcopy(optimizer).state) == 4
+        return {"seen": seen, "exp_avg": state[0]["exp_avg"]}
+
+    agree(under(strategy, train), on_one_device(train))
+
+
+class Descent(torch.optim.Optimizer):
+    """As people wrote them before ``set_to_none``, with a step that takes what it likes."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.detach_()
+                    p.grad.zero_()
+
+    def step(self, closure=None, *, loss=None, scale=1.0, note=""):
+        factor = scale if loss is None else scale / (1 + float(loss))
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-factor * group["lr"])
+        return f"stepped {note}"
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_users_optimizer_takes_its_own_arguments(where, strategy):
+    """Numbers that differ between replicas, such as a loss, become the mean over the rows."""
+
+    def train(model, run):
+        optimizer = Descent(model.parameters(), lr=0.5)
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if where == "inside":
+                assert optimizer.step(loss=loss.detach(), scale=0.5, note="now") == "stepped now"
+
+        for batch in BATCHES[:2]:
+            run(step, batch)
+            if where == "outside":
+                assert optimizer.step(scale=0.5) == "stepped "
+        return model.state_dict()
+
+    agree(under(strategy, train), on_one_device(train))
+
+
+def test_a_closure_is_refused_by_name_too(several):
+    with several.scope():
+        model = make_model()
+        optimizer = Descent(model.parameters(), lr=0.5)
+    for given in [((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})]:
+        with pytest.raises(UnsupportedOptimizer, match="OneDeviceStrategy"):
+            several.run(lambda given=given: optimizer.step(*given[0], **given[1]))
+
+
+# ------------------------------------------------------------------ backward passes
+
+
+def test_a_step_that_catches_a_failed_backward_and_goes_on_trains_the_same(strategy):
+    """The next pass meets again, so that clipping sees the aggregated gradient."""
+
+    def train(model, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step(batch):
+            x, y = batch
+            hidden = model[0](x)
+            hidden.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                F.mse_loss(model[2](model[1](hidden)), y).backward()
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+
+        for batch in BATCHES[:2]:
+            run(step, batch)
+        return model.state_dict()
+
+    agree(under(strategy, train), on_one_device(train))
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum"])
+def test_gradients_before_a_failed_backward_are_kept(aggregation, make_strategy):
+    strategy = make_strategy("central2", gradient_aggregation=aggregation)
+    with strategy.scope():
+        model = make_model()
+
+    def step(batch):
+        x, y = batch
+        F.mse_loss(model(x), y).backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(ZeroDivisionError):
+            out = model(x)
+            out.register_hook(lambda _: 1 / 0)
+            out.sum().backward()
+        for p, grad in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+
+    (part,) = strategy.distribute_dataset(BATCHES[:1])
+    strategy.run(step, args=(part,))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_loss_made_of_gradients_with_a_graph_is_refused_with_the_remedy(several):
+    """The graph of .grad ends where replicas meet: such a loss would silently have no gradient."""
+    with several.scope():
+        model = make_model()
+
+    def step(batch):
+        x, y = batch
+        F.mse_loss(model(x), y).backward(create_graph=True)
+
+    (part,) = several.distribute_dataset(BATCHES[:1])
+    with pytest.raises(ReplicaError, match=r"create_graph=True.*all_reduce"):
+        several.run(step, args=(part,))
+
+
+def test_a_penalty_on_the_gradient_of_the_whole_batch_trains_the_same(strategy):
+    """What the refusal above advises."""
+
+    def train(model, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            grads = sg.get_replica_context().all_reduce("mean", grads)
+            (loss + 0.5 * sum(g.square().sum() for g in grads)).backward()
+            optimizer.step()
+
+        for _ in range(3):
+            run(step, BATCHES[1])  # as many rows for each replica
+        return model.state_dict()
+
+    agree(under(strategy, train), on_one_device(train))
+
+
+def test_complex_numbers_are_differentiated_through_collectives(two):
+    def step():
+        ctx = sg.get_replica_context()
+        factor = int(ctx.replica_id_in_sync_group) + 1
+        x = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+        (ctx.all_reduce("sum", x) * factor).real.sum().backward()
+        z = torch.tensor([1 + 2j], requires_grad=True)
+        (ctx.all_gather(z, axis=0) * factor).real.sum().backward()
+        return x.grad, z.grad
+
+    reduced, gathered = two.run(step)
+    assert [g.tolist() for g in reduced.values] == [[3, 3], [3, 3]]
+    assert [g.tolist() for g in gathered.values] == [[3], [3]]
+
+
+# ------------------------------------------------------------------ buffers
+
+
+class Counters(nn.Module):
+    """One tensor under two names, and one under two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+        steps = torch.zeros(2)
+        self.register_buffer("one", steps)
+        self.register_buffer("other", steps)
+        self.child = nn.Module()
+        self.child.register_buffer("steps", steps)
+
+    def forward(self, x):
+        self.one += 1
+        self.child.steps += self.other
+        if self.one[0] > 20:
+            self.other = self.other + 0.5  # its own tensor from here on
+        return self.linear(x)
+
+
+def test_one_tensor_registered_as_several_buffers_stays_one(strategy):
+    def make():
+        torch.manual_seed(3)
+        return Counters()
+
+    def train(model, run):
+        model = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        seen = {}
+        for number, batch in enumerate([*BATCHES, *BATCHES]):
+            run(step, batch)
+            seen |= {
+                f"{number} {k}": v.clone() for k, v in model.named_buffers(remove_duplicate=False)
+            }
+        return seen
+
+    agree(under(strategy, train, make), train(make(), lambda step, batch: step(batch)))

@@ -12,8 +12,9 @@ import time
 
 import torch
 
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, tensor_from, unpack
+from stratagem._wire.connecting import connect
 from stratagem._wire.frames import REQUEST
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Ok, Packed, Ping, Read, ReadItem, Values

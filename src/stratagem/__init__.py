@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from stratagem._cluster.remote import RemoteValue as RemoteValue
     from stratagem._cluster.server import Server as Server
     from stratagem._cluster.spec import ClusterSpec as ClusterSpec
-    from stratagem._core.context import InputContext as InputContext
-    from stratagem._core.context import ReplicaContext as ReplicaContext
-    from stratagem._core.context import ValueContext as ValueContext
     from stratagem._core.context import function as function
     from stratagem._core.context import get_current_worker_index as get_current_worker_index
     from stratagem._core.context import get_replica_context as get_replica_context
@@ -37,6 +34,9 @@ if TYPE_CHECKING:
     from stratagem._core.context import in_cross_replica_context as in_cross_replica_context
     from stratagem._core.context import set_strategy as set_strategy
     from stratagem._core.reduction import ReduceOp as ReduceOp
+    from stratagem._core.user_contexts import InputContext as InputContext
+    from stratagem._core.user_contexts import ReplicaContext as ReplicaContext
+    from stratagem._core.user_contexts import ValueContext as ValueContext
     from stratagem._core.values import DistributedValues as DistributedValues
     from stratagem._core.values import Mirrored as Mirrored
     from stratagem._core.values import PerReplica as PerReplica
@@ -72,9 +72,9 @@ _HOME_OF = {
     "ParameterServerStrategy": "_strategies.parameter_server",
     "auto_strategy": "launch",
     # contexts
-    "ReplicaContext": "_core.context",
-    "ValueContext": "_core.context",
-    "InputContext": "_core.context",
+    "ReplicaContext": "_core.user_contexts",
+    "ValueContext": "_core.user_contexts",
+    "InputContext": "_core.user_contexts",
     "get_strategy": "_core.context",
     "has_strategy": "_core.context",
     "get_replica_context": "_core.context",

@@ -3,7 +3,7 @@
 import pytest
 
 from stratagem import ClusterCoordinator, LocalCluster, ParameterServerStrategy, errors
-from stratagem._wire.channel import connect
+from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 
 

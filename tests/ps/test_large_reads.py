@@ -15,7 +15,7 @@ from stratagem._ps.server import ParameterServer, ServerOptions
 from stratagem._ps.stepping import GroupSpec
 from stratagem._ps.store import StateEntry
 from stratagem._wire import messages
-from stratagem._wire.channel import connect
+from stratagem._wire.connecting import connect
 from stratagem._wire.frames import Limits
 from stratagem.errors import ProtocolError
 

@@ -17,7 +17,8 @@ from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
 from stratagem._wire import frames, messages
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
+from stratagem._wire.connecting import connect
 
 LIMIT_S = 30.0
 CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True)

@@ -24,7 +24,8 @@ from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
 from stratagem._ps.server import ParameterServer, ServerOptions
 from stratagem._wire import frames, messages
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
+from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import (
     AuthenticationError,

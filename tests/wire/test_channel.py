@@ -13,8 +13,9 @@ import torch
 from waiting import wait_until
 
 from stratagem._wire import frames
-from stratagem._wire.channel import Channel, connect, split_address
+from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, tensor_from
+from stratagem._wire.connecting import connect, split_address
 from stratagem._wire.failures import failure_from
 from stratagem._wire.frames import Limits
 from stratagem._wire.listener import Listener

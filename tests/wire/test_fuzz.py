@@ -22,7 +22,8 @@ from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
 from stratagem._wire import frames, messages
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
+from stratagem._wire.connecting import connect
 from stratagem._wire.frames import FrameParser, Limits
 from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 

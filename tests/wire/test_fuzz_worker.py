@@ -24,8 +24,9 @@ from hostile import (
 
 from stratagem._cluster.views import PlainSetup
 from stratagem._wire import frames, messages
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, unpack
+from stratagem._wire.connecting import connect
 from stratagem.errors import ConnectionLost, ProtocolError, RemoteError
 
 # As for test_fuzz.py.

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from stratagem._wire import listener as listener_module
-from stratagem._wire.channel import connect
+from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClientHandshake, ClusterKey
 from stratagem._wire.listener import PENDING_LIMIT, Listener, is_loopback
 from stratagem._wire.messages import Ping

@@ -19,8 +19,9 @@ from typing_extensions import override
 from stratagem._cluster.pulse import WINDOW_S, Pulse
 from stratagem._cluster.shipping import Encoded
 from stratagem._wire import messages
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack
+from stratagem._wire.connecting import connect
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message

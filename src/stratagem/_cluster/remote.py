@@ -17,6 +17,7 @@ import torch
 from typing_extensions import override
 
 from stratagem._core import context
+from stratagem._core.user_contexts import InputContext
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame, Packed
 from stratagem.errors import ClosureAborted, ClosureCancelled, DeadlineExceeded
@@ -255,7 +256,7 @@ def build_dataset(source: object, *, index: int, workers: int) -> Iterable[objec
     if not callable(source):
         dataset = source
     elif _takes_context(source):
-        dataset = source(context.InputContext(num_input_pipelines=workers, input_pipeline_id=index))
+        dataset = source(InputContext(num_input_pipelines=workers, input_pipeline_id=index))
     else:
         dataset = source()
     if not isinstance(dataset, Iterable):

@@ -19,7 +19,7 @@ from stratagem._cluster.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.heap import keep_freed_memory
 from stratagem._ps.server import ParameterServer
-from stratagem._wire.channel import split_address
+from stratagem._wire.connecting import split_address
 from stratagem._wire.listener import is_loopback
 from stratagem.config import ClusterOptions, log_as_environment_says
 from stratagem.errors import NotFoundError

@@ -164,7 +164,7 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _ports() -> Iterator[Finding]:
-    from stratagem._wire.channel import connect
+    from stratagem._wire.connecting import connect
     from stratagem._wire.listener import Listener
 
     problem = ""

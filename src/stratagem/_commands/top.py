@@ -9,7 +9,7 @@ from stratagem._cluster.tasks import cluster_key
 from stratagem._commands.server import cluster_from
 from stratagem._demo.view import Picture, ServerRow, WorkerRow, open_view
 from stratagem._wire import messages
-from stratagem._wire.channel import connect
+from stratagem._wire.connecting import connect
 from stratagem.errors import WireError
 
 __all__ = ["look", "watch"]

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from stratagem._core.context import InputContext, current_replica
+from stratagem._core.context import current_replica
+from stratagem._core.user_contexts import InputContext
 from stratagem._core.values import PerReplica
 from stratagem._data import autoshard, nests, specs
 from stratagem._data.background import Prefetcher

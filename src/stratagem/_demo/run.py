@@ -21,8 +21,9 @@ from stratagem import config
 from stratagem._cluster.coordinator import ClusterCoordinator
 from stratagem._cluster.local import LocalCluster
 from stratagem._cluster.remote import RemoteValue, RemoteValueStatus
-from stratagem._core.context import InputContext, get_current_worker_index
+from stratagem._core.context import get_current_worker_index
 from stratagem._core.partition import MinSizePartitioner
+from stratagem._core.user_contexts import InputContext
 from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc

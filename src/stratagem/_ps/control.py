@@ -14,7 +14,8 @@ from typing import final
 from typing_extensions import override
 
 from stratagem._wire import messages
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
+from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Message
 from stratagem.errors import ConnectionLost, DeadlineExceeded, ParameterServerLost

@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._wire import messages
-from stratagem._wire.channel import Channel, connect
+from stratagem._wire.channel import Channel
+from stratagem._wire.connecting import connect
 from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message

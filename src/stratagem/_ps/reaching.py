@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from stratagem._ps.link import Link
-from stratagem._wire.channel import check_destination
+from stratagem._wire.connecting import check_destination
 from stratagem.errors import ConnectionLost, DeadlineExceeded, ParameterServerLost, WireError
 
 _log = logging.getLogger("stratagem.ps")

@@ -48,6 +48,7 @@ from stratagem._core import (
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet
+from stratagem._core.user_contexts import InputContext, ValueContext
 from stratagem._owner import Owner
 from stratagem.errors import ContextError
 
@@ -248,9 +249,7 @@ class Strategy(Owner):
         return self._local_results(value)
 
     @final
-    def distribute_values_from_function(
-        self, value_fn: Callable[[context.ValueContext], Any]
-    ) -> Any:
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A distributed value whose components are made by ``value_fn``, one call per replica.
 
         Example:
@@ -283,7 +282,7 @@ class Strategy(Owner):
     @final
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[context.InputContext], Any],
+        dataset_fn: Callable[[InputContext], Any],
         options: config.InputOptions | None = None,
     ) -> Any:
         """An iterable of distributed batches from a dataset of per-replica batches.
@@ -375,9 +374,9 @@ class Strategy(Owner):
         parts = values.split(value, size)
         return (value,) * size if parts is None else tuple(parts)
 
-    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         size = self.num_replicas_in_sync
-        made = [value_fn(context.ValueContext(i, size)) for i in range(size)]
+        made = [value_fn(ValueContext(i, size)) for i in range(size)]
         return values.wrap(made)
 
     def _create_variable(self, request: variables.VariableRequest) -> Any:
@@ -410,7 +409,7 @@ class Strategy(Owner):
 
     def _distribute_from_function(
         self,
-        dataset_fn: Callable[[context.InputContext], Any],
+        dataset_fn: Callable[[InputContext], Any],
         options: config.InputOptions | None,
     ) -> Any:
         from stratagem._data import distribute

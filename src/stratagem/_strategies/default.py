@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self, final
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, devices, reduction
+from stratagem._core import devices, reduction
+from stratagem._core.user_contexts import InputContext, ReplicaContext, ValueContext
 from stratagem._strategies.base import Strategy
 
 _made: list[DefaultStrategy] = []
@@ -36,7 +37,7 @@ class DefaultStrategy(Strategy):
                 "scope to get it."
             )
         super().__init__()
-        self._default_context = context.ReplicaContext(self, 0)
+        self._default_context = ReplicaContext(self, 0)
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -84,18 +85,18 @@ class DefaultStrategy(Strategy):
         return (value,)
 
     @override
-    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
-        return value_fn(context.ValueContext())
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        return value_fn(ValueContext())
 
     def _distribute_dataset(self, dataset: Any, options: config.InputOptions | None) -> Any:
         return dataset  # INP-23
 
     def _distribute_from_function(
         self,
-        dataset_fn: Callable[[context.InputContext], Any],
+        dataset_fn: Callable[[InputContext], Any],
         options: config.InputOptions | None,
     ) -> Any:
-        return dataset_fn(context.InputContext())
+        return dataset_fn(InputContext())
 
 
 def default_strategy() -> DefaultStrategy:

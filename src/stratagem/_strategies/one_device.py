@@ -7,7 +7,8 @@ from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
-from stratagem._core import context, devices, reduction
+from stratagem._core import devices, reduction
+from stratagem._core.user_contexts import ValueContext
 from stratagem._strategies.base import GradientAggregation, Strategy
 
 
@@ -59,8 +60,8 @@ class SingleDevice(Strategy):
         return (value,)
 
     @override
-    def _values_from_function(self, value_fn: Callable[[context.ValueContext], Any]) -> Any:
-        return value_fn(context.ValueContext())
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        return value_fn(ValueContext())
 
 
 @final

@@ -23,6 +23,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._core import context, devices, reduction
 from stratagem._core.partition import Partitioner
+from stratagem._core.user_contexts import InputContext
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._data import distribute
 from stratagem._ps import variables as ps_variables
@@ -250,7 +251,7 @@ class ParameterServerStrategy(Strategy):
     @override
     def _distribute_from_function(
         self,
-        dataset_fn: Callable[[context.InputContext], Any],
+        dataset_fn: Callable[[InputContext], Any],
         options: config.InputOptions | None,
     ) -> UnbuiltDataset:
         return UnbuiltDataset(distribute.distribute_datasets_from_function, dataset_fn, options)
@@ -270,7 +271,7 @@ class UnbuiltDataset:
         self._source = source
         self._options = options
 
-    def __call__(self, worker: context.InputContext) -> Any:
+    def __call__(self, worker: InputContext) -> Any:
         """Build the share of one worker, for the devices of its strategy."""
         return self._build(
             self._source,

@@ -19,7 +19,8 @@ from typing import final
 from typing_extensions import override
 
 from stratagem._owner import Owner
-from stratagem._wire.channel import Channel, split_address
+from stratagem._wire.channel import Channel
+from stratagem._wire.connecting import split_address
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
 from stratagem._wire.stream import prepare

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, final
 
-from stratagem._core import context
+from stratagem._core.user_contexts import InputContext
 from stratagem._strategies.base import Strategy
 from stratagem._strategies.one_device import SingleDevice
 from stratagem.compat import spelling
@@ -117,7 +117,7 @@ class OneDeviceStrategy(SingleDevice):
 
     def make_input_fn_iterator(
         self,
-        input_fn: Callable[[context.InputContext], Any],
+        input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
         """An iterator over what `input_fn` returns: a dataset, or a function called for each input.
@@ -131,7 +131,7 @@ class OneDeviceStrategy(SingleDevice):
                 "InputReplicationMode.PER_WORKER. For one dataset per replica use "
                 "distribute_datasets_from_function() with InputOptions."
             )
-        given = input_fn(context.InputContext(1, 0, self.num_replicas_in_sync))
+        given = input_fn(InputContext(1, 0, self.num_replicas_in_sync))
         if callable(given):
             call = given
             return InputIterator(lambda: _calls(call), repr(given))

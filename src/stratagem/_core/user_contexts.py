@@ -1,0 +1,239 @@
+"""What users' functions are handed, or can ask for: replica, value and input contexts.
+
+Who runs where is known in `context.py`; here are the objects that say so in tf.distribute's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from stratagem._core.compiling import eagerly
+from stratagem._core.context import current_replica, entered, require_replica
+
+
+class ReplicaContext:
+    """One replica's view of the run it takes part in; got from `get_replica_context`.
+
+    Example:
+        >>> import torch, stratagem as sg
+        >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def step():
+        ...     context = sg.get_replica_context()
+        ...     return context.all_reduce(
+        ...         "sum", torch.tensor(1.0) + context.replica_id_in_sync_group
+        ...     )
+        >>> strategy.reduce("mean", strategy.run(step), axis=None)
+        tensor(3.)
+        >>> strategy.close()
+    """
+
+    __slots__ = ("__weakref__", "_id", "_strategy", "_tensor")
+
+    def __init__(
+        self,
+        strategy: Any,
+        replica_id_in_sync_group: int | torch.Tensor | None,
+    ) -> None:
+        given: Any = replica_id_in_sync_group
+        if given is not None and (
+            isinstance(given, bool) or not isinstance(given, int | torch.Tensor)
+        ):
+            raise ValueError(
+                f"replica_id_in_sync_group={given!r} is not a replica's number: expected an int, "
+                "an integer tensor or None."
+            )
+        self._strategy = strategy
+        self._id: int | torch.Tensor | None = given
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part."""
+        return int(self._strategy.num_replicas_in_sync)
+
+    @property
+    def replica_id_in_sync_group(self) -> int | torch.Tensor | None:
+        """This replica's number: an int32 scalar tensor (the plain int 0 in the default context)."""
+        if self._strategy._is_default or self._id is None or isinstance(self._id, torch.Tensor):
+            return self._id
+        if self._tensor is None:
+            self._tensor = torch.tensor(self._id, dtype=torch.int32, device="cpu")
+        return self._tensor
+
+    @property
+    def devices(self) -> Any:
+        """This replica's device, in the shape tf.distribute gave it (deprecated there)."""
+        self._require_active("devices")
+        return self._strategy._replica_devices(self._number())
+
+    def _number(self) -> int:
+        return 0 if self._id is None else int(self._id)
+
+    def _require_active(self, what: str) -> None:
+        require_replica(self, f"ReplicaContext.{what}")
+
+    @eagerly
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Wait for all replicas, run ``merge_fn(strategy, *args, **kwargs)`` once, hand back its result.
+
+        ``merge_fn`` runs in cross-replica context with the replicas' arguments merged as ``run``
+        merges results; each replica gets its component of every distributed value it returns.
+
+        Example:
+            >>> import stratagem as sg
+            >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def together(strategy, value):
+            ...     return sum(strategy.local_results(value))
+            >>> def step():
+            ...     context = sg.get_replica_context()
+            ...     return context.merge_call(
+            ...         together, args=(float(context.replica_id_in_sync_group),)
+            ...     )
+            >>> strategy.run(step)
+            1.0
+            >>> strategy.close()
+        """
+        self._require_active("merge_call")
+        if not callable(merge_fn):
+            raise TypeError(f"merge_call needs a function, got {merge_fn!r}.")
+        replica = current_replica()
+        if replica is None:
+            with entered(self._strategy, None):
+                return merge_fn(self._strategy, *args, **(kwargs or {}))
+        from stratagem._core import replicas
+
+        return replicas.merge_call(replica, merge_fn, tuple(args), dict(kwargs or {}))
+
+    @eagerly
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Sum or mean of ``value`` over all replicas, on every replica; differentiable.
+
+        Args:
+            reduce_op: `ReduceOp` or its name in any letter case.
+            value: a tensor, or a nest of tensors.
+            options: `CommunicationOptions`, accepted and ignored here.
+        """
+        self._require_active("all_reduce")
+        from stratagem._core import collectives
+
+        return collectives.all_reduce(current_replica(), reduce_op, value)
+
+    @eagerly
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """The replicas' tensors joined along ``axis`` in replica order; differentiable.
+
+        Args:
+            value: a tensor of rank ≥ 1, or a nest of them; sizes may differ along ``axis`` only.
+            axis: the dimension to join along.
+            options: `CommunicationOptions`, accepted and ignored here.
+        """
+        self._require_active("all_gather")
+        from stratagem._core import collectives
+
+        return collectives.all_gather(current_replica(), value, axis)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<ReplicaContext {self._number()} of {self.num_replicas_in_sync}>"
+
+
+class ValueContext:
+    """What a value function of ``distribute_values_from_function`` is told.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.ValueContext(1, 2).replica_id_in_sync_group
+        1
+    """
+
+    __slots__ = ("_num_replicas_in_sync", "_replica_id_in_sync_group")
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The replica the value is for."""
+        return self._replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are."""
+        return self._num_replicas_in_sync
+
+    @override
+    def __repr__(self) -> str:
+        return f"ValueContext({self._replica_id_in_sync_group}, {self._num_replicas_in_sync})"
+
+
+class InputContext:
+    """What a dataset function of ``distribute_datasets_from_function`` is told.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64)
+        16
+    """
+
+    __slots__ = ("_input_pipeline_id", "_num_input_pipelines", "_num_replicas_in_sync")
+
+    def __init__(
+        self,
+        num_input_pipelines: int = 1,
+        input_pipeline_id: int = 0,
+        num_replicas_in_sync: int = 1,
+    ) -> None:
+        self._num_input_pipelines = num_input_pipelines
+        self._input_pipeline_id = input_pipeline_id
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """How many input pipelines there are in all."""
+        return self._num_input_pipelines
+
+    @property
+    def input_pipeline_id(self) -> int:
+        """Number of this pipeline, from 0."""
+        return self._input_pipeline_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are in all."""
+        return self._num_replicas_in_sync
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The global batch size divided by the number of replicas.
+
+        Raises:
+            ValueError: it does not divide evenly.
+        """
+        if global_batch_size % self._num_replicas_in_sync != 0:
+            raise ValueError(
+                f"global_batch_size={global_batch_size!r} does not divide evenly by the "
+                f"{self._num_replicas_in_sync} replicas in sync. Choose a multiple of "
+                f"{self._num_replicas_in_sync}."
+            )
+        return global_batch_size // self._num_replicas_in_sync
+
+    @override
+    def __repr__(self) -> str:
+        return (
+            f"InputContext(input pipeline id {self._input_pipeline_id}, "
+            f"total {self._num_input_pipelines}, replicas in sync {self._num_replicas_in_sync})"
+        )

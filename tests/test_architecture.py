@@ -92,7 +92,6 @@ MOST_LINES = 400
 # file -> why it is one room although it is longer.
 LONG: dict[str, str] = {
     "_ps/client.py": "the one face of all servers; links, batches and mappings have their own files",
-    "_wire/channel.py": "one connection, used two ways; halves of one lock are not two rooms",
     "_cluster/worker.py": "two threads and the session they meet in; apart they could not be read",
 }
 

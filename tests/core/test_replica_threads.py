@@ -27,6 +27,10 @@ def two():
         yield made
 
 
+def me() -> int:
+    return context.current_replica().id
+
+
 def meet(value, combine, label="here", **options):
     replica = context.current_replica()
     return replica.group.meet(replica.id, label, value, combine, **options)

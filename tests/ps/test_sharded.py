@@ -128,6 +128,16 @@ def test_rows_come_in_the_order_asked():
 
 INDICES = [0, -1, 5, slice(None), slice(2, 7), slice(7, 1, -2), slice(-20, 20, 3), slice(3, 3)]
 INDICES += [(4, 1), (slice(1, 6), 0), (slice(None, None, -1), slice(0, 1)), (slice(3, 3), 0)]
+INDICES += [
+    (slice(1, 6, 2), slice(None, None, -1)),
+    (3, slice(None, None, -1)),
+    (..., slice(0, None, -2)),
+]
+INDICES += [
+    (None, 2, slice(None, None, -1)),
+    (slice(None), slice(5, 0, -1)),
+    (slice(None), slice(-9, 0, -1)),
+]
 INDICES += [..., (..., 0), None, (None, 2), np.arange(8) % 2 == 0, torch.arange(8) > 4]
 
 

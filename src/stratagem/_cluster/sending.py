@@ -151,7 +151,7 @@ class Sender:
         if token in link.tokens:
             return
         link.tokens.add(token)
-        encoded, nested = self._shipper.definitions[token]
-        for inner in nested:
-            self._add_definition(link, inner, batch)
-        batch.append(encoded)
+        for encoded, nested in self._shipper.definitions[token]:
+            for inner in nested:
+                self._add_definition(link, inner, batch)
+            batch.append(encoded)

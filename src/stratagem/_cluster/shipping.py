@@ -95,7 +95,8 @@ class Shipper:
         self._last_arguments: tuple[Hashable, weakref.ref[Shipment]] | None = None
         self._holding = False  # whether everything described is kept, for as long as its closure
         self._packed_again = metrics.counter("coordinator.functions_packed_again")
-        self.definitions: dict[Hashable, tuple[Encoded, tuple[Hashable, ...]]] = {}
+        # By token: what is to be told, in order, each with the tokens it names.
+        self.definitions: dict[Hashable, list[tuple[Encoded, tuple[Hashable, ...]]]] = {}
         self.evicted: list[bytes] = []
 
     def function(self, function: Callable[..., object]) -> tuple[Shipment, Sequence[object]]:
@@ -211,20 +212,27 @@ class Shipper:
     def _define(self, token: Hashable) -> None:
         if token in self.definitions:
             return
+        stages = [self._pack_definition(token, one) for one in self._views.definitions(token)]
+        self.definitions[token] = stages
+        try:
+            for _, nested in stages:
+                for inner in nested:
+                    self._define(inner)
+        except BaseException:  # Ctrl-C too
+            del self.definitions[token]  # incomplete: to be tried again
+            raise
+
+    def _pack_definition(
+        self, token: Hashable, definition: object
+    ) -> tuple[Encoded, tuple[Hashable, ...]]:
         outgoing = Outgoing()
         before, self._tokens = self._tokens, []
-        value = pack(self._views.definition(token), outgoing, describe=self.describe)
+        value = pack(definition, outgoing, describe=self.describe)
         nested = tuple(dict.fromkeys(inner for inner in self._tokens if inner != token))
         self._tokens = before
         name = pack(token, outgoing)
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
-        self.definitions[token] = (messages.Define(value=value, token=name), buffers), nested
-        try:
-            for inner in nested:
-                self._define(inner)
-        except BaseException:  # Ctrl-C too
-            del self.definitions[token]  # incomplete: to be tried again
-            raise
+        return (messages.Define(value=value, token=name), buffers), nested
 
     def describe(self, obj: object) -> tuple[str, Hashable] | None:
         """The codec's handle hook."""

@@ -63,8 +63,11 @@ class CoordinatorViews(Protocol):
     def describe(self, obj: object) -> Hashable | None:
         """A token if `obj` belongs to the strategy, else None."""
 
-    def definition(self, token: Hashable) -> object:
-        """What a worker needs to rebuild `token`."""
+    def definitions(self, token: Hashable) -> Sequence[object]:
+        """What a worker needs to rebuild `token`, in order.
+
+        What the first names must not name `token` in turn; what the others name may.
+        """
 
     def snapshot(self) -> int:
         """A number that moves whenever later closures must see something new."""
@@ -157,7 +160,7 @@ class PlainViews:
         """Nothing is special."""
         return None
 
-    def definition(self, token: Hashable) -> object:
+    def definitions(self, token: Hashable) -> Sequence[object]:
         """Never called: no object has a token."""
         raise LookupError(f"{token!r} has no definition: nothing is special here.")
 

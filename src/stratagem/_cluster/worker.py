@@ -369,6 +369,8 @@ class _Session:
     def _define(self, token: Hashable, frame: Frame, value: Packed) -> None:
         """What goes wrong is the error of the closures that name this object, or one made of it."""
         assert self._views is not None
+        if token in self._undefined:
+            return  # this would be the rest of it
         try:
             self._views.define(token, unpack(value, frame, rebuild=self._rebuild))
         except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked

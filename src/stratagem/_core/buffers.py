@@ -124,6 +124,14 @@ class BufferHome:
         """Tell how another tensor is put where central stands in the module."""
         self._replace = replace
 
+    def copy_home(self, buffer: Tensor) -> BufferHome:
+        """The home of a deep copy of central."""
+        return BufferHome(buffer, self.strategy)
+
+    def replaced_by(self, buffer: Tensor) -> BufferHome:
+        """Code outside replicas assigned another tensor to the buffer's name: its home."""
+        return BufferHome(buffer, self.strategy)
+
     def put(self, replica: Replica, tensor: Tensor) -> None:
         """Code inside a replica of ours assigned another tensor to the buffer's name."""
         self.resolve()

@@ -199,10 +199,11 @@ class BuffersByReplica(_ByContext):
                 if value is not home.central:  # else: just registered in this run, for all replicas
                     home.put(replica, value)
                 return
-            if value is None:
+            if value is None or home.strategy is None:
                 del self.homes[name]
             elif home.central is not value:
-                self.settle_in(name, BufferHome(value, home.strategy))
+                self.settle_in(name, home.replaced_by(value))
+                return
         dict.__setitem__(self, name, value)
 
     @override
@@ -226,7 +227,7 @@ class BuffersByReplica(_ByContext):
             dict.__setitem__(twin, name, own)
             home = self.homes.get(name)
             if home is not None and own is not None and home.strategy is not None:
-                twin.settle_in(name, BufferHome(own, home.strategy))
+                twin.settle_in(name, home.copy_home(own))
         return twin
 
 

@@ -27,6 +27,7 @@ from stratagem._ps.definitions import Token, Update
 from stratagem._ps.homes import CoordinatorHome
 from stratagem._ps.optimizers import OptimizersOnServers
 from stratagem._ps.settings import Settings, are_unchanged, settings_of
+from stratagem._ps.taking_apart import define_module, hooks_of
 from stratagem._ps.variables import PerWorkerVariable, RemotePlace
 from stratagem.errors import ForeignParameterError, StratagemError
 
@@ -83,22 +84,24 @@ class CoordinatorViews:
             )
         return ("strategy", 0) if obj is self._strategy() else None
 
-    def definition(self, token: Token) -> object:
-        """What a worker needs to rebuild `token`."""
+    def definitions(self, token: Token) -> Sequence[object]:
+        """What a worker needs to rebuild `token`, in order."""
         self._variables.flush()
         kind, _ = token
         if kind == "strategy":
-            return definitions.StrategyDefinition()
+            return (definitions.StrategyDefinition(),)
         if kind in ("parameter", "buffer"):
             return self._define_tensor(token)
         obj = self._objects[token]
         if isinstance(obj, nn.Module):
             self._training[token] = weakref.ref(obj), obj.training
-            reduced = obj.__reduce_ex__(4)
-            assert isinstance(reduced, tuple)
-            return definitions.ModuleDefinition(reduced[:3])
+            return define_module(obj)
         if isinstance(obj, Optimizer):
             return self._define_optimizer(token, obj)
+        return (self._define_variable(obj),)
+
+    @staticmethod
+    def _define_variable(obj: Any) -> object:
         if isinstance(obj, PerWorkerVariable):
             return definitions.VariableDefinition(obj.descriptions, obj.request, per_worker=True)
         place = obj._place
@@ -160,7 +163,7 @@ class CoordinatorViews:
             weakref.finalize(obj, self._gone.append, (id(obj), token)).atexit = False
         return token
 
-    def _define_tensor(self, token: Token) -> object:
+    def _define_tensor(self, token: Token) -> Sequence[object]:
         home = self._objects[token]
         description = home.kept.description
         if description is None:
@@ -170,25 +173,38 @@ class CoordinatorViews:
             )
         if isinstance(home, CoordinatorHome):
             self._frozen[token] = weakref.ref(home), home.central.requires_grad
-            return definitions.ParameterDefinition(
+            made = definitions.ParameterDefinition(
                 description, home.central.requires_grad, home.as_table
             )
-        return definitions.BufferDefinition(description, home.counts)
+            hooks = hooks_of(home.central)
+            if hooks is not None and home.as_table:
+                raise ValueError(
+                    f"parameter {home.name!r} has a gradient hook, and is a table too large to be held "
+                    "in one piece (STRATAGEM_REMOTE_TABLE_BYTES): its gradient exists only as rows. "
+                    "Change the rows' gradients in the function, between backward() and step()."
+                )
+            return (made,) if hooks is None else (made, hooks)
+        return (definitions.BufferDefinition(description, home.counts),)
 
-    def _define_optimizer(self, token: Token, optimizer: Optimizer) -> object:
+    def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
         number = self._optimizers.create(optimizer)
         settings = settings_of(optimizer)
         self._settings[token] = weakref.ref(optimizer), settings
         # It steps on the servers; torch's LR schedulers, which look at this mark of their own, would
         # else warn that it never stepped.
         optimizer.__dict__["_opt_called"] = True
-        return definitions.OptimizerDefinition(
+        made = definitions.OptimizerDefinition(
             number=number,
             kind=type(optimizer),
             defaults=dict(optimizer.defaults),
             groups=[dict(group) for group in optimizer.param_groups],
             settings={index: dict(values) for index, values in settings.items()},
         )
+        hooks = definitions.StepHooks(
+            tuple(optimizer._optimizer_step_pre_hooks.values()),
+            tuple(optimizer._optimizer_step_post_hooks.values()),
+        )
+        return (made, hooks) if hooks.before or hooks.after else (made,)
 
     # -------------------------------------------------------------- what moved
 

@@ -7,10 +7,11 @@ the definition was made. Made by `coordinator_views.py`, used by the strategy's 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from stratagem._core.variables import VariableRequest
@@ -53,9 +54,37 @@ class VariableDefinition:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDefinition:
-    """A module, as its ``__reduce_ex__`` describes it; parameters and submodules inside are tokens."""
+    """A module, as its ``__reduce_ex__`` describes it: how to make it, still without what it has."""
 
-    reduced: tuple[Any, ...]
+    make: Callable[..., nn.Module]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """What the module has; parameters and submodules inside are tokens.
+
+    Told after all of them, the module itself among them: a submodule may have a hook, or an attribute,
+    that leads back to the module.
+    """
+
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHooks:
+    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` put on a parameter."""
+
+    on_gradient: tuple[Callable[..., Any], ...]
+    accumulated: tuple[Callable[..., Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepHooks:
+    """What ``register_step_pre_hook`` and ``register_step_post_hook`` put on an optimizer."""
+
+    before: tuple[Callable[..., Any], ...]
+    after: tuple[Callable[..., Any], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,16 @@ TABLE_ROWS = 8192
 dense gradient of 16 columns (512 KiB) costs less than looking up rows."""
 
 
+def _nothing() -> None:
+    """A weak reference to nothing."""
+
+
 class Kept:
     """One local tensor and the variable on the servers it stands for."""
 
     __slots__ = (
+        "_before",
+        "_dtype",
         "_may_be_cut",
         "_name",
         "_pushed",
@@ -61,6 +67,8 @@ class Kept:
         self._name = name
         self._may_be_cut = may_be_cut
         self._pushed = -1
+        self._dtype = tensor.dtype
+        self._before: tuple[Callable[[], Tensor | None], int] = (_nothing, -1)
         # A table too large to be built here has a plan instead of values.
         self.plan = planned_of(tensor)
         if self.plan is not None and self.plan.is_local:
@@ -79,14 +87,25 @@ class Kept:
             partitioner = self.owner.partitioner if self._may_be_cut else None
             self.description = self.owner.place(self._name, self.tensor, partitioner)
 
+    def is_as_described(self) -> bool:
+        """Whether the local tensor still is what was placed: ``.data`` can be given anything."""
+        where = self.description
+        return where is None or (
+            where.dtype == self.tensor.dtype and where.shape == tuple(self.tensor.shape)
+        )
+
     def is_changed(self) -> bool:
         """Whether the local tensor was written since the servers were told."""
         if self.plan is not None:
             return False
-        return version_of(self.tensor) != self._pushed
+        # The dtype as well: converting a model goes through `.data`, which counts no version.
+        return version_of(self.tensor) != self._pushed or self.tensor.dtype is not self._dtype
 
     def reach(self) -> list[tuple[Place, str, Sequence[InitOp]]]:
         """The shards to be created on the servers; values follow by `send`, unless planned."""
+        if not self.is_as_described():
+            self.description = None  # model.double(), model.to(torch.bfloat16), …
+        self._dtype = self.tensor.dtype
         self.place()
         assert self.description is not None
         self.remote = self.owner.new_remote(self.description)
@@ -96,9 +115,30 @@ class Kept:
     def send(self) -> None:
         """Write the local values to the servers."""
         assert self.remote is not None
+        self._refuse_another_kind()
         pushed = version_of(self.tensor)
         self.remote.put(self.tensor.detach())
         self._pushed = pushed
+        self._before = _nothing, -1
+
+    def _refuse_another_kind(self) -> None:
+        where = self.description
+        assert where is not None
+        if not self.is_as_described():
+            raise ValueError(
+                f"{self._name!r} is {tuple(self.tensor.shape)} {self.tensor.dtype} now, but lives on "
+                f"parameter servers as {where.shape} {where.dtype}: it was converted after its first "
+                "use in a scheduled function. Convert the model (model.double(), model.to(dtype)) "
+                "before you schedule anything with it."
+            )
+
+    def stand_for(self, tensor: Tensor) -> None:
+        """Another tensor takes the local one's place; its values are to be sent."""
+        before, pushed = self._before
+        self._before = weakref.ref(self.tensor), self._pushed
+        self.tensor = tensor
+        # torch.func.functional_call puts one in its place and the old one back: no change, then.
+        self._pushed = pushed if before() is tensor else -1
 
     def refresh(self) -> None:
         """Take over the servers' values if they moved on and nothing was changed here."""
@@ -122,6 +162,11 @@ class Use(enum.Enum):
     """A module of the user's own."""
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether the user put a hook on a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 class CoordinatorHome(ParameterHome):
     """Home of a parameter that lives on parameter servers, on the coordinator."""
 
@@ -140,6 +185,8 @@ class CoordinatorHome(ParameterHome):
         where = self.kept.description
         if where is None or len(where.shape) < 2 or self.use is Use.WHOLE:
             return False
+        if self.kept.plan is None and has_hooks(self.central):
+            return False  # a hook wants the gradient as it is on one device
         return self.use is Use.ROWS or where.is_sharded or where.shape[0] >= TABLE_ROWS
 
     @override
@@ -160,18 +207,22 @@ class CoordinatorBuffer:
     """Home of a buffer that lives on parameter servers, on the coordinator.
 
     Attributes:
-        central: the buffer the coordinator works with.
         counts: several workers' increases of it add up (a BatchNorm's count of batches).
     """
 
-    __slots__ = ("__weakref__", "_replace", "_strategy", "central", "counts", "kept")
+    __slots__ = ("__weakref__", "_modules", "_name", "_strategy", "counts", "kept")
 
-    def __init__(self, kept: Kept, strategy: Any, *, counts: bool) -> None:
+    def __init__(self, kept: Kept, strategy: Any, name: str, *, counts: bool) -> None:
         self.kept = kept
-        self.central = kept.tensor
         self.counts = counts
+        self._name = name
+        self._modules = 0  # how many modules have it
         self._strategy = weakref.ref(strategy)
-        self._replace: Callable[[Tensor], None] | None = None
+
+    @property
+    def central(self) -> Tensor:
+        """The buffer the coordinator works with."""
+        return self.kept.tensor
 
     @property
     def strategy(self) -> Any:
@@ -184,14 +235,34 @@ class CoordinatorBuffer:
         return self.central
 
     def on_replace(self, replace: Callable[[Tensor], None]) -> None:
-        """Tell how another tensor is put where central stands in the module."""
-        self._replace = replace
+        """A module has it now; only who assigns to its name puts another tensor there."""
+        del replace
+        self._modules += 1
 
     def put(self, replica: Any, tensor: Tensor) -> None:
-        """Code on the coordinator assigned another tensor to the buffer's name."""
+        """Code in a replica on the coordinator assigned another tensor to the buffer's name."""
         del replica
         with torch.no_grad():
             self.central.copy_(tensor)
+
+    def copy_home(self, buffer: Tensor) -> CoordinatorBuffer:
+        """The home of a deep copy of central: a variable of its own."""
+        return self.kept.owner.new_buffer(self.strategy, self._name, buffer, counts=self.counts)
+
+    def replaced_by(self, buffer: Tensor) -> CoordinatorBuffer:
+        """Code on the coordinator assigned another tensor to the buffer's name: its home.
+
+        Workers that know this one go on with it: what was assigned are its new values.
+        """
+        owner = self.kept.owner
+        alike = buffer.shape == self.central.shape and buffer.dtype == self.central.dtype
+        known = owner.buffer_home(buffer) is not None
+        if self.kept.remote is None or not alike or known or self._modules > 1:
+            return self.copy_home(buffer)
+        self._modules -= 1  # `on_replace` counts this module again
+        self.kept.stand_for(buffer)
+        owner.note_buffer(self)
+        return self
 
 
 class CoordinatorVariables:
@@ -264,14 +335,27 @@ class CoordinatorVariables:
     def adopt_buffer(
         self, strategy: Any, module: nn.Module, name: str, buffer: Tensor
     ) -> CoordinatorBuffer:
-        """The home of a buffer registered under the scope; buffers are never cut."""
-        kept = Kept(self, buffer, name, may_be_cut=False)
+        """The home of a buffer registered under the scope."""
         norm = nn.modules.batchnorm._NormBase
         counts = name == "num_batches_tracked" and isinstance(module, norm)
-        home = CoordinatorBuffer(kept, strategy, counts=counts)
+        return self.new_buffer(strategy, name, buffer, counts=counts)
+
+    def new_buffer(
+        self, strategy: Any, name: str, buffer: Tensor, *, counts: bool
+    ) -> CoordinatorBuffer:
+        """A home for a buffer, which is never cut; one that several modules share has one home."""
+        known = self.buffer_home(buffer)
+        if known is not None:
+            return known
+        kept = Kept(self, buffer, name, may_be_cut=False)
+        home = CoordinatorBuffer(kept, strategy, name, counts=counts)
         self._keep(home)
-        self._buffers[id(buffer)] = home
+        self.note_buffer(home)
         return home
+
+    def note_buffer(self, home: CoordinatorBuffer) -> None:
+        """A buffer has this home."""
+        self._buffers[id(home.central)] = home
 
     def _keep(self, home: CoordinatorHome | CoordinatorBuffer) -> None:
         self._homes.add(home)

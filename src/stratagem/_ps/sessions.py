@@ -418,6 +418,8 @@ class Session:
             if wanted and entry.variable not in wanted:
                 continue
             value = entry.value
+            if isinstance(value, Tensor) and value.is_sparse:
+                value = value.to_dense()  # SGD's momentum of sparse gradients
             if message.key:
                 if entry.key != message.key or not isinstance(value, Tensor) or not value.dim():
                     continue

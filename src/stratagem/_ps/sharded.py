@@ -222,9 +222,9 @@ class ShardedVariable(Convertible):
         for part in (first, *rest):
             _check_index(part)
         if isinstance(first, np.ndarray | Tensor):
-            return self._to_tensor()[torch.as_tensor(key)]
+            return _taken(self._to_tensor(), (torch.as_tensor(first), *rest))
         if isinstance(first, bool) or first is None or first is Ellipsis or key == ():
-            return self._to_tensor()[key]
+            return _taken(self._to_tensor(), key if isinstance(key, tuple) else (key,))
         if isinstance(first, int):
             row = first + self._layout.rows if first < 0 else first
             if not 0 <= row < self._layout.rows:
@@ -233,10 +233,10 @@ class ShardedVariable(Convertible):
                     f"{self._layout.rows}."
                 )
             shard, local = self._layout.locate(row)
-            return self._variables[shard].sparse_read(torch.tensor([local]))[0][tuple(rest) or ...]
+            return _taken(self._variables[shard].sparse_read(torch.tensor([local]))[0], rest)
         # torch knows no negative steps: rows are counted by Python and gathered in that order.
         rows = self._rows(torch.tensor(range(self._layout.rows)[first], dtype=torch.int64))
-        return rows[(slice(None), *rest)] if rest else rows
+        return _taken(rows, (slice(None), *rest)) if rest else rows
 
     def _rows(self, ids: Tensor) -> Tensor:
         found = sort_ids(ids)
@@ -265,6 +265,31 @@ class ShardedVariable(Convertible):
         first = self._variables[0].name
         given = first.removesuffix("/part_0")
         return f"sharded variable {(given if given != first else self._name)!r}"
+
+
+def _taken(tensor: Tensor, key: tuple[Any, ...]) -> Tensor:
+    """``tensor[key]``, with negative steps, which torch does not know."""
+    if not any(isinstance(part, slice) and part.step is not None and part.step < 0 for part in key):
+        return tensor[key or ...]
+    widths = [_width(part) for part in key]
+    dim, simple = 0, list(key)
+    for place, (part, width) in enumerate(zip(key, widths, strict=True)):
+        if part is Ellipsis:
+            width = tensor.dim() - sum(widths)
+        elif isinstance(part, slice) and part.step is not None and part.step < 0:
+            # The same elements, counted upwards in the mirrored dimension.
+            tensor, size = tensor.flip(dim), tensor.shape[dim]
+            start, stop, step = part.indices(size)
+            simple[place] = slice(size - 1 - start, size - 1 - stop, -step)
+        dim += width
+    return tensor[tuple(simple)]
+
+
+def _width(part: Any) -> int:
+    """How many dimensions a part of an index is about; Ellipsis is about the rest."""
+    if isinstance(part, np.ndarray | Tensor):
+        return part.ndim
+    return int(isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool)))
 
 
 def _check_index(part: Any) -> None:

@@ -33,10 +33,8 @@ from stratagem._ps.placement import Description
 from stratagem._ps.remote import RemoteVariable
 from stratagem._ps.settings import Settings, changed_settings
 from stratagem._ps.tables import TableParameter
+from stratagem._ps.worker_buffers import WatchedBuffers, WorkerBuffer
 from stratagem.errors import ForeignParameterError, NotFoundError
-
-COMPARED = 1 << 16
-"""Elements up to which a buffer is compared by value after a step (20 µs)."""
 
 WATCHED = 16
 """Variables by which staleness is measured: those of one step move together, so a few tell it."""
@@ -96,52 +94,6 @@ class DenseParameter:
             yield place.server, PushedGradient(variable=place.variable, values=part)
 
 
-class WorkerBuffer:
-    """A buffer's copy on this worker."""
-
-    __slots__ = ("counts", "remote", "start", "tensor", "version")
-
-    def __init__(self, remote: RemoteVariable, *, counts: bool) -> None:
-        self.remote = remote
-        self.counts = counts
-        self.tensor = remote.read()
-        self.version = self.tensor._version
-        # Batch normalisation writes its statistics without counting a version, so that small
-        # buffers are compared by value.
-        self.start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
-
-    def refresh(self) -> None:
-        """Take over the server's value, if it moved."""
-        if self.remote.versions() != self.remote.seen:
-            with torch.no_grad():
-                self.remote.read_into(self.tensor)
-            self._note()
-
-    def take_back(self) -> None:
-        """The function failed: what it wrote is not sent, and the next refresh reads anew."""
-        if self.is_changed():
-            self.remote.forget_seen()
-
-    def is_changed(self) -> bool:
-        """Whether the step wrote the buffer."""
-        if self.start is not None:
-            return not torch.equal(self.tensor, self.start)
-        return self.tensor._version != self.version
-
-    def add_change(self, batch: WriteBatch) -> None:
-        """Send what the step changed: a counter's increase, any other buffer's new value."""
-        if self.counts and self.start is not None:
-            self.remote.add_assign(batch, "add", self.tensor - self.start)
-        else:
-            self.remote.add_assign(batch, "set", self.tensor)
-        self._note()
-
-    def _note(self) -> None:
-        self.version = self.tensor._version
-        if self.start is not None:
-            self.start.copy_(self.tensor)
-
-
 class PlainGradients(NamedTuple):
     """Dense gradients of a step, server by server, and the parameters they belong to."""
 
@@ -172,6 +124,7 @@ class WorkerVariables:
         self._copies: list[DenseParameter] = []  # those of them that must be refreshed
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
+        self._by_tensor: dict[int, WorkerBuffer] = {}
         self._turn = 0  # whose memory is looked at next for hidden writes
         self._batches: dict[int, _Repeatable] = {}
         counting = metrics if registry is None else registry
@@ -204,7 +157,17 @@ class WorkerVariables:
         """The worker's copy of a buffer; `counts`: several workers' increases add up."""
         made = WorkerBuffer(self.remote(description), counts=counts)
         self._buffers.append(made)
+        self._by_tensor[id(made.tensor)] = made
         return made.tensor
+
+    def watched(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        """A module's buffers, such that what is assigned to their names is sent as well."""
+        found = {
+            name: self._by_tensor[id(value)]
+            for name, value in buffers.items()
+            if id(value) in self._by_tensor
+        }
+        return WatchedBuffers(buffers, found) if found else buffers
 
     # -------------------------------------------------------------- around a closure
 
@@ -251,6 +214,8 @@ class WorkerVariables:
             if self._dense:
                 written = [dense for dense in self._dense.values() if dense.take_back()]
                 written = written or self._take_back_hidden_writes()
+            for buffer in self._buffers:
+                buffer.put_back()
             if wait:
                 self.client.settle()
         if written and succeeded:
@@ -375,6 +340,7 @@ class WorkerVariables:
             self._copies.remove(dense)
         self._tables.pop(id(tensor), None)
         self._buffers = [buffer for buffer in self._buffers if buffer.tensor is not tensor]
+        self._by_tensor.pop(id(tensor), None)
         self._batches.clear()
 
     def close(self) -> None:
@@ -383,6 +349,7 @@ class WorkerVariables:
         self._copies.clear()
         self._tables.clear()
         self._buffers.clear()
+        self._by_tensor.clear()
         self._batches.clear()
 
     def _add_gradients(

@@ -81,17 +81,26 @@ class WorkerViews:
     # -------------------------------------------------------------- contract 7
 
     def define(self, token: Hashable, definition: object) -> None:
-        """Rebuild the object behind a token."""
-        if token in self._objects:
+        """Rebuild the object behind a token, or tell it more."""
+        if isinstance(definition, definitions.ModuleState):
+            self._fill_module(self._objects[token], definition.state)
+        elif isinstance(definition, definitions.GradientHooks):
+            _hook_gradient(self._objects[token], definition)
+        elif isinstance(definition, definitions.StepHooks):
+            for before in definition.before:
+                self._objects[token].register_step_pre_hook(before)
+            for after in definition.after:
+                self._objects[token].register_step_post_hook(after)
+        elif token in self._objects:
             return
-        if isinstance(definition, definitions.ParameterDefinition):
+        elif isinstance(definition, definitions.ParameterDefinition):
             self._objects[token] = self._parameter(definition)
         elif isinstance(definition, definitions.BufferDefinition):
             self._objects[token] = self._variables.buffer(
                 definition.description, counts=definition.counts
             )
         elif isinstance(definition, definitions.ModuleDefinition):
-            self._objects[token] = self._module(definition)
+            self._objects[token] = definition.make(*definition.arguments)
         elif isinstance(definition, definitions.OptimizerDefinition):
             self._objects[token] = self._optimizer(token, definition)
         elif isinstance(definition, definitions.VariableDefinition):
@@ -174,9 +183,7 @@ class WorkerViews:
                 self._homes.append(ReplicatedHome(parameter, strategy=self._strategy, name=name))
         return parameter
 
-    def _module(self, definition: definitions.ModuleDefinition) -> nn.Module:
-        make, arguments, state = definition.reduced
-        module: nn.Module = make(*arguments)
+    def _fill_module(self, module: nn.Module, state: Any) -> None:
         set_state = getattr(module, "__setstate__", None)
         if set_state is not None:
             set_state(state)
@@ -184,7 +191,8 @@ class WorkerViews:
             module.__dict__.update(state)
         if self._strategy.num_replicas_in_sync > 1:
             self._answer_by_replica(module)
-        return module
+        else:
+            module._buffers = self._variables.watched(module._buffers)
 
     def _answer_by_replica(self, module: nn.Module) -> None:
         """Several replicas in this worker: each sees leaves and buffer copies of its own."""
@@ -258,18 +266,30 @@ class _Stepper:
         self._number = number
         self.settings = {group: dict(values) for group, values in settings.items()}
 
-    def push(self, optimizer: Optimizer) -> None:
-        """Send the gradients."""
-        self._variables.push(self._number, optimizer, self.settings)
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """One step at the variables' home; returns what the closure returned."""
+        """One step at the variables' home, between the hooks; returns what the closure returned."""
+        arguments = (optimizer,) if closure is None else (optimizer, closure)
+        for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
+            before(optimizer, arguments, {})
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.push(optimizer)
+        self._variables.push(self._number, optimizer, self.settings)
+        for after in tuple(optimizer._optimizer_step_post_hooks.values()):
+            after(optimizer, arguments, {})
         return loss
+
+
+def _hook_gradient(parameter: nn.Parameter, hooks: definitions.GradientHooks) -> None:
+    """Put the coordinator's hooks on the worker's parameter."""
+    needed = parameter.requires_grad
+    parameter.requires_grad_()  # torch takes hooks for no other; it may be thawed later
+    for hook in hooks.on_gradient:
+        parameter.register_hook(hook)
+    for hook in hooks.accumulated:
+        parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(needed)
 
 
 def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -345,7 +365,7 @@ class WorkerStrategy(Strategy):
     @override
     def _step_optimizer(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         stepper = self.steppers.get(id(optimizer))
-        return step() if stepper is None else stepper.push(optimizer)
+        return step() if stepper is None else stepper.step(optimizer)
 
 
 def reduce_nest(strategy: Strategy, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:

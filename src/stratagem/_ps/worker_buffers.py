@@ -1,0 +1,126 @@
+"""Buffers on a worker: copies of its own, since layers write them; what a step changed is sent with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._core.homes import version_of
+from stratagem._ps.batches import WriteBatch
+from stratagem._ps.remote import RemoteVariable
+
+COMPARED = 1 << 16
+"""Elements up to which a buffer is compared by value after a step (20 µs)."""
+
+
+class WorkerBuffer:
+    """A buffer's copy on this worker."""
+
+    __slots__ = ("_instead", "_told", "counts", "remote", "start", "tensor", "version")
+
+    def __init__(self, remote: RemoteVariable, *, counts: bool) -> None:
+        # What the function put in the copy's place, in which module's buffers, under which name.
+        self._instead: tuple[Tensor, dict[str, Tensor | None], str] | None = None
+        self._told: int | None = None  # the version of it that was sent
+        self.remote = remote
+        self.counts = counts
+        self.tensor = remote.read()
+        self.version = self.tensor._version
+        # Batch normalisation writes its statistics without counting a version, so that small
+        # buffers are compared by value.
+        self.start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
+
+    def refresh(self) -> None:
+        """Take over the server's value, if it moved."""
+        if self._instead is None and self.remote.versions() != self.remote.seen:
+            with torch.no_grad():
+                self.remote.read_into(self.tensor)
+            self._note()
+
+    def take_back(self) -> None:
+        """The function failed: what it wrote is not sent, and the next refresh reads anew."""
+        if self._instead is not None or self.is_changed():
+            self.remote.forget_seen()
+        self.put_back()
+
+    def put(self, tensor: Tensor, buffers: dict[str, Tensor | None], name: str) -> None:
+        """The function assigned a tensor to the buffer's name in a module."""
+        self._instead = None if tensor is self.tensor else (tensor, buffers, name)
+        self._told = None
+
+    def put_back(self) -> None:
+        """The function is over: let the module have the worker's copy again."""
+        if self._instead is not None:
+            _, buffers, name = self._instead
+            self._instead = None
+            dict.__setitem__(buffers, name, self.tensor)
+            self.remote.forget_seen()
+
+    def is_changed(self) -> bool:
+        """Whether the step wrote the buffer."""
+        if self._instead is not None:
+            instead = self._instead[0]
+            if self.start is None or not _are_alike(instead, self.start):
+                return version_of(instead) != self._told
+            return not torch.equal(instead, self.start)
+        if self.start is not None:
+            return not torch.equal(self.tensor, self.start)
+        return self.tensor._version != self.version
+
+    def add_change(self, batch: WriteBatch) -> None:
+        """Send what the step changed: a counter's increase, any other buffer's new value."""
+        current = self.tensor if self._instead is None else self._instead[0].detach()
+        if not _are_alike(current, self.tensor):
+            raise ValueError(
+                f"buffer {self.remote.name!r} was given {tuple(current.shape)} {current.dtype} inside "
+                f"a scheduled function, but lives on a parameter server as "
+                f"{tuple(self.tensor.shape)} {self.tensor.dtype}: expected the same."
+            )
+        if self.counts and self.start is not None:
+            self.remote.add_assign(batch, "add", current - self.start)
+        else:
+            self.remote.add_assign(batch, "set", current)
+        if self._instead is None:
+            self._note()
+            return
+        self._told = version_of(current)
+        if self.start is not None:
+            self.start.copy_(current)
+
+    def _note(self) -> None:
+        self.version = self.tensor._version
+        if self.start is not None:
+            self.start.copy_(self.tensor)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+class WatchedBuffers(dict[str, Any]):
+    """A module's ``_buffers`` on a worker: notices what is assigned to the name of one we keep."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, plain: Mapping[str, Any], kept: dict[str, WorkerBuffer]) -> None:
+        super().__init__(plain)
+        self._kept = kept
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, name, value)
+        kept = self._kept.get(name)
+        if kept is not None and value is not None:
+            kept.put(value, self, name)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)  # copied, or sent back, it is nobody's
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem._wire.handshake import ClientHandshake, ClusterKey, ServerHandshake
+from stratagem._wire.handshake import (
+    PROTOCOL_VERSION,
+    ClientHandshake,
+    ClusterKey,
+    ServerHandshake,
+)
 from stratagem.errors import AuthenticationError, ProtocolError
 
 KEY = ClusterKey(b"the key of this cluster")
@@ -56,6 +63,12 @@ def test_key_on_one_side_only_says_so(mine: ClusterKey | None, theirs: ClusterKe
         server.feed(client.opening())
     with pytest.raises(AuthenticationError, match="STRATAGEM_CLUSTER_KEY"):
         client.feed(server.farewell)
+
+
+def test_the_page_about_the_protocol_is_about_this_version() -> None:
+    """Whoever raises the version looks at the page that describes it."""
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    assert f"Protocol version: **{PROTOCOL_VERSION}**" in page
 
 
 def test_other_version_is_named_on_both_sides() -> None:

@@ -181,9 +181,6 @@ def _recorded(name: str, values: Sequence[Any]) -> InitOp | None:
     if name == "normal_":
         mean, std = [*numbers, *(0.0, 1.0)[len(numbers) :]][:2]
         return InitOp(name="normal", args=(mean, std), seed=_seed())
-    if name == "trunc_normal_":
-        given = [*numbers, *(0.0, 1.0, -2.0, 2.0)[len(numbers) :]][:4]
-        return InitOp(name="trunc_normal", args=tuple(given), seed=_seed())
     if name == "mul_":
         return InitOp(name="scale", args=(numbers[0],))
     return None

@@ -362,9 +362,8 @@ class LoaderCursor(Cursor):
         _end_workers(self._loader, iterator)
 
 
-@final
-class MapStyleNode(RowSource):
-    """A map-style `torch.utils.data.Dataset`: rows by number."""
+class _Indexed(RowSource):
+    """Somebody's object with a length, whose rows are had by number."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -373,6 +372,11 @@ class MapStyleNode(RowSource):
     @override
     def size(self) -> int:
         return len(self._source)
+
+
+@final
+class MapStyleNode(_Indexed):
+    """A map-style `torch.utils.data.Dataset`: rows by number."""
 
     @override
     def at(self, index: int) -> Any:
@@ -384,16 +388,8 @@ class MapStyleNode(RowSource):
 
 
 @final
-class HuggingFaceNode(RowSource):
+class HuggingFaceNode(_Indexed):
     """A `datasets.Dataset`: rows by number, batches by one call. Its format decides the types."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    @property
-    @override
-    def size(self) -> int:
-        return len(self._source)
 
     @override
     def at(self, index: int) -> Any:

@@ -9,16 +9,16 @@ from typing import Any, ClassVar, Self, final
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import devices, reduction
-from stratagem._core.user_contexts import InputContext, ReplicaContext, ValueContext
-from stratagem._strategies.base import Strategy
+from stratagem._core import devices
+from stratagem._core.user_contexts import InputContext, ReplicaContext
+from stratagem._strategies.alone import Alone
 
 _made: list[DefaultStrategy] = []
 _making = threading.Lock()
 
 
 @final
-class DefaultStrategy(Strategy):
+class DefaultStrategy(Alone):
     """Ordinary PyTorch: one replica, nothing placed, nothing moved.
 
     Got from `get_strategy` outside any scope; there is exactly one.
@@ -28,7 +28,6 @@ class DefaultStrategy(Strategy):
     """
 
     _is_default: ClassVar[bool] = True
-    _slices: ClassVar[bool] = False
 
     def __init__(self) -> None:
         if _made:
@@ -67,26 +66,6 @@ class DefaultStrategy(Strategy):
     @override
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return fn(*args, **kwargs)
-
-    @override
-    def _check_updated(self, variable: Any) -> None:
-        """Anything may be updated, as in tf.distribute."""
-
-    @override
-    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
-        return reduction.reduce_alone(op, value, axis)
-
-    @override
-    def _gather(self, value: Any, axis: int) -> Any:
-        return value
-
-    @override
-    def _local_results(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
-
-    @override
-    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        return value_fn(ValueContext())
 
     def _distribute_dataset(self, dataset: Any, options: config.InputOptions | None) -> Any:
         return dataset  # INP-23

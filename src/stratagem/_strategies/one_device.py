@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._core import devices, reduction
-from stratagem._core.user_contexts import ValueContext
-from stratagem._strategies.base import GradientAggregation, Strategy
+from stratagem._core import devices
+from stratagem._strategies.alone import Alone
+from stratagem._strategies.base import GradientAggregation
 
 
-class SingleDevice(Strategy):
+class SingleDevice(Alone):
     """What the one-device strategies share; today's class and the V1 one differ in methods only."""
-
-    _slices: ClassVar[bool] = False
 
     def __init__(self, device: Any, *, gradient_aggregation: GradientAggregation = "mean") -> None:
         self._device = devices.resolve_device(device)
@@ -42,26 +39,6 @@ class SingleDevice(Strategy):
     @override
     def _replica_devices(self, replica_id: int) -> Any:
         return (self._device.name,)
-
-    @override
-    def _check_updated(self, variable: Any) -> None:
-        """Anything may be updated on one device, as in tf.distribute."""
-
-    @override
-    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
-        return reduction.reduce_alone(op, value, axis)
-
-    @override
-    def _gather(self, value: Any, axis: int) -> Any:
-        return value
-
-    @override
-    def _local_results(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
-
-    @override
-    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        return value_fn(ValueContext())
 
 
 @final

@@ -73,6 +73,10 @@ def _delete(parameter: nn.Parameter) -> None:
 
 
 def install() -> None:
-    """Put the property in its place; once per process, by the first strategy."""
+    """Put the property in its place; once per process, as soon as there is something to answer for.
+
+    That is a parameter with leaves, or a run of several replicas: reading a gradient through it takes 0.3 µs
+    instead of 0.1, twenty times in a small step, which one device and workers need not pay.
+    """
     if "grad" not in vars(nn.Parameter):
         nn.Parameter.grad = property(_get, _set, _delete, doc=_plain.__doc__)  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from stratagem._core import context, special_modules
+from stratagem._core import context, grad_attribute, special_modules
 from stratagem._core.buffers import BufferHome
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.homes import ParameterHome, home_of
@@ -242,7 +242,10 @@ def adopt_parameter(
     With one replica computing on that device there is nothing more to do: None.
     """
     _move(parameter, device)
-    return None if _is_alone(strategy, device) else ReplicatedHome(parameter, strategy, name)
+    if _is_alone(strategy, device):
+        return None
+    grad_attribute.install()
+    return ReplicatedHome(parameter, strategy, name)
 
 
 def adopt_buffer(strategy: Any, buffer: Tensor, device: torch.device) -> BufferHome | None:

@@ -83,7 +83,6 @@ class Strategy(Owner):
         optimizers.install()
         foreign.install()
         data_attribute.install()
-        grad_attribute.install()
         once.install()
         self._lanes = LaneSet(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._lanes.close)
@@ -351,6 +350,7 @@ class Strategy(Owner):
             if parts is not None:
                 args, kwargs = parts[0]
             return group.run_alone(fn, args, kwargs)
+        grad_attribute.install()
         if parts is None:
             call = functools.partial(fn, *args, **kwargs)
             return _merge(group, group.run([call] * size, self._lanes), count.rows)

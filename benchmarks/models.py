@@ -62,7 +62,10 @@ def set_mlp(model: Mlp, size: dict[str, Any]) -> None:
 def set_table(model: Table, size: dict[str, Any]) -> None:
     """Give the table and the layer above it every side's first parameters."""
     with torch.no_grad():
-        model.table.weight.copy_(torch.from_numpy(work.embedding_table(size)))
+        if "start" in size:
+            nn.init.constant_(model.table.weight, size["start"])
+        else:
+            model.table.weight.copy_(torch.from_numpy(work.embedding_table(size)))
         model.head.weight.copy_(torch.from_numpy(work.embedding_head(size)))
         model.head.bias.zero_()
 

@@ -32,17 +32,31 @@ def draw(results: Results, folder: Path) -> list[Path]:
             continue
         if row.name == "quality":
             drawn.append(_quality(found, folder / "quality.png"))
-        elif len(row.points) > 1:
-            drawn.append(_curve(row, found, folder / f"{row.name}.png"))
+        elif len(row.points) > 1 and not row.beside:
+            drawn.append(_picture(row, results, folder / f"{row.name}.png"))
     return drawn
 
 
-def _curve(row: rows.Row, found: list[Measurement], path: Path) -> Path:
+def _picture(row: rows.Row, results: Results, path: Path) -> Path:
+    """A row's curve, and at its right where the processor time goes, or the rows drawn beside it."""
+    found = [m for m in results.of(row.name) if m.median is not None]
+    others = [other for other in rows.CURVES if other.beside == row.name and results.of(other.name)]
     with_processor = row.name in {"workers", "servers"}
-    figure, axes = plt.subplots(
-        1, 2 if with_processor else 1, figsize=(9 if with_processor else 5.5, 3.6)
-    )
-    left: Any = axes[0] if with_processor else axes
+    panels = 1 + len(others) + with_processor
+    width = 4.5 * panels if panels > 1 else 5.5
+    figure, grid = plt.subplots(1, panels, figsize=(width, 3.6), squeeze=False, sharey=bool(others))
+    axes = grid[0]
+    _curve(axes[0], row, found)
+    for place, other in enumerate(others, 1):
+        measured = [m for m in results.of(other.name) if m.median is not None]
+        _curve(axes[place], other, measured)
+    if with_processor:
+        labels = [point.label for point in row.points]
+        _processor(axes[1], labels, [m for m in found if m.kind == "ours"], row.axis)
+    return _save(figure, path)
+
+
+def _curve(axes: Any, row: rows.Row, found: list[Measurement]) -> None:
     labels = [point.label for point in row.points]
     for kind in ("ours", "limit", "peer"):
         mine = {m.point: m for m in found if m.kind == kind}
@@ -53,7 +67,7 @@ def _curve(row: rows.Row, found: list[Measurement], path: Path) -> Path:
         middle = [m.median or 0.0 for m in chosen]
         below = [mid - min(m.samples) for mid, m in zip(middle, chosen, strict=True)]
         above = [max(m.samples) - mid for mid, m in zip(middle, chosen, strict=True)]
-        left.errorbar(
+        axes.errorbar(
             places,
             middle,
             yerr=[below, above],
@@ -62,15 +76,12 @@ def _curve(row: rows.Row, found: list[Measurement], path: Path) -> Path:
             color=_COLOURS[kind],
             label=chosen[0].label,
         )
-    left.set_xticks(range(len(labels)), labels)
-    left.set_xlabel(row.axis)
-    left.set_ylabel(row.unit)
-    left.set_ylim(bottom=0)
-    left.set_title(row.title, fontsize=10)
-    left.legend()
-    if with_processor:
-        _processor(axes[1], labels, [m for m in found if m.kind == "ours"], row.axis)
-    return _save(figure, path)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlabel(row.axis)
+    axes.set_ylabel(row.unit)
+    axes.set_ylim(bottom=0)
+    axes.set_title(row.title, fontsize=10)
+    axes.legend()
 
 
 def _processor(axes: Any, labels: list[str], found: list[Measurement], axis: str) -> None:

@@ -54,12 +54,14 @@ class Row:
     better: Better = "more"
     target: Target | None = None
     checked: bool = True
-    #: our side's size for a run that must end with exactly the limit's parameters
+    #: our side's size for a run that must end with exactly the limit's parameters; at the first point only
     parity: dict[str, Any] | None = None
     repetitions: int = 5
     seconds: float = 1.5
     #: axis of the plot
     axis: str = ""
+    #: the row in whose picture this one is drawn, at its right
+    beside: str = ""
 
 
 OURS = Side(kind="ours", label="Stratagem")
@@ -73,6 +75,7 @@ _CLUSTER = {"workers": 2, "servers": 2}
 _ONE_WORKER = {"workers": 1}
 _MLP = {**work.MLP_SIZE, "check_steps": 200}
 _EMBEDDING = {**work.EMBEDDING_SIZE, "check_steps": 60}
+_HOT = {**work.HOT_SIZE, "check_steps": 60}
 _BYTES = work.BYTES_SIZE
 
 
@@ -178,6 +181,7 @@ TABLE = (
 )
 
 _COUNTS = (1, 2, 4)
+_TABLES = (("10k", 10**4), ("100k", 10**5), ("1M", 10**6), ("10M", 10**7))
 _QUALITY = {"steps": 1200, "batch": 256, "test_rows": 20_000, "parts": 12}
 
 CURVES = (
@@ -203,16 +207,28 @@ CURVES = (
     ),
     Row(
         name="table",
-        title="embedding step, larger tables",
+        title="embedding step, ids from the whole table",
         unit="steps/s",
         sides=(OURS, LIMIT),
         points=tuple(
             _point(_CLUSTER, _EMBEDDING, label=label, rows=rows, same_start=False)
-            for label, rows in (("10k", 10**4), ("100k", 10**5), ("1M", 10**6), ("10M", 10**7))
+            for label, rows in _TABLES
         ),
         checked=False,
         repetitions=3,
         axis="rows of the table",
+    ),
+    Row(
+        name="hot_table",
+        title="embedding step, ids from 8,192 rows of it",
+        unit="steps/s",
+        sides=(OURS, PEER, LIMIT),
+        points=tuple(_point(_CLUSTER, _HOT, label=label, rows=rows) for label, rows in _TABLES),
+        parity=_ONE_WORKER,
+        repetitions=3,
+        seconds=0.8,
+        axis="rows of the table",
+        beside="table",
     ),
     Row(
         name="variables",
@@ -291,6 +307,7 @@ _TINY: dict[str, Any] = {
     "batch": 6,
     "batches": 4,
     "rows": 64,
+    "hot": 24,
     "width": 2,
     "columns": 3,
     "variables": 2,

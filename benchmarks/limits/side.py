@@ -165,7 +165,7 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return bound(row, size)
     if row in {"mlp", "one_device", "central", "workers", "servers"}:
         return Mlp(size)
-    if row in {"embedding", "table"}:
+    if row in {"embedding", "table", "hot_table"}:
         return Embedding(size)
     if row == "variables":
         return Variables(size)

@@ -20,6 +20,7 @@ WORK = {
     "servers": "cluster:Mlp",
     "embedding": "cluster:Embedding",
     "table": "cluster:Embedding",
+    "hot_table": "cluster:Embedding",
     "read": "cluster:Read",
     "add": "cluster:Add",
     "message": "cluster:Add",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -49,14 +50,22 @@ def mlp_mean_loss(variables: list[Any], batches: work.Batches) -> float:
     return sum(losses) / len(losses)
 
 
+def _shards(size: dict[str, Any]) -> list[Any]:
+    each = -(-size["rows"] // size["shards"])
+    begins = range(0, size["rows"], each)
+    if "start" in size:
+        shapes = [(min(each, size["rows"] - begin), size["width"]) for begin in begins]
+        return [tf.Variable(functools.partial(tf.fill, s, size["start"])) for s in shapes]
+    rows = work.embedding_table(size)
+    return [tf.Variable(rows[begin : begin + each]) for begin in begins]
+
+
 class Table:
     """A table of embeddings in shards, a linear layer above it, and Adagrad's state beside each variable."""
 
     def __init__(self, size: dict[str, Any], strategy: Any) -> None:
         self.size = size
-        rows = work.embedding_table(size)
-        shard = -(-size["rows"] // size["shards"])
-        self.shards = [tf.Variable(rows[i : i + shard]) for i in range(0, size["rows"], shard)]
+        self.shards = _shards(size)
         self.table = ShardedVariable(self.shards)
         self.head = tf.Variable(work.embedding_head(size).T.copy())
         self.bias = tf.Variable(tf.zeros((1,)))

@@ -18,6 +18,7 @@ WORK: dict[str, type[Any]] = {
     "empty": cluster.Empty,
     "mlp": cluster.Mlp,
     "embedding": cluster.Embedding,
+    "hot_table": cluster.Embedding,
     "read": cluster.Read,
     "add": cluster.Add,
     "startup": cluster.StartUp,

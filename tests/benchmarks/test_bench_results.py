@@ -159,3 +159,17 @@ def test_every_curve_becomes_a_picture(tmp_path: Path):
     drawn = plots.draw(results_with(*found), tmp_path)
     assert [path.name for path in drawn] == ["workers.png", "quality.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_a_row_is_drawn_beside_another(tmp_path: Path):
+    """Both rows about tables share one picture, twice as wide as either alone."""
+    alone = [
+        Measurement(row="table", point=p, kind="ours", label="o", samples=[1.0]) for p in ("1M",)
+    ]
+    beside = Measurement(row="hot_table", point="1M", kind="peer", label="p", samples=[2.0])
+    widths = []
+    for number, found in enumerate((alone, [*alone, beside])):
+        (picture,) = plots.draw(results_with(*found), tmp_path / str(number))
+        assert picture.name == "table.png"
+        widths.append(int.from_bytes(picture.read_bytes()[16:20]))  # of the PNG's first chunk
+    assert widths[1] > 1.5 * widths[0]

@@ -7,10 +7,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import rows
+from benchmarks import rows, work
 from benchmarks.checks import compare
 from benchmarks.limits import side as limits
 from benchmarks.ours import side
@@ -60,7 +61,36 @@ def test_a_single_machine_row_does_the_plain_runs_work(name):
     assert any("plain run" in check.text for check in checks)
 
 
-@pytest.mark.parametrize("name", ["empty", "embedding", "read", "add", "variables"])
+def test_a_row_of_hot_rows_is_the_same_work_whatever_the_table():
+    """The same number of different rows in every batch, spread over the whole table (issue 6.3)."""
+    small_table, large_table = (
+        work.embedding_batches({**work.HOT_SIZE, "rows": rows}) for rows in (10**4, 10**7)
+    )
+    for small_ids, large_ids in zip(small_table.inputs, large_table.inputs, strict=True):
+        counts = {np.unique(ids).size for ids in (small_ids, large_ids)}
+        assert len(counts) == 1
+        assert 7500 < counts.pop() < 8192
+    assert np.array_equal(small_table.labels, large_table.labels)
+    used = np.unique(large_table.inputs)
+    assert used.size == 8192
+    assert set(np.diff(used)) == {1220, 1221}
+
+
+def test_the_row_of_hot_rows_does_the_plain_runs_work():
+    """Ours with one worker, and the limit, end with the same parameters."""
+    (row,) = small("hot_table")
+    size = {**row.points[0].size, "in_process": True, **(row.parity or {})}
+    ours, limit = side.make("hot_table", size), limits.make("hot_table", size)
+    try:
+        facts = {"ours": ours.check(), "limit": limit.check()}
+    finally:
+        ours.close()
+    checks = compare("hot_table", facts, facts["ours"])
+    assert all(check.passed for check in checks), checks
+    assert any("plain run" in check.text for check in checks)
+
+
+@pytest.mark.parametrize("name", ["empty", "embedding", "hot_table", "read", "add", "variables"])
 def test_a_cluster_row_does_what_it_says(name):
     """The row's own program, with threads for processes: its steps run and its facts compare well."""
     (row,) = small(name)

@@ -11,8 +11,8 @@ Three ways to apply a gradient given as rows (unique ids, one value each):
 - *sparse*: the layer asked for sparse gradients (``sparse=True``) and the class is another one: it
   gets a sparse tensor, as in plain PyTorch, and may refuse it, as in plain PyTorch.
 - *dense*: every other class (Adam's moments decay with zero gradients too): the rows are spread over
-  a gradient of the shard's shape. Costs time and memory of the whole shard, gives plain PyTorch's
-  numbers.
+  a gradient of the shard's shape, a piece at a time (`pieces.py`). Costs the time of the whole
+  shard, gives plain PyTorch's numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from torch.optim import Optimizer
 from torch.optim.adagrad import adagrad
 from typing_extensions import override
 
+from stratagem._ps.heap import give_back_freed_memory
+from stratagem._ps.pieces import (
+    ELEMENTWISE,
+    PIECE_BYTES,
+    RowsOfGradient,
+    batches,
+    step_in_pieces,
+)
 from stratagem._ps.rows import put_rows, take_rows
+from stratagem._ps.state_memory import StateApart
+from stratagem._wire.shm import zeros_apart
 from stratagem.errors import UnsupportedOptimizer
 
 HyperparameterValue = float | int | bool | str | None | Sequence[float | None]
@@ -120,15 +130,16 @@ class ServerOptimizer:
         self._group_of = {
             number: index for index, group in enumerate(groups) for number in group.variables
         }
-        self._optimizer: Any = self._class(
-            [
-                {
-                    "params": [self._parameters[number] for number in group.variables],
-                    **_checked(group.hyperparameters),
-                }
-                for group in groups
-            ]
-        )
+        with StateApart():
+            self._optimizer: Any = self._class(
+                [
+                    {
+                        "params": [self._parameters[number] for number in group.variables],
+                        **_checked(group.hyperparameters),
+                    }
+                    for group in groups
+                ]
+            )
 
     @property
     def class_name(self) -> str:
@@ -153,28 +164,32 @@ class ServerOptimizer:
 
     def step(self, gradients: Sequence[Gradient]) -> None:
         """One step of the real class; variables without a gradient are left alone."""
-        touched: list[nn.Parameter] = []
+        whole: list[Gradient] = []
+        large: list[Gradient] = []
         compact: list[Gradient] = []
         plain: list[Gradient] = []
         suffice = [self._rows_suffice(group) for group in self._optimizer.param_groups]
-        is_known = self._class in (torch.optim.SGD, torch.optim.Adagrad)
-        try:
-            for gradient in gradients:
-                parameter = self._find(gradient.variable)
-                if suffice[self._group_of[gradient.variable]]:
-                    if gradient.ids is not None:
-                        compact.append(gradient)
-                        continue
-                    if is_known:
-                        plain.append(gradient)
-                        continue
-                parameter.grad = _full_gradient(parameter, gradient)
-                touched.append(parameter)
-            if touched:
-                self._optimizer.step()
-        finally:
-            for parameter in touched:
-                parameter.grad = None
+        is_sgd, is_adagrad = (self._class is one for one in (torch.optim.SGD, torch.optim.Adagrad))
+        for gradient in gradients:
+            parameter = self._find(gradient.variable)
+            _check_shape(parameter, gradient)
+            may_be_rows = suffice[self._group_of[gradient.variable]]
+            if may_be_rows and gradient.ids is not None:
+                compact.append(gradient)
+            elif may_be_rows and is_sgd:  # works in place, whatever the size
+                plain.append(gradient)
+            elif self._goes_in_pieces(parameter, gradient):
+                large.append(gradient)
+            elif may_be_rows and is_adagrad:
+                plain.append(gradient)
+            else:
+                whole.append(gradient)
+        if whole:
+            self._step_whole(whole)
+        for gradient in large:
+            index = self._group_of[gradient.variable]
+            parts = RowsOfGradient(gradient.values, gradient.ids)
+            step_in_pieces(self._optimizer, index, self._find(gradient.variable), parts)
         for gradient in compact:
             self._step_rows(gradient)
         if plain:
@@ -229,6 +244,26 @@ class ServerOptimizer:
             return not group["weight_decay"] and bool(group["eps"])
         return bool(self._class is torch.optim.SparseAdam)
 
+    def _goes_in_pieces(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
+        return parameter.nbytes > PIECE_BYTES and self._class in ELEMENTWISE and not gradient.sparse
+
+    def _step_whole(self, gradients: Sequence[Gradient]) -> None:
+        """The real class steps on these; a few at a time where all at once would take much memory."""
+        by_parameter = {self._find(one.variable): one for one in gradients}
+        parameters = list(by_parameter)
+        is_first = any(not self._optimizer.state.get(parameter) for parameter in parameters)
+        makes_copies = any(group.get("foreach") for group in self._optimizer.param_groups)
+        for batch in batches(parameters) if is_first or makes_copies else [parameters]:
+            try:
+                for parameter in batch:
+                    parameter.grad = _full_gradient(parameter, by_parameter[parameter])
+                self._optimizer.step()
+            finally:
+                for parameter in batch:
+                    parameter.grad = None
+            if is_first and len(batch) < len(parameters):
+                give_back_freed_memory()  # else state that stays lies between holes that stay
+
     def _step_plainly(self, gradients: Sequence[Gradient]) -> None:
         """SGD without momentum and Adagrad, without decay: all variables of a group in one call.
 
@@ -277,8 +312,8 @@ class ServerOptimizer:
             return
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = zeros_apart(tuple(parameter.shape), parameter.dtype)
         taken = nn.Parameter(take_rows(parameter, ids), requires_grad=False)
         taken.grad = torch.sparse_coo_tensor(
             torch.arange(ids.numel()).unsqueeze(0),
@@ -338,17 +373,22 @@ def _is_per_row(value: StateValue, parameter: Tensor) -> bool:
 def _full_gradient(parameter: Tensor, gradient: Gradient) -> Tensor:
     values, ids = gradient.values, gradient.ids
     if ids is None:
-        if values.shape != parameter.shape:
-            raise ValueError(
-                f"variable {gradient.variable!r} got a gradient of shape {tuple(values.shape)!r}: "
-                f"expected {tuple(parameter.shape)!r}."
-            )
         return values
     if gradient.sparse:
         return torch.sparse_coo_tensor(
             ids.unsqueeze(0), values, parameter.shape, is_coalesced=True, check_invariants=False
         )
     return torch.zeros_like(parameter).index_copy_(0, ids, values)
+
+
+def _check_shape(parameter: Tensor, gradient: Gradient) -> None:
+    ids, shape = gradient.ids, gradient.values.shape
+    expected = parameter.shape if ids is None else (ids.numel(), *parameter.shape[1:])
+    if shape != expected:
+        raise ValueError(
+            f"variable {gradient.variable!r} got a gradient of shape {tuple(shape)!r}: expected "
+            f"{tuple(expected)!r}."
+        )
 
 
 def _checked(values: Hyperparameters) -> dict[str, Any]:

@@ -27,6 +27,7 @@ training step does not: asynchronous training reads parameters while they change
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import math
@@ -50,6 +51,9 @@ MAGIC: Final = b"SGSHM\0\0\1"
 HEADER_BYTES: Final = 4096
 ENTRY_BYTES: Final = 64
 _HEAD = struct.Struct("<8sQ16s")
+LARGE_PAGE_BYTES: Final = (
+    1 << 21
+)  # on x86 and most ARM machines; elsewhere nothing is gained or lost
 _SEAL_FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl module lacks the name
 
 
@@ -65,6 +69,30 @@ def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     if min(shape, default=0) < 0:
         raise ValueError(f"shape {shape!r} has a negative size")
     return math.prod(shape) * dtype.itemsize
+
+
+def zeros_apart(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros in pages of its own, not in the allocator's heap; this process's alone.
+
+    For what is large and stays: it leaves no holes between temporaries, costs memory only where it has been
+    written, and lies in large pages where the kernel has some. It is unmapped with its last tensor.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._wire.shm import zeros_apart
+        >>> zeros_apart((3, 2), torch.float32).sum()
+        tensor(0.)
+    """
+    size = bytes_for(shape, dtype)
+    if size < LARGE_PAGE_BYTES:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE_BYTES
+    # Only large pages that lie within the tensor: a page beyond it would be memory for nothing.
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
+    count = size // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 
 
 class _Mapping(Owner):

@@ -233,7 +233,7 @@ def _aggregate(replica: Any, offer: _Offer, label: str, *, by_hand: bool = False
         ):
             _give(home, me, result)
     for home, gradients, factors in plan.rest:
-        _give(home, me, _combine_one(gradients, factors, replica.device))
+        _give(home, me, _combine_one(gradients, factors, home.gradients_on(replica)))
 
 
 def _plan(group: ReplicaGroup, brought: Sequence[_Offer | None], *, by_hand: bool) -> _Plan:

@@ -177,6 +177,10 @@ class ReplicatedHome(ParameterHome):
         """A leaf's gradient in a form that can be added to other leaves'."""
         return leaf.tensor.grad
 
+    def gradients_on(self, replica: Replica) -> torch.device:
+        """Where a replica's gradient is put together from all replicas' gradients."""
+        return replica.device
+
     def call_before_gradients(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
         """Have `hook` called in a backward pass before a gradient is added to the leaf's."""
         leaf.tensor.register_hook(hook)

@@ -1,7 +1,7 @@
 """A table seen by several replicas of one worker: each looks rows up for itself.
 
 `ReplicatedTable` is the home (`_core/leaves.py`) of a `TableParameter` where a worker has several devices.
-Every replica gets a table of its own over the same rows, which takes the gradient of the rows that replica
+Every replica gets a table of its own over the same rows (in host memory, copied to the replica's device), which takes the gradient of the rows that replica
 looked up. At the end of `backward` the replicas' gradients meet as sparse tensors of the table's shape
 (`_core/gradients.py` adds these as it adds all others), and each table keeps the rows of the outcome: all
 rows that any replica looked up, and no others. No replica ever holds the whole table.
@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import cast, final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -38,6 +39,10 @@ class ReplicatedTable(ReplicatedHome):
     @override
     def gradient_of(self, leaf: Leaf) -> Tensor | None:
         return _table(leaf).gradient.as_sparse()
+
+    @override
+    def gradients_on(self, replica: Replica) -> torch.device:
+        return self.central.device  # rows' gradients are where the rows come from
 
     @override
     def call_before_gradients(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from stratagem._core.context import current_replica
 from stratagem._ps.row_gradients import RowGradient, RowSource
 from stratagem._ps.rows import SortedIds, sort_ids, sum_rows, take_rows
 from stratagem.errors import ForeignParameterError
@@ -105,12 +106,15 @@ class TableParameter(nn.Parameter):
         )
 
     def whole_leaf(self) -> Tensor:
-        """The whole table as a leaf that takes a gradient."""
-        return self.gradient.whole_leaf(self._wants_gradient())
+        """The whole table, where the replica computes; its gradient comes back to the host."""
+        leaf = self.gradient.whole_leaf(self._wants_gradient())
+        device = _replica_device()
+        return leaf if device is None else leaf.to(device)
 
     def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> _Lookup:
         """Fetch the rows of `ids`; `skip` is a row whose gradient is not recorded (padding)."""
-        found = sort_ids(ids)
+        device = ids.device if ids.device.type != "cpu" else _replica_device()
+        found = sort_ids(ids if ids.device.type == "cpu" else ids.cpu())
         unique = found.unique
         if unique.numel() and (int(unique[0]) < 0 or int(unique[-1]) >= self.source.shape[0]):
             bad = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
@@ -122,28 +126,52 @@ class TableParameter(nn.Parameter):
         if self._wants_gradient():
             leaf.requires_grad_()
             self.gradient.watch(unique, leaf, sparse=sparse, skip=skip)
-        return _Lookup(found, leaf)
+        return _Lookup(found, leaf, device)
 
     def _wants_gradient(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and torch.is_grad_enabled()
 
 
+def _replica_device() -> torch.device | None:
+    """Where the replica that asks computes; None in host memory, where rows are already."""
+    replica = current_replica()
+    return None if replica is None or replica.device.type == "cpu" else replica.device
+
+
 class _Lookup:
-    """Rows fetched for one operator."""
+    """Rows fetched for one operator: ids and the leaf in host memory, copies where they are used.
 
-    __slots__ = ("found", "leaf", "places", "unique")
+    Attributes:
+        leaf: the rows; takes the gradient, from whatever device it comes.
+        device: where the operator works, if it is not the host.
+    """
 
-    def __init__(self, found: SortedIds, leaf: Tensor) -> None:
+    __slots__ = ("device", "found", "leaf", "unique")
+
+    def __init__(self, found: SortedIds, leaf: Tensor, device: torch.device | None) -> None:
         self.found = found
         self.unique = found.unique
-        self.places = found.places
         self.leaf = leaf
+        self.device = device
+
+    @property
+    def places(self) -> Tensor:
+        """For every id asked, which of the rows it is; where the operator works."""
+        return self.found.places if self.device is None else self.found.places.to(self.device)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows where the operator works."""
+        return self.leaf if self.device is None else self.leaf.to(self.device)
 
     def spread(self) -> Tensor:
         """The rows in the order and shape of the ids asked, repeated where these repeat."""
-        flat = cast("Tensor", cast("Any", _Spread).apply(self.leaf, self.found))
-        return flat.view(*self.places.shape, *self.leaf.shape[1:])
+        if self.device is None:
+            flat = cast("Tensor", cast("Any", _Spread).apply(self.leaf, self.found))
+        else:
+            flat = self.rows.index_select(0, self.places.reshape(-1))
+        return flat.view(*self.found.places.shape, *self.leaf.shape[1:])
 
     def shorten(self, table: TableParameter, max_norm: float, norm_type: float) -> None:
         """Shorten rows longer than `max_norm`, here and at home, as F.embedding does in place."""
@@ -221,7 +249,7 @@ def _embedding(
     if padding is None and not scale_grad_by_freq and found.leaf.dim() == 2:
         return found.spread()
     return F.embedding(
-        found.places, found.leaf, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq
+        found.places, found.rows, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq
     )
 
 
@@ -245,7 +273,7 @@ def _embedding_bag(
         found.shorten(weight, max_norm, norm_type)
     return F.embedding_bag(
         found.places,
-        found.leaf,
+        found.rows,
         offsets,
         scale_grad_by_freq=scale_grad_by_freq,
         mode=mode,
@@ -263,7 +291,7 @@ def _look_up(
         raise AssertionError("Padding_idx must be within num_embeddings")
     skip = None
     if padding_idx is not None and sparse:
-        skip = _place_of(sort_ids(ids).unique, padding_idx, rows)
+        skip = _place_of(sort_ids(ids.cpu()).unique, padding_idx, rows)
     found = table.lookup(ids, sparse=sparse, skip=skip)
     return found, _place_of(found.unique, padding_idx, rows)
 
@@ -295,7 +323,8 @@ def _getitem(table: TableParameter, key: Any) -> Tensor:
     found = table.lookup(ids)
     # A table looked up in order, without repetition, needs no second gather.
     in_order = ids.dim() == 1 and found.unique.numel() == ids.numel()
-    rows = found.leaf if in_order and torch.equal(found.unique, ids) else found.spread()
+    is_leaf = in_order and torch.equal(found.unique, ids.cpu())
+    rows = found.rows if is_leaf else found.spread()
     if not rest:
         return rows
     return rows[(slice(None),) * ids.dim() + tuple(rest)]

@@ -173,7 +173,7 @@ class WorkerViews:
         parameter = self._variables.parameter(
             definition.description,
             requires_grad=definition.requires_grad,
-            as_table=definition.as_table and self._strategy.looks_rows_up,
+            as_table=definition.as_table,
         )
         if self._strategy.num_replicas_in_sync > 1:
             name = definition.description.name
@@ -323,11 +323,6 @@ class WorkerStrategy(Strategy):
     @override
     def _parameter_names(self) -> tuple[str, ...]:
         return tuple(device_name(task) for task, _ in self._setup.servers)
-
-    @property
-    def looks_rows_up(self) -> bool:
-        """Whether tables can be tables here: rows are looked up in the host's memory."""
-        return len(self._devices) == 1 or all(one.kind == "CPU" for one in self._devices)
 
     @override
     def _arguments(self) -> dict[str, Any]:

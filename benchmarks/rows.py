@@ -194,6 +194,7 @@ CURVES = (
         points=tuple(_point(_CLUSTER, _MLP, label=str(n), workers=n) for n in _COUNTS),
         checked=False,
         repetitions=3,
+        seconds=1.0,
         axis="workers",
     ),
     Row(
@@ -204,6 +205,7 @@ CURVES = (
         points=tuple(_point(_CLUSTER, _MLP, label=str(n), servers=n) for n in _COUNTS),
         checked=False,
         repetitions=3,
+        seconds=1.0,
         axis="parameter servers",
     ),
     Row(
@@ -217,6 +219,7 @@ CURVES = (
         ),
         checked=False,
         repetitions=3,
+        seconds=1.0,
         axis="rows of the table",
     ),
     Row(
@@ -224,10 +227,15 @@ CURVES = (
         title="embedding step, ids from 8,192 rows of it",
         unit="steps/s",
         sides=(OURS, PEER, LIMIT),
-        points=tuple(_point(_CLUSTER, _HOT, label=label, rows=rows) for label, rows in _TABLES),
+        # Three sizes only, parameters compared at the smallest: TensorFlow's largest takes a minute to begin.
+        points=tuple(
+            _point(_CLUSTER, _HOT, label=label, rows=rows, fingerprints=rows == 10**4)
+            for label, rows in _TABLES
+            if label != "100k"
+        ),
         parity=_ONE_WORKER,
         repetitions=3,
-        seconds=0.8,
+        seconds=0.5,
         axis="rows of the table",
         beside="table",
     ),
@@ -241,6 +249,7 @@ CURVES = (
         ),
         checked=False,
         repetitions=3,
+        seconds=1.0,
         axis="variables",
     ),
     Row(
@@ -260,6 +269,7 @@ CURVES = (
         ),
         checked=False,
         repetitions=3,
+        seconds=1.0,
         axis="bytes added in a step",
     ),
     Row(

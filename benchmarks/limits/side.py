@@ -52,7 +52,7 @@ class Mlp(Training):
         before = models.mean_loss(self.model, self.loss, batches)
         self.steps(self.size["check_steps"])
         after = models.mean_loss(self.model, self.loss, batches)
-        prints = models.fingerprints(self.model)
+        prints = models.fingerprints(self.model, self.size)
         return {"loss_before": before, "loss_after": after, "parameters": prints}
 
 
@@ -74,7 +74,7 @@ class Embedding(Training):
         before = models.mean_loss(self.model, self.loss, batches)
         self.steps(self.size["check_steps"])
         after = models.mean_loss(self.model, self.loss, batches)
-        prints = models.fingerprints(self.model)
+        prints = models.fingerprints(self.model, self.size)
         return {"loss_before": before, "loss_after": after, "parameters": prints}
 
 

@@ -116,7 +116,7 @@ class Training(ClusterWork):
         before = models.mean_loss(self.model, self.loss, self.batches)
         self.steps(self.size["check_steps"])
         after = models.mean_loss(self.model, self.loss, self.batches)
-        prints = models.fingerprints(self.model)
+        prints = models.fingerprints(self.model, self.size)
         return {"loss_before": before, "loss_after": after, "parameters": prints}
 
 

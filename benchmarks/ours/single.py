@@ -53,7 +53,7 @@ class SingleWork(Work):
         before = models.mean_loss(self.model, F.cross_entropy, batches)
         self.steps(self.size["check_steps"])
         after = models.mean_loss(self.model, F.cross_entropy, batches)
-        prints = models.fingerprints(self.model)
+        prints = models.fingerprints(self.model, self.size)
         return {"loss_before": before, "loss_after": after, "parameters": prints}
 
     def close(self) -> None:

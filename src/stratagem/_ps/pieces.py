@@ -2,7 +2,8 @@
 
 A step of Adam makes tensors as large as the parameter it works on. On pieces that fit the caches it
 makes small ones again and again: a server needs hardly any memory beside parameters and state, and no
-pass goes through main memory but the first (96 MB under Adam, one core: 187 ms whole, 61 ms in pieces).
+pass goes through main memory but the first (Adam's arithmetic on 96 MB, one core: 187 ms whole, 63 in
+pieces).
 Only for classes that treat every number by itself, so that the outcome is the same. Used by
 `stepping.py`; knows tensors and optimizer classes.
 """

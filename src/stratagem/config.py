@@ -313,7 +313,7 @@ class ClusterOptions:
     """Silence after which a task counts as lost; with the checks' own delay it stays under 5 s."""
 
     busy_limit_s: float = 60.0
-    """Silence of a worker on this host that is borne while its process computes: native code that
+    """Silence of a task on this host that is borne while its process computes: native code that
     keeps Python's lock (GIL) for long silences it. 0 bears none."""
 
     connect_timeout_s: float = 30.0

@@ -15,7 +15,7 @@ import pytest
 from waiting import wait_until
 
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._cluster.pulse import Pulse, own_process
+from stratagem._wire.pulse import Pulse, own_process
 from stratagem.errors import ClosurePoisonous
 
 LIMIT_S = 30.0
@@ -23,7 +23,7 @@ LIMIT_S = 30.0
 # A process that says who it is, then computes or sleeps: to be idle is what the second is for.
 CHILD = """
 import sys, time
-from stratagem._cluster.pulse import own_process
+from stratagem._wire.pulse import own_process
 print(own_process(), flush=True)
 while True:
     time.sleep(3600) if sys.argv[1] == "sleep" else pow(3, 100_000)

@@ -1,5 +1,8 @@
 """An optimizer as a user might write one; parameter servers import it by name."""
 
+import re
+import time
+
 import torch
 
 
@@ -20,3 +23,23 @@ class SignDescent(torch.optim.Optimizer):
                     state["mean"] = torch.zeros_like(parameter)
                 state["mean"].lerp_(parameter.grad, group["smooth"])
                 parameter.sub_(state["mean"].sign(), alpha=group["lr"])
+
+
+class LockKeeper(torch.optim.Optimizer):
+    """Plain descent; each step holds Python's lock for `seconds` without a break, as native code can."""
+
+    def __init__(self, params, lr=0.1, seconds=2.0):
+        super().__init__(params, {"lr": lr, "seconds": seconds})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            took, length = 0.0, 16
+            while took < group["seconds"]:
+                length += 1
+                began = time.monotonic()
+                re.match("(a+)+$", "a" * length + "b")
+                took = time.monotonic() - began
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"])

@@ -338,7 +338,7 @@ class ClusterCoordinator(Owner):
         engine, strategy = self._running, self._strategy()
         if engine is not None:
             engine.close()
-            engine.views.close()
+            engine.views.close(engine.options)
         elif strategy is not None:
             strategy._cluster_views().close()
 

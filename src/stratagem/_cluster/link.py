@@ -16,7 +16,6 @@ from typing import Protocol, final
 
 from typing_extensions import override
 
-from stratagem._cluster.pulse import WINDOW_S, Pulse
 from stratagem._cluster.shipping import Encoded
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
@@ -25,6 +24,7 @@ from stratagem._wire.connecting import connect
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
+from stratagem._wire.pulse import Silence
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost, WireError, WorkerLost
 
@@ -102,8 +102,7 @@ class WorkerLink:
         self._workers = workers
         self._key = key
         self._channel: Channel | None = None
-        self._pulse = Pulse()
-        self._told = False  # that it computes in silence
+        self._silence = Silence(self.task, log=_log)
         self._opening: Channel | None = None  # while a life is being opened, for close()
         self._why: Exception | None = None
         self._stop = threading.Event()
@@ -147,31 +146,17 @@ class WorkerLink:
 
     def look_for_silence(self, now: float) -> None:
         """Gives the worker up if it has said nothing for too long. Never waits; one thread calls."""
-        channel, pulse = self._channel, self._pulse
-        options = self._owner.options
-        limit_s = options.heartbeat_limit_s
+        channel, options = self._channel, self._owner.options
         silent_s = 0.0 if channel is None else channel.silent_s()
-        if channel is None or silent_s <= limit_s / 2:
-            pulse.rest()
-            self._told = False
-            return
-        computes = pulse.computes(now, window_s=min(WINDOW_S, limit_s / 4))
-        if silent_s <= limit_s or computes is None:  # None: known within a window
-            return
-        cut_off = channel.cut_off_s() > limit_s / 2
-        if computes and silent_s <= options.busy_limit_s and not cut_off:
-            if not self._told:
-                self._told = True
-                _log.warning(
-                    "%s has said nothing for %.1f s, but its process computes: native code that "
-                    "keeps Python's lock (GIL), it seems. It is given %g s (busy_limit_s).",
-                    self.task,
-                    silent_s,
-                    options.busy_limit_s,
-                )
-            return
-        why = _why(pulse, computes=computes, cut_off=cut_off)
-        self.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s{why}", task=self.task))
+        why = self._silence.judge(
+            now,
+            silent_s=silent_s,
+            limit_s=options.heartbeat_limit_s,
+            busy_limit_s=options.busy_limit_s,
+            cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
+        )
+        if why is not None:
+            self.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s{why}", task=self.task))
 
     def give_up(self, reason: Exception) -> None:
         """Ends this life: the worker is silent, or sends cannot reach it."""
@@ -267,7 +252,7 @@ class WorkerLink:
             self.version = 0
             self.incarnation = incarnation
             self.pid = reply.pid
-            self._pulse = Pulse(reply.process)
+            self._silence = Silence(self.task, reply.process, log=_log)
             self.mean_run_s = 0.0
             self._why = None
             self._channel = channel
@@ -309,17 +294,3 @@ def close_links(links: Sequence[WorkerLink], timeout_s: float) -> None:
         link.leave()
     for link in links:
         link.join(max(0.0, deadline - time.monotonic()))
-
-
-def _why(pulse: Pulse, *, computes: bool, cut_off: bool) -> str:
-    """What is known of a silence."""
-    if cut_off:
-        return ", and nothing sent to it arrives: its machine or the network is down"
-    if computes:
-        return ", though its process computes; see busy_limit_s (STRATAGEM_BUSY_LIMIT_S)"
-    if pulse.can_be_felt:
-        return ", and its process on this host does nothing: it is stopped, or waits for something"
-    return (
-        ": it is stopped, cut off, or runs native code that keeps Python's lock (GIL); for such code "
-        "raise heartbeat_limit_s (STRATAGEM_HEARTBEAT_LIMIT_S)"
-    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from stratagem._wire.handshake import ClusterKey
+from stratagem.config import ClusterOptions
 
 
 class WorkerViews(Protocol):
@@ -81,13 +82,13 @@ class CoordinatorViews(Protocol):
     def fence(self, worker_index: int, incarnation: int) -> None:
         """Makes every server refuse writes of this incarnation and older ones."""
 
-    def check_servers(self, timeout_s: float) -> None:
-        """Raises ParameterServerLost if a server does not answer in time."""
+    def check_servers(self, options: ClusterOptions) -> None:
+        """One look at every server, to be repeated; raises ParameterServerLost if one counts as lost."""
 
     def forget_closures(self, closures: Sequence[int]) -> None:
         """These exactly-once closures are finished: nobody will repeat their writes."""
 
-    def close(self) -> None:
+    def close(self, options: ClusterOptions | None = None) -> None:
         """Ends the session on the servers."""
 
 
@@ -179,11 +180,11 @@ class PlainViews:
     def fence(self, worker_index: int, incarnation: int) -> None:
         """There are no servers to tell."""
 
-    def check_servers(self, timeout_s: float) -> None:
+    def check_servers(self, options: ClusterOptions) -> None:
         """There are no servers to ask."""
 
     def forget_closures(self, closures: Sequence[int]) -> None:
         """There are no servers to tell."""
 
-    def close(self) -> None:
+    def close(self, options: ClusterOptions | None = None) -> None:
         """There is no session to end."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("stratagem.coordinator")
 
 TICK_S = 0.1
-"""How often workers are looked after: bounds how long a closure waits behind a long one."""
+"""How often workers and servers are looked after: bounds how long a closure waits behind a long one."""
 
 
 @final
@@ -98,8 +98,8 @@ class Watch:
 
     def _watch_servers(self) -> None:
         options = self._engine.options
-        while not self._stop.wait(options.heartbeat_s):
-            self._guard(lambda: self._engine.views.check_servers(options.heartbeat_limit_s))
+        while not self._stop.wait(min(TICK_S, options.heartbeat_s)):
+            self._guard(lambda: self._engine.views.check_servers(options))
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from stratagem import metrics
 from stratagem._cluster.output import OutputForwarder
-from stratagem._cluster.pulse import own_process
 from stratagem._cluster.results import Results
 from stratagem._cluster.shipping import check_size
 from stratagem._cluster.views import WorkerSetup, WorkerViews
@@ -40,6 +39,7 @@ from stratagem._wire.frames import Buffer
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame, Packed
+from stratagem._wire.pulse import own_process
 from stratagem.errors import (
     ClosureInputError,
     ConnectionLost,

@@ -33,6 +33,7 @@ from stratagem._ps.store import InitOp, StateEntry
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.messages import Frame, Message, TensorRef
+from stratagem.config import ClusterOptions
 from stratagem.errors import NotFoundError, ParameterServerLost
 
 _log = logging.getLogger("stratagem.ps")
@@ -107,7 +108,9 @@ class PsClient(Owner):
         self._closed = False
         try:
             reach_all(self._links, timeout_s=connect_timeout_s, patient=membership.is_owner)
-            for server in range(len(self._links)):
+            for server, link in enumerate(self._links):
+                if link.welcome is not None:
+                    self._control.introduce(server, link.welcome)
                 self._try_sharing(server)
         except BaseException:
             self.close()
@@ -413,6 +416,22 @@ class PsClient(Owner):
     def stats(self, server: int, *, timeout_s: float = 5.0) -> dict[str, object]:
         """Numbers about a server, at most half a second old."""
         return self._control.stats(server, timeout_s=timeout_s)
+
+    def look_after_servers(self, options: ClusterOptions) -> None:
+        """One look at every server, to be repeated; waits for none that is connected.
+
+        Raises:
+            ParameterServerLost: one is gone, or has been silent for too long.
+        """
+        self._control.look_after(options)
+
+    def await_servers(self, options: ClusterOptions) -> None:
+        """Returns when every server has answered, or counts as lost from now on, which is logged.
+
+        All are waited for at once: for ``heartbeat_limit_s``, or longer while one on this host computes.
+        """
+        present = [server for server, link in enumerate(self._links) if link.is_open]
+        self._control.await_answers(options, of=present)
 
     @property
     def tasks(self) -> list[str]:

@@ -1,14 +1,16 @@
 """Questions that parameter servers answer at any time, on connections of their own.
 
 Pings and statistics go to the servers' door threads, which answer while the work thread is in a long step, and never wait
-behind the requests of `client.py`.
+behind the requests of `client.py`. Whether a server that does not answer is busy or lost is judged by its silence
+(`pulse.py`), for all servers side by side: nobody waits for one of them alone.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from typing_extensions import override
@@ -18,7 +20,17 @@ from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Message
-from stratagem.errors import ConnectionLost, DeadlineExceeded, ParameterServerLost
+from stratagem._wire.pulse import Silence
+from stratagem.config import ClusterOptions
+from stratagem.errors import ConnectionLost, DeadlineExceeded, ParameterServerLost, ProtocolError
+
+_log = logging.getLogger("stratagem.ps")
+
+_PAUSE_S = 0.01
+"""Between two looks at servers whose answers are waited for."""
+
+_ATTEMPT_S = 0.5
+"""For one attempt to connect while servers are looked after: the others must not be forgotten over it."""
 
 
 @final
@@ -50,12 +62,13 @@ class ControlConnections:
             lost: for each server, called with the reason when it does not answer; gives the error
                 to raise, which knows the server's variables.
         """
-        self._servers = tuple(servers)
-        self._on_lost = tuple(lost)
-        self._key = key
-        self._channels: list[Channel | None] = [None] * len(servers)
-        self._locks = [threading.Lock() for _ in servers]
-        self._closed = False
+        self._lines = [_Line(task, address, key) for task, address in servers]
+        for line, lost_error in zip(self._lines, lost, strict=False):
+            line.lost_error = lost_error
+
+    def introduce(self, server: int, welcome: messages.Welcome) -> None:
+        """Tells who serves there, so that a server can be judged that is silent from the start."""
+        self._lines[server].know(welcome)
 
     def ping(self, server: int, *, timeout_s: float) -> messages.Pong:
         """Asks whether a server lives.
@@ -63,64 +76,210 @@ class ControlConnections:
         Raises:
             ParameterServerLost: it is gone, or does not answer in time.
         """
-        reply = self._ask(server, messages.Ping(), timeout_s)
+        reply = self._lines[server].ask(messages.Ping(), timeout_s)
         assert isinstance(reply, messages.Pong)
         return reply
 
     def stats(self, server: int, *, timeout_s: float) -> dict[str, object]:
         """Numbers about a server, at most half a second old."""
-        reply = self._ask(server, messages.AskStats(), timeout_s)
+        reply = self._lines[server].ask(messages.AskStats(), timeout_s)
         assert isinstance(reply, messages.Stats)
         return dict(reply.facts)
 
+    def look_after(self, options: ClusterOptions) -> None:
+        """One look at every server, to be repeated: who is pinged has answered since, or is judged.
+
+        Waits for nobody who is connected.
+
+        Raises:
+            ParameterServerLost: one is gone, or has been silent for too long.
+        """
+        for line in self._lines:
+            line.look(options, every_s=options.heartbeat_s)
+
+    def await_answers(self, options: ClusterOptions, *, of: Collection[int]) -> None:
+        """Returns when each of these servers has answered, or counts as lost, which is logged."""
+        began = time.monotonic()
+        waiting = {self._lines[server] for server in of}
+        while waiting:
+            for line in list(waiting):
+                try:
+                    line.look(options, every_s=0.0)
+                except ParameterServerLost as error:
+                    _log.warning("%s", error)
+                    waiting.discard(line)
+                else:
+                    if line.closed or line.alive_at >= began:
+                        waiting.discard(line)
+            if waiting:
+                time.sleep(_PAUSE_S)
+
     def close(self) -> None:
         """Hangs up; who asks now or later is told so. Repeatable."""
-        self._closed = True
-        for channel in self._channels:
-            if channel is not None:
-                channel.close()
+        for line in self._lines:
+            line.close()
 
     @override
     def __repr__(self) -> str:
-        count = sum(channel is not None and channel.is_open for channel in self._channels)
-        return f"<ControlConnections {count} of {len(self._servers)} open>"
+        count = sum(line.is_open for line in self._lines)
+        return f"<ControlConnections {count} of {len(self._lines)} open>"
 
-    def _ask(self, server: int, message: Message, timeout_s: float) -> Message:
-        task, address = self._servers[server]
+
+@final
+class _Line:
+    """The control connection to one server, taken up again when it breaks."""
+
+    def __init__(self, task: str, address: str, key: ClusterKey | None) -> None:
+        self.task = task
+        self.alive_at = 0.0
+        """When it certainly lived: the last ping it answered was sent then."""
+        self.lost_error: Callable[[str], ParameterServerLost] = self._plain_error
+        self._address = address
+        self._key = key
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._silence = Silence(task, log=_log)
+        self._life = ""
+        self._call: int | None = None  # of the ping whose answer has not come
+        self._asked_at = 0.0
+        self._is_asking = False  # a connection is being made, for a ping
+        self._lost = ""  # why
+        self.closed = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None and self._channel.is_open
+
+    def ask(self, message: Message, timeout_s: float) -> Message:
+        """One question and its answer."""
         deadline = time.monotonic() + timeout_s
-        with self._locks[server]:
+        with self._lock:
             try:
-                channel = self._channel(server, deadline)
+                channel = self._connected(deadline)
                 return channel.request(message, timeout_s=_left(deadline)).message
             except (ConnectionLost, DeadlineExceeded) as error:
-                stale = self._channels[server]
-                if stale is not None:
-                    stale.close()
+                self._hang_up()
                 # Two things that people look for in different places: a process that hangs, or a
                 # machine that is cut off; and a process that is not there.
                 silent = isinstance(error, DeadlineExceeded)
                 what = f"did not answer within {timeout_s:g} s" if silent else "is gone"
-                what = f"{what}: {error}"
-                if self._on_lost:
-                    raise self._on_lost[server](what) from error
-                raise ParameterServerLost(
-                    f"parameter server {task} at {address!r} {what}. Start it again, create the "
-                    f"strategy anew and restore the last checkpoint.",
-                    task=task,
-                ) from error
+                raise self.lost_error(f"{what}: {error}") from error
 
-    def _channel(self, server: int, deadline: float) -> Channel:
-        channel = self._channels[server]
-        if channel is not None and channel.is_open:
-            return channel
-        task, address = self._servers[server]
-        channel = connect(address, key=self._key, peer=task, timeout_s=_left(deadline))
-        self._channels[server] = channel
-        if self._closed:  # by another thread, which may have looked before the channel was there
+    def look(self, options: ClusterOptions, *, every_s: float) -> None:
+        """Takes in the answer to the last ping, or judges its absence; asks again when it is time."""
+        if self.closed or not self._lock.acquire(blocking=False):
+            return  # or somebody asks, and will say what comes of it
+        try:
+            now = time.monotonic()
+            if not self._lost:
+                self._look(options, every_s, now)
+            elif (
+                now - self._asked_at >= every_s
+            ):  # it stays lost: whoever looks hears it in its time
+                self._asked_at = now
+                raise self.lost_error(self._lost)
+        except (ConnectionLost, DeadlineExceeded) as error:
+            self._hang_up()
+            if self.closed:  # a strategy may be forgotten at any moment: no server is lost by that
+                return
+            self._lost = f"is gone: {error}"
+            raise self.lost_error(self._lost) from error
+        finally:
+            self._lock.release()
+
+    def _look(self, options: ClusterOptions, every_s: float, now: float) -> None:
+        channel = self._channel
+        if self._call is not None and channel is not None and channel.is_open:
+            if channel.has_reply(self._call):
+                channel.collect(self._call, timeout_s=0.0)
+                self._call, self.alive_at = None, self._asked_at
+            elif channel.is_open:
+                self._judge(options, now)
+                return
+        if self._call is None and not self._is_asking and now - self._asked_at < every_s:
+            return
+        # With a call whose connection has broken: a server that lives lets us in again.
+        if not self._is_asking:
+            self._is_asking, self._asked_at = True, now
+        limit_s = options.heartbeat_limit_s
+        try:
+            channel = self._connected(now + min(_ATTEMPT_S, limit_s))
+        except DeadlineExceeded:  # it is busy, or hangs: that is judged, not the attempt
+            self._hang_up()
+            self._judge(options, time.monotonic())
+            return
+        self._call = channel.begin(messages.Ping(), timeout_s=limit_s)
+        self._is_asking, self._asked_at = False, time.monotonic()
+        self._judge(options, self._asked_at)
+
+    def _judge(self, options: ClusterOptions, now: float) -> None:
+        channel = self._channel
+        silent_s = now - self._asked_at
+        why = self._silence.judge(
+            now,
+            silent_s=silent_s,
+            limit_s=options.heartbeat_limit_s,
+            busy_limit_s=options.busy_limit_s,
+            cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
+        )
+        if why is not None:
+            self._hang_up()
+            self._lost = f"has not answered for {silent_s:.1f} s{why}"
+            raise self.lost_error(self._lost)
+
+    def close(self) -> None:
+        self.closed = True
+        if self._channel is not None:
+            self._channel.close()
+
+    def _hang_up(self) -> None:
+        self._call = None
+        if self._channel is not None:
+            self._channel.close()
+
+    def _connected(self, deadline: float) -> Channel:
+        if self._channel is not None and self._channel.is_open:
+            return self._channel
+        self._call = None
+        self._refuse_if_closed()
+        channel = connect(
+            self._address,
+            key=self._key,
+            peer=self.task,
+            timeout_s=_left(deadline),
+            stopped=lambda: self.closed,
+        )
+        self._channel = channel
+        try:  # by another thread, which may have looked before the channel was there
+            self._refuse_if_closed()
+        except ConnectionLost:
             channel.close()
-            raise ConnectionLost(f"the connection to {task} was closed by this process")
-        channel.request(messages.Hello(purpose="control"), timeout_s=_left(deadline))
+            raise
+        hello = messages.Hello(purpose="control")
+        welcome = channel.request(hello, timeout_s=_left(deadline)).message
+        if not isinstance(welcome, messages.Welcome):
+            raise ProtocolError(f"{self.task} answered Hello by {type(welcome).__name__}")
+        self.know(welcome)
         return channel
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed:
+            raise ConnectionLost(f"the connection to {self.task} was closed by this process")
+
+    def know(self, welcome: messages.Welcome) -> None:
+        """Who serves there; nobody else may do so later."""
+        if self._life not in ("", welcome.life):
+            raise ConnectionLost(f"{self.task} was restarted and has lost its variables")
+        if not self._life:
+            self._life = welcome.life
+            self._silence = Silence(self.task, welcome.process, log=_log)
+
+    def _plain_error(self, what: str) -> ParameterServerLost:
+        return ParameterServerLost(
+            f"parameter server {self.task} at {self._address!r} {what}. Start it again, create the "
+            f"strategy anew and restore the last checkpoint.",
+            task=self.task,
+        )
 
 
 def _left(deadline: float) -> float:

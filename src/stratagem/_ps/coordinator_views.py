@@ -29,7 +29,8 @@ from stratagem._ps.optimizers import OptimizersOnServers
 from stratagem._ps.settings import Settings, are_unchanged, settings_of
 from stratagem._ps.taking_apart import define_module, hooks_of
 from stratagem._ps.variables import PerWorkerVariable, RemotePlace
-from stratagem.errors import ForeignParameterError, StratagemError
+from stratagem.config import ClusterOptions
+from stratagem.errors import ForeignParameterError
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -295,22 +296,25 @@ class CoordinatorViews:
         if not self._variables.closed:  # else there is nothing left to write to
             self._variables.client.fence(f"/job:worker/task:{worker_index}", incarnation)
 
-    def check_servers(self, timeout_s: float) -> None:
-        """Raises ParameterServerLost if a server does not answer in time."""
-        for server in range(len(self._variables.client.tasks)):
-            self._variables.client.ping(server, timeout_s=timeout_s)
+    def check_servers(self, options: ClusterOptions) -> None:
+        """One look at every server; raises ParameterServerLost if one counts as lost."""
+        self._variables.client.look_after_servers(options)
 
     def forget_closures(self, closures: Sequence[int]) -> None:
         """These exactly-once closures are finished: nobody will repeat their writes."""
         if not self._variables.closed:
             self._variables.client.forget_closures(closures)
 
-    def close(self) -> None:
-        """Ends the session on the servers; models keep their last values."""
-        try:
-            self._variables.bring_home()
-        except StratagemError as error:  # the server is gone, or the session's lease ran out
-            _log.warning("the last values of the model were not brought home: %s", error)
+    def close(self, options: ClusterOptions | None = None) -> None:
+        """Ends the session on the servers; models keep their last values.
+
+        Servers that hang are waited for once, all together, before anything is asked of them.
+        """
+        if not self._variables.closed:
+            options = ClusterOptions.from_environment() if options is None else options
+            self._variables.client.await_servers(options)
+            for error in self._variables.bring_home():  # a server is gone, or the lease ran out
+                _log.warning("some last values of the model were not brought home: %s", error)
         self._variables.close()
 
     @override

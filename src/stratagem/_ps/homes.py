@@ -31,6 +31,7 @@ from stratagem._ps.mapping import Place
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.remote import RemoteVariable
 from stratagem._ps.store import InitOp
+from stratagem.errors import StratagemError
 
 TABLE_ROWS = 8192
 """A matrix with this many rows is treated as a table even in a module of the user's own: below it a
@@ -411,10 +412,15 @@ class CoordinatorVariables:
         home = self._buffers.get(id(tensor))
         return home if home is not None and home.central is tensor else None
 
-    def bring_home(self) -> None:
-        """Take over the servers' last values everywhere."""
+    def bring_home(self) -> list[StratagemError]:
+        """Take over the servers' last values everywhere; gives what went wrong, each thing once."""
+        failures: dict[str, StratagemError] = {}
         for home in list(self._homes):
-            home.kept.refresh()
+            try:
+                home.kept.refresh()
+            except StratagemError as error:
+                failures.setdefault(str(error), error)
+        return list(failures.values())
 
     def close(self) -> None:
         """Let go of the servers; their variables are freed, local values stay."""

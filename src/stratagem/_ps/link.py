@@ -91,7 +91,8 @@ class Link:
         self._membership = membership
         self._timeout_s = config.wire_timeout_s()
         self._channel: Channel | None = None
-        self._life: str | None = None
+        self.welcome: messages.Welcome | None = None
+        """What the server said of itself; it stays the same life, or it is lost."""
         self._pending: list[Pending] = []
         self._lost: str | None = None
 
@@ -220,13 +221,14 @@ class Link:
         welcome = ask(messages.Hello(purpose="data", task=self._membership.task))
         if not isinstance(welcome, messages.Welcome):
             raise ProtocolError(f"{self.task} answered Hello by {type(welcome).__name__}")
-        if self._life not in (None, welcome.life):
-            raise self._lost_error("was restarted and has lost its variables")
-        if self._life is not None:
+        known = self.welcome
+        if known is not None:
+            if known.life != welcome.life:
+                raise self._lost_error("was restarted and has lost its variables")
             # Opening would make a new, empty session if the old one's lease has run out.
             ask(messages.JoinSession(session=self._membership.session))
         ask(self._membership.entry())
-        self._life = welcome.life
+        self.welcome = welcome
         self.server_shares_memory = welcome.shares_memory
         self.frame_bytes = welcome.frame_bytes
         if self.announced:

@@ -36,6 +36,7 @@ from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame, Message
+from stratagem._wire.pulse import own_process
 from stratagem.errors import ConnectionLost, NotFoundError, ProtocolError, StratagemError, WireError
 
 _log = logging.getLogger("stratagem.ps")
@@ -237,6 +238,7 @@ class ParameterServer(Owner):
             life=self.life,
             shares_memory=self._shared,
             frame_bytes=self._options.limits.frame_bytes,
+            process=own_process(),
         )
 
     def pong(self) -> messages.Pong:

@@ -136,6 +136,7 @@ class Welcome(Message, frozen=True):
     """Answer to Hello. `life` differs for every life of a server: state does not survive it.
 
     `frame_bytes`: the largest sum of buffers the server takes in one message; it hangs up on more.
+    `process`: what tasks on the same host can look at when it is silent (`pulse.py`).
     """
 
     task: str
@@ -143,6 +144,7 @@ class Welcome(Message, frozen=True):
     life: str
     shares_memory: bool = True
     frame_bytes: int = 1 << 30
+    process: str = ""
 
 
 class OpenSession(Message, frozen=True):

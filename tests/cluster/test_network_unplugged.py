@@ -23,6 +23,8 @@ import pytest
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._cluster import watch
+from stratagem._cluster.engine import Engine
+from stratagem._cluster.sending import Closure
 from stratagem._cluster.spec import ClusterSpec
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
@@ -207,6 +209,11 @@ if can_make_networks():
             pass
         return index
 
+    def values_at(engine: Engine, worker: int) -> list[Closure]:
+        """Closures that are with a worker."""
+        with engine.lock:
+            return [engine._closures[number] for number in engine.queue.at_worker(worker)]
+
     def test_unplugged_worker_is_found_by_its_silence(
         cable: str,
         connect: Callable[..., Any],
@@ -235,10 +242,13 @@ if can_make_networks():
                 assert coordinator._engine.queue.workers_up() == 2
                 values = [coordinator.schedule(where, args=(0.2,)) for _ in range(6)]
                 assert set(coordinator.fetch(values)) == {0, 1}
-                values = [coordinator.schedule(spin, args=(40.0,)) for _ in range(6)]
+                # The near worker is quick, and may run many before the far one has its first.
+                values, engine = [], coordinator._engine
+                while not any(one.sent_at for one in values_at(engine, 1)):
+                    values.append(coordinator.schedule(spin, args=(40.0,)))
                 ip("link", "set", cable, "down")
                 coordinator.join(timeout_s=30)
-                assert coordinator.fetch(values) == [0] * 6
+                assert coordinator.fetch(values) == [0] * len(values)
                 assert not coordinator._engine.queue.is_up(1)
                 check_found_by_silence(caplog.text)
                 assert "nothing sent to it arrives" in caplog.text

@@ -2,8 +2,11 @@
 
 import re
 import time
+from pathlib import Path
 
 import torch
+
+import stratagem
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -43,3 +46,23 @@ class LockKeeper(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+class Touchy(torch.optim.Optimizer):
+    """Takes no more groups on a worker while the file `refuses` exists."""
+
+    def __init__(self, params, lr=0.1, refuses=""):
+        super().__init__(params, {"lr": lr, "refuses": refuses})
+
+    def add_param_group(self, param_group):
+        if self.param_groups and on_a_worker() and Path(self.defaults["refuses"]).exists():
+            raise OSError("no group is taken here")
+        super().add_param_group(param_group)
+
+
+def on_a_worker():
+    try:
+        stratagem.get_current_worker_index()
+    except RuntimeError:
+        return False
+    return True

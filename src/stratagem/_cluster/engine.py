@@ -228,6 +228,8 @@ class Engine:
         for frame in frames:
             if isinstance(frame.message, messages.LogLine):
                 output.log_line(link.task, frame.message)
+            elif isinstance(frame.message, messages.Failed) and frame.message.lacks:
+                self._send_again(link, frame.message.closure)
         with self.changed:
             if self.closed:
                 return  # its closures have been cancelled
@@ -255,6 +257,13 @@ class Engine:
         if hungriest is not None and hungriest != link.index:
             self.pump(self.links[hungriest])
         self.pump(link)
+
+    def _send_again(self, link: WorkerLink, number: int) -> None:
+        """Before the closure's error is known to anybody, who might schedule it again."""
+        with self.lock:
+            closure = self._closures.get(number)
+        if closure is not None:
+            self.sender.send_again(link, closure.call)
 
     def worker_lost(self, link: WorkerLink, reason: Exception) -> None:
         """Fences the life on every server, then lets its closures run elsewhere (contract 6)."""

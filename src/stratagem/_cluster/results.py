@@ -93,8 +93,10 @@ class Results:
             finally:
                 self._flushing.release()
 
-    def failure(self, closure: int, error: BaseException) -> messages.Failed:
-        """The report of an error, and whose it is."""
+    def failure(
+        self, closure: int, error: BaseException, *, lacks: bool = False
+    ) -> messages.Failed:
+        """The report of an error, and whose it is; `lacks`: what the closure needs is to be sent again."""
         blame = "user"
         if isinstance(error, ClosureInputError):
             blame = "input"
@@ -103,7 +105,7 @@ class Results:
         elif isinstance(error, DeadlineExceeded):
             blame = "deadline"
         failure = failure_from(error, task=self._task, with_pickle=True)
-        return messages.Failed(closure=closure, failure=failure, blame=blame)
+        return messages.Failed(closure=closure, failure=failure, blame=blame, lacks=lacks)
 
     def _send(self, views: WorkerViews, acknowledged: int) -> None:
         batch: list[tuple[Message, Sequence[Buffer]]] = []

@@ -90,8 +90,22 @@ class Sender:
             link.version = version
             if shipment is not None:
                 batch: list[Encoded] = []
-                self._add_updates(link, shipment, batch)
+                self._add_updates(link, shipment, batch, whole=True)
                 link.send(batch)
+
+    def send_again(self, link: WorkerLink, call: Call) -> None:
+        """Something that a call needs did not arrive as it should: all of it goes with the next one.
+
+        A worker that has an object already keeps it. What moved on goes now: it belongs to no call.
+        """
+        shipped = (call.function, call.arguments)
+        with link.sending:
+            link.functions.discard(call.function.digest)
+            for shipment in shipped:
+                if shipment is not None:
+                    for token in shipment.tokens:
+                        self._forget_definition(link, token)
+        self.catch_up(link)
 
     def add(self, link: WorkerLink, closure: Closure, batch: list[Encoded]) -> None:
         """Adds a closure, and before it what this worker has not been told yet. Holds `sending`."""
@@ -142,10 +156,19 @@ class Sender:
         updates = self._views.updates(after, upto)
         return self._shipper.updates(updates) if updates else None
 
-    def _add_updates(self, link: WorkerLink, shipment: Shipment, batch: list[Encoded]) -> None:
+    def _add_updates(
+        self, link: WorkerLink, shipment: Shipment, batch: list[Encoded], *, whole: bool = False
+    ) -> None:
         for token in shipment.tokens:
             self._add_definition(link, token, batch)
-        batch.append((messages.Update(updates=shipment.packed), shipment.buffers))
+        batch.append((messages.Update(updates=shipment.packed, whole=whole), shipment.buffers))
+
+    def _forget_definition(self, link: WorkerLink, token: Hashable) -> None:
+        if token in link.tokens:
+            link.tokens.discard(token)
+            for _, nested in self._shipper.definitions[token]:
+                for inner in nested:
+                    self._forget_definition(link, inner)
 
     def _add_definition(self, link: WorkerLink, token: Hashable, batch: list[Encoded]) -> None:
         if token in link.tokens:

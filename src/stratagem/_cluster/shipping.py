@@ -212,7 +212,11 @@ class Shipper:
     def _define(self, token: Hashable) -> None:
         if token in self.definitions:
             return
-        stages = [self._pack_definition(token, one) for one in self._views.definitions(token)]
+        told = self._views.definitions(token)
+        stages = [
+            self._pack_definition(token, one, stage=stage, last=stage == len(told) - 1)
+            for stage, one in enumerate(told)
+        ]
         self.definitions[token] = stages
         try:
             for _, nested in stages:
@@ -223,7 +227,7 @@ class Shipper:
             raise
 
     def _pack_definition(
-        self, token: Hashable, definition: object
+        self, token: Hashable, definition: object, *, stage: int, last: bool
     ) -> tuple[Encoded, tuple[Hashable, ...]]:
         outgoing = Outgoing()
         before, self._tokens = self._tokens, []
@@ -232,7 +236,8 @@ class Shipper:
         self._tokens = before
         name = pack(token, outgoing)
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
-        return (messages.Define(value=value, token=name), buffers), nested
+        message = messages.Define(value=value, token=name, stage=stage, last=last)
+        return (message, buffers), nested
 
     def describe(self, obj: object) -> tuple[str, Hashable] | None:
         """The codec's handle hook."""

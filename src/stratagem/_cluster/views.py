@@ -7,25 +7,28 @@ implementation: nothing is special, everything travels by value.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions
+
+Applied: TypeAlias = tuple[Mapping[Hashable, Exception], Sequence[Hashable]]
+"""What went wrong with updates, by the token of the object concerned; and tokens nobody names any more."""
 
 
 class WorkerViews(Protocol):
     """A worker's view of the strategy and everything that belongs to it."""
 
-    def define(self, token: Hashable, definition: object) -> None:
-        """Remembers what is needed to rebuild `token`."""
+    def define(self, token: Hashable, definition: object, *, last: bool) -> None:
+        """Remembers what is needed to rebuild `token`; `last`: no more of it comes."""
 
     def rebuild(self, token: Hashable) -> object:
         """The worker's view of `token`: the same object at every call."""
 
-    def apply(self, updates: Sequence[object]) -> None:
+    def apply(self, updates: Sequence[object]) -> Applied:
         """Takes over what moved on the coordinator since the last closure."""
 
     def closure(
@@ -121,7 +124,7 @@ class PlainSetup:
 class PlainWorkerViews:
     """Views of a worker for which nothing is special."""
 
-    def define(self, token: Hashable, definition: object) -> None:
+    def define(self, token: Hashable, definition: object, *, last: bool) -> None:
         """Never called: no object has a token."""
         raise LookupError(f"{token!r} was defined for a worker that has no strategy.")
 
@@ -129,8 +132,9 @@ class PlainWorkerViews:
         """Never called: no object has a token."""
         raise LookupError(f"{token!r} is unknown: this worker has no strategy.")
 
-    def apply(self, updates: Sequence[object]) -> None:
+    def apply(self, updates: Sequence[object]) -> Applied:
         """Nothing can have moved."""
+        return {}, ()
 
     def closure(
         self, number: int, *, exactly_once: bool, quick: bool

@@ -252,9 +252,16 @@ class _Session:
         self._functions: dict[bytes, Frame | Callable[..., object]] = {}
         self._resources: dict[int, object] = {}
         self._views: WorkerViews | None = None
-        # What could not be learnt: the definitions' errors by their token; of everything else the first.
+        # What could not be learnt, and why: definitions and updates by the token of their object;
+        # updates of which not even that is known. It is sent again after a closure has missed it.
         self._undefined: dict[Hashable, Exception] = {}
-        self._spoiled: Exception | None = None
+        self._unmoved: dict[Hashable, Exception] = {}
+        self._unread: Exception | None = None
+        # Which objects an object, or a function, was made of; collected while it is unpacked.
+        self._made_of: dict[Hashable, set[Hashable]] = {}
+        self._complete: set[Hashable] = set()
+        self._seen: set[Hashable] = set()
+        self._lacks = False  # whether the closure that runs has missed something
         self._facts_at = 0.0
         self.life = opening.message.incarnation
         self.steps = 0
@@ -328,7 +335,7 @@ class _Session:
                 if isinstance(frame.message, messages.Run):
                     self._run(frame, frame.message, arrived)
                 else:
-                    self._try_to_learn(frame)
+                    self._learn(frame)
                 if self._results and self._inbox.empty():
                     self._flush()
         except WireError:
@@ -359,22 +366,45 @@ class _Session:
         )
         return True
 
-    def _try_to_learn(self, frame: Frame) -> None:
-        """As `_learn`; an update that goes wrong is the error of every closure that comes after it."""
-        try:
-            self._learn(frame)
-        except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked
-            self._spoiled = self._spoiled or error
-
-    def _define(self, token: Hashable, frame: Frame, value: Packed) -> None:
+    def _define(self, token: Hashable, frame: Frame, message: messages.Define) -> None:
         """What goes wrong is the error of the closures that name this object, or one made of it."""
         assert self._views is not None
-        if token in self._undefined:
+        if token in self._complete:
+            return  # it was sent again for the sake of another
+        if message.stage == 0:
+            self._undefined.pop(token, None)
+            self._made_of[token] = set()
+        elif token in self._undefined:
             return  # this would be the rest of it
+        self._seen = self._made_of[token]
         try:
-            self._views.define(token, unpack(value, frame, rebuild=self._rebuild))
+            definition = unpack(message.value, frame, rebuild=self._rebuild)
+            self._views.define(token, definition, last=message.last)
+            if message.last:
+                self._complete.add(token)
         except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked
             self._undefined[token] = error
+
+    def _update(self, frame: Frame, message: messages.Update) -> None:
+        """What goes wrong with one thing is the error of closures that name it; with all, of all.
+
+        Until it has come again, whole: a closure that missed it asks for that.
+        """
+        assert self._views is not None
+        try:
+            updates = unpack(message.updates, frame, rebuild=self._rebuild)
+        except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked
+            self._unread = error
+            return
+        if message.whole:
+            self._unread = None
+            self._unmoved.clear()
+        failures, gone = self._views.apply(updates)
+        self._unmoved.update(failures)
+        for token in gone:
+            for known in (self._undefined, self._unmoved, self._made_of):
+                known.pop(token, None)
+            self._complete.discard(token)
 
     def _learn(self, frame: Frame) -> None:
         message = frame.message
@@ -384,13 +414,14 @@ class _Session:
                 self._functions[message.function] = frame
             else:
                 token = cast("Hashable", unpack(message.token, frame))
-                self._define(token, frame, message.value)
+                self._define(token, frame, message)
         elif isinstance(message, messages.Update):
-            self._views.apply(unpack(message.updates, frame, rebuild=self._rebuild))
+            self._update(frame, message)
         elif isinstance(message, messages.Forget):
             for digest in message.functions:
                 self._functions.pop(digest, None)
                 self._took_s.pop(digest, None)
+                self._made_of.pop(digest, None)
             for resource in message.resources:
                 self._resources.pop(resource, None)
 
@@ -403,6 +434,7 @@ class _Session:
         if self._results.is_due(began, takes_s):
             self._flush()
             began = time.perf_counter()
+        self._lacks = False
         try:
             result = self._call(frame, message, quick=takes_s < QUICK_S)
             if message.resource:
@@ -427,24 +459,32 @@ class _Session:
                 )
             if message.resource:
                 self._resources[message.resource] = _FailedResource(error)
-            failed = self._results.failure(message.closure, error)
+            failed = self._results.failure(message.closure, error, lacks=self._lacks)
             self._results.hold(failed, (), self._views)
             if isinstance(error, KeyboardInterrupt):
                 raise
 
     def _call(self, frame: Frame, message: messages.Run, *, quick: bool) -> object:
         assert self._views is not None
-        if self._spoiled is not None:
-            raise self._spoiled.with_traceback(None)
+        if self._unread is not None:
+            raise self._missed(self._unread)
         function = self._functions[message.function]
         if isinstance(function, Frame):
             assert isinstance(function.message, messages.Define)
+            self._lacks = True
+            self._seen = self._made_of[message.function] = set()
             function = unpack(function.message.value, function, rebuild=self._rebuild)
+            self._lacks = False
             self._functions[message.function] = cast("Callable[..., object]", function)
         with self._views.closure(message.closure, exactly_once=message.exactly_once, quick=quick):
+            self._seen = {message.function}
             if message.arguments is None:
+                if self._unmoved:
+                    self._refuse_unmoved()
                 return cast("Callable[..., object]", function)()
             args, kwargs = unpack(message.arguments, frame, rebuild=self._rebuild)
+            if self._unmoved:
+                self._refuse_unmoved()
             return cast("Callable[..., object]", function)(*args, **kwargs)
 
     def _rebuild(self, token: tuple[str, Hashable]) -> object:
@@ -461,8 +501,26 @@ class _Session:
         assert self._views is not None
         failed = self._undefined.get(value)
         if failed is not None:
-            raise failed.with_traceback(None)  # or it would grow with every closure
+            raise self._missed(failed)
+        self._seen.add(value)
         return self._views.rebuild(value)
+
+    def _refuse_unmoved(self) -> None:
+        """Raises if an update failed of anything that the function and its arguments are made of."""
+        looked_at: set[Hashable] = set()
+        todo = list(self._seen)
+        while todo:
+            token = todo.pop()
+            if token in self._unmoved:
+                raise self._missed(self._unmoved[token])
+            if token not in looked_at:
+                looked_at.add(token)
+                todo.extend(self._made_of.get(token, ()))
+
+    def _missed(self, error: Exception) -> Exception:
+        """The error of something the closure needs, which is to be sent again for the next one."""
+        self._lacks = True
+        return error.with_traceback(None)  # or it would grow with every closure
 
     def _flush(self) -> None:
         assert self._views is not None

@@ -193,7 +193,7 @@ class _Line:
             if channel.has_reply(self._call):
                 channel.collect(self._call, timeout_s=0.0)
                 self._call, self.alive_at = None, self._asked_at
-            elif channel.is_open:
+            elif self.is_open:  # still: the look may have found it broken
                 self._judge(options, now)
                 return
         if self._call is None and not self._is_asking and now - self._asked_at < every_s:

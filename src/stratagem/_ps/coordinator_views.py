@@ -269,7 +269,7 @@ class CoordinatorViews:
         self._log.append((self._version, update))
         if len(self._log) > LOG_LIMIT:
             _, old = self._log.popleft()
-            self._oldest[_subject(old)] = old
+            self._oldest[definitions.subject_of(old)] = old
 
     def updates(self, after: int, upto: int) -> Sequence[Update]:
         """What moved between two snapshots; of each thing only the last word."""
@@ -281,8 +281,8 @@ class CoordinatorViews:
             version, update = self._log[position]
             if version > upto:
                 break
-            latest.pop(_subject(update), None)
-            latest[_subject(update)] = update
+            latest.pop(definitions.subject_of(update), None)
+            latest[definitions.subject_of(update)] = update
         return list(latest.values())
 
     # -------------------------------------------------------------- workers and servers
@@ -320,14 +320,3 @@ class CoordinatorViews:
     @override
     def __repr__(self) -> str:
         return f"<CoordinatorViews {len(self._tokens)} handles, version {self._version}>"
-
-
-def _subject(update: Update) -> Hashable:
-    """What an update is about: a later one about the same thing makes it void."""
-    if isinstance(update, definitions.SetHyperparameters):
-        return ("settings", update.token, update.group, tuple(sorted(update.settings)))
-    if isinstance(update, definitions.AddGroup):
-        return ("group", update.token, id(update))
-    if isinstance(update, definitions.Forget):
-        return ("forget", update.tokens)
-    return (type(update).__name__, update.token)

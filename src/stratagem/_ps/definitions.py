@@ -139,4 +139,26 @@ class Forget:
     tokens: tuple[Hashable, ...]
 
 
-Update = SetTraining | SetRequiresGrad | SetHyperparameters | AddGroup | Forget
+TokenUpdate = SetTraining | SetRequiresGrad | SetHyperparameters | AddGroup
+"""About one object."""
+
+Update = TokenUpdate | Forget
+
+
+def subject_of(update: Update) -> Hashable:
+    """What an update is about: a later one about the same thing makes it void.
+
+    Example:
+        >>> from stratagem._ps.definitions import SetTraining, subject_of
+        >>> subject_of(SetTraining(("module", 3), True)) == subject_of(
+        ...     SetTraining(("module", 3), False)
+        ... )
+        True
+    """
+    if isinstance(update, SetHyperparameters):
+        return ("settings", update.token, update.group, tuple(sorted(update.settings)))
+    if isinstance(update, AddGroup):
+        return ("group", update.token, id(update))
+    if isinstance(update, Forget):
+        return ("forget", update.tokens)
+    return (type(update).__name__, update.token)

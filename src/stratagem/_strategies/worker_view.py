@@ -74,13 +74,15 @@ class WorkerViews:
         self._cache = ReadCache()
         self._strategy = WorkerStrategy(setup, self._variables, self._cache)
         self._objects: dict[Hashable, Any] = {("strategy", 0): self._strategy}
+        # What moved on with objects that are not defined here, until they are.
+        self._waiting: dict[Hashable, dict[Hashable, definitions.TokenUpdate]] = {}
         self._steppers: dict[Hashable, _Stepper] = {}
         # Homes of parameters seen from several replicas; modules hold them only by name.
         self._homes: list[ReplicatedHome] = []
 
     # -------------------------------------------------------------- contract 7
 
-    def define(self, token: Hashable, definition: object) -> None:
+    def define(self, token: Hashable, definition: object, *, last: bool) -> None:
         """Rebuild the object behind a token, or tell it more."""
         if isinstance(definition, definitions.ModuleState):
             self._fill_module(self._objects[token], definition.state)
@@ -91,20 +93,25 @@ class WorkerViews:
                 self._objects[token].register_step_pre_hook(before)
             for after in definition.after:
                 self._objects[token].register_step_post_hook(after)
-        elif token in self._objects:
-            return
-        elif isinstance(definition, definitions.ParameterDefinition):
-            self._objects[token] = self._parameter(definition)
-        elif isinstance(definition, definitions.BufferDefinition):
-            self._objects[token] = self._variables.buffer(
-                definition.description, counts=definition.counts
-            )
-        elif isinstance(definition, definitions.ModuleDefinition):
-            self._objects[token] = definition.make(*definition.arguments)
-        elif isinstance(definition, definitions.OptimizerDefinition):
-            self._objects[token] = self._optimizer(token, definition)
-        elif isinstance(definition, definitions.VariableDefinition):
-            self._objects[token] = self._variable(definition)
+        elif token not in self._objects:  # it may be, if what came after it went wrong
+            self._objects[token] = self._build(token, definition)
+        if last:
+            # What moved on since the definition was made: this worker may have heard of it before.
+            for update in self._waiting.get(token, {}).values():
+                self._move(self._objects[token], update)
+            self._waiting.pop(token, None)
+
+    def _build(self, token: Hashable, definition: object) -> Any:
+        if isinstance(definition, definitions.ParameterDefinition):
+            return self._parameter(definition)
+        if isinstance(definition, definitions.BufferDefinition):
+            return self._variables.buffer(definition.description, counts=definition.counts)
+        if isinstance(definition, definitions.ModuleDefinition):
+            return definition.make(*definition.arguments)
+        if isinstance(definition, definitions.OptimizerDefinition):
+            return self._optimizer(token, definition)
+        assert isinstance(definition, definitions.VariableDefinition)
+        return self._variable(definition)
 
     def rebuild(self, token: Hashable) -> object:
         """The worker's view of `token`: the same object at every call."""
@@ -116,23 +123,42 @@ class WorkerViews:
             )
         return found
 
-    def apply(self, updates: Sequence[object]) -> None:
-        """Takes over what moved on the coordinator since the last closure."""
+    def apply(
+        self, updates: Sequence[object]
+    ) -> tuple[dict[Hashable, Exception], Sequence[Hashable]]:
+        """Takes over what moved on the coordinator since the last closure.
+
+        Gives what went wrong, by the token of the object concerned (code of the user's classes runs),
+        and the tokens of objects that are gone.
+        """
+        failures: dict[Hashable, Exception] = {}
+        gone: list[Hashable] = []
         for update in updates:
-            if isinstance(update, definitions.SetTraining):
-                if update.token in self._objects:
-                    self._objects[update.token].training = update.training
-            elif isinstance(update, definitions.SetRequiresGrad):
-                if update.token in self._objects:
-                    self._objects[update.token].requires_grad_(update.requires_grad)
-            elif isinstance(update, definitions.SetHyperparameters):
-                if update.token in self._objects:
-                    group = self._objects[update.token].param_groups[update.group]
-                    group.update(update.settings)
-            elif isinstance(update, definitions.Forget):
+            if isinstance(update, definitions.Forget):
                 self._forget(update.tokens)
-            elif isinstance(update, definitions.AddGroup) and update.token in self._objects:
-                self._add_group(update)
+                gone += update.tokens
+                continue
+            assert isinstance(update, definitions.TokenUpdate)
+            if update.token not in self._objects:
+                waiting = self._waiting.setdefault(update.token, {})
+                waiting.pop(definitions.subject_of(update), None)  # the last word comes last
+                waiting[definitions.subject_of(update)] = update
+                continue
+            try:
+                self._move(self._objects[update.token], update)
+            except Exception as error:  # noqa: BLE001 - raised by the closures that use the object
+                failures[update.token] = error
+        return failures, gone
+
+    def _move(self, found: Any, update: definitions.TokenUpdate) -> None:
+        if isinstance(update, definitions.SetTraining):
+            found.training = update.training
+        elif isinstance(update, definitions.SetRequiresGrad):
+            found.requires_grad_(update.requires_grad)
+        elif isinstance(update, definitions.SetHyperparameters):
+            found.param_groups[update.group].update(update.settings)
+        else:
+            self._add_group(found, update)
 
     def closure(self, number: int, *, exactly_once: bool, quick: bool) -> WorkerClosure:
         """Surrounds one closure: fresh values, the strategy's scope."""
@@ -223,6 +249,7 @@ class WorkerViews:
     def _forget(self, tokens: Sequence[Hashable]) -> None:
         for token in tokens:
             gone = self._objects.pop(token, None)
+            self._waiting.pop(token, None)
             self._steppers.pop(token, None)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
@@ -230,8 +257,7 @@ class WorkerViews:
             elif isinstance(gone, Optimizer):
                 self._strategy.steppers.pop(id(gone), None)
 
-    def _add_group(self, update: definitions.AddGroup) -> None:
-        optimizer = self._objects[update.token]
+    def _add_group(self, optimizer: Optimizer, update: definitions.AddGroup) -> None:
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(id(parameter) in known for parameter in update.group["params"]):
             return

@@ -453,17 +453,26 @@ class WorkerOpened(Message, frozen=True):
 
 
 class Define(Message, frozen=True):
-    """What later closures refer to: a function by its digest, or a handle by its packed token."""
+    """What later closures refer to: a function by its digest, or a handle by its packed token.
+
+    What is to be known of a handle comes in stages, counted from 0; with the `last` it is complete.
+    """
 
     value: Packed
     function: bytes = b""
     token: Packed | None = None
+    stage: int = 0
+    last: bool = True
 
 
 class Update(Message, frozen=True):
-    """What moved on the coordinator (learning rates, flags); counts for the closures after it."""
+    """What moved on the coordinator (learning rates, flags); counts for the closures after it.
+
+    `whole`: it is everything that ever moved, and makes up for updates that could not be taken in.
+    """
 
     updates: Packed
+    whole: bool = False
 
 
 class Run(Message, frozen=True):
@@ -509,12 +518,14 @@ class Failed(Message, frozen=True):
     """A closure's exception.
 
     `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``server``
-    for a parameter server that cannot be reached, ``deadline`` for one that was late.
+    for a parameter server that cannot be reached, ``deadline`` for one that was late. `lacks`: something
+    the closure needs did not arrive as it should (a definition, an update); to be sent again.
     """
 
     closure: int
     failure: RemoteFailure
     blame: str = "user"
+    lacks: bool = False
 
 
 class Returned(Message, frozen=True):

@@ -10,7 +10,7 @@ import torch
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._cluster.views import PlainViews, PlainWorkerViews
+from stratagem._cluster.views import Applied, PlainViews, PlainWorkerViews
 
 
 def test_after_close_the_cluster_serves_the_next_and_old_variables_are_freed() -> None:
@@ -87,12 +87,13 @@ class MovingSetup:
 class MovingWorker(PlainWorkerViews):
     """Keeps the number where closures find it."""
 
-    def apply(self, updates: Sequence[int]) -> None:
+    def apply(self, updates: Sequence[Any]) -> Applied:
         import builtins
 
         if updates[-1] == 13:
             raise ArithmeticError("an unlucky number")
         builtins.moving_number = updates[-1]  # type: ignore[attr-defined]
+        return {}, ()
 
 
 def test_closures_see_the_state_of_their_own_schedule(connect: Callable[..., Any]) -> None:

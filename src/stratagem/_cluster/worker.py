@@ -393,13 +393,13 @@ class _Session:
         assert self._views is not None
         try:
             updates = unpack(message.updates, frame, rebuild=self._rebuild)
+            failures, gone = self._views.apply(updates)
         except Exception as error:  # noqa: BLE001 - code of the user runs when things are unpacked
             self._unread = error
             return
         if message.whole:
             self._unread = None
             self._unmoved.clear()
-        failures, gone = self._views.apply(updates)
         self._unmoved.update(failures)
         for token in gone:
             for known in (self._undefined, self._unmoved, self._made_of):

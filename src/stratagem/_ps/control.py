@@ -109,7 +109,7 @@ class ControlConnections:
                     _log.warning("%s", error)
                     waiting.discard(line)
                 else:
-                    if line.closed or line.alive_at >= began:
+                    if line.is_closed() or line.alive_at >= began:
                         waiting.discard(line)
             if waiting:
                 time.sleep(_PAUSE_S)
@@ -144,11 +144,14 @@ class _Line:
         self._asked_at = 0.0
         self._is_asking = False  # a connection is being made, for a ping
         self._lost = ""  # why
-        self.closed = False
+        self._closed = threading.Event()
 
     @property
     def is_open(self) -> bool:
         return self._channel is not None and self._channel.is_open
+
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
 
     def ask(self, message: Message, timeout_s: float) -> Message:
         """One question and its answer."""
@@ -167,20 +170,18 @@ class _Line:
 
     def look(self, options: ClusterOptions, *, every_s: float) -> None:
         """Takes in the answer to the last ping, or judges its absence; asks again when it is time."""
-        if self.closed or not self._lock.acquire(blocking=False):
+        if self.is_closed() or not self._lock.acquire(blocking=False):
             return  # or somebody asks, and will say what comes of it
         try:
             now = time.monotonic()
             if not self._lost:
                 self._look(options, every_s, now)
-            elif (
-                now - self._asked_at >= every_s
-            ):  # it stays lost: whoever looks hears it in its time
+            elif now - self._asked_at >= every_s:  # it stays lost, and is said to be in its time
                 self._asked_at = now
                 raise self.lost_error(self._lost)
         except (ConnectionLost, DeadlineExceeded) as error:
             self._hang_up()
-            if self.closed:  # a strategy may be forgotten at any moment: no server is lost by that
+            if self.is_closed():  # a strategy may be forgotten at any moment: no server is lost by that
                 return
             self._lost = f"is gone: {error}"
             raise self.lost_error(self._lost) from error
@@ -228,7 +229,7 @@ class _Line:
             raise self.lost_error(self._lost)
 
     def close(self) -> None:
-        self.closed = True
+        self._closed.set()
         if self._channel is not None:
             self._channel.close()
 
@@ -247,7 +248,7 @@ class _Line:
             key=self._key,
             peer=self.task,
             timeout_s=_left(deadline),
-            stopped=lambda: self.closed,
+            stopped=self._closed.is_set,
         )
         self._channel = channel
         try:  # by another thread, which may have looked before the channel was there
@@ -263,7 +264,7 @@ class _Line:
         return channel
 
     def _refuse_if_closed(self) -> None:
-        if self.closed:
+        if self.is_closed():
             raise ConnectionLost(f"the connection to {self.task} was closed by this process")
 
     def know(self, welcome: messages.Welcome) -> None:

@@ -181,7 +181,7 @@ class _Line:
                 raise self.lost_error(self._lost)
         except (ConnectionLost, DeadlineExceeded) as error:
             self._hang_up()
-            if self.is_closed():  # a strategy may be forgotten at any moment: no server is lost by that
+            if self.is_closed():  # its strategy was forgotten: no server is lost by that
                 return
             self._lost = f"is gone: {error}"
             raise self.lost_error(self._lost) from error

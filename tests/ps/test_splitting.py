@@ -108,13 +108,25 @@ def server() -> Iterator[ParameterServer]:
         yield made
 
 
-def client_of(server: ParameterServer, task: str, **options: Any) -> PsClient:
+def client_of(
+    server: ParameterServer, task: str, *, shared: bool = False, **options: Any
+) -> PsClient:
     who = Membership(session="s", task=task, is_owner=task.startswith("/job:chief"))
-    return PsClient([("/job:ps/task:0", server.address)], who, shared_memory=False, **options)
+    return PsClient([("/job:ps/task:0", server.address)], who, shared_memory=shared, **options)
 
 
-def test_a_large_step_comes_in_several_messages_and_counts_once(server: ParameterServer) -> None:
-    """Numbered one by one: what another worker repeats of an exactly-once closure is recognised."""
+@pytest.mark.parametrize(
+    ("shares", "repeats"),
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["bytes twice", "shared memory, then bytes", "bytes, then shared memory", "shared twice"],
+)
+def test_a_large_step_comes_in_several_messages_and_counts_once(
+    server: ParameterServer, shares: bool, repeats: bool
+) -> None:
+    """Numbered one by one: what another worker repeats of an exactly-once closure is recognised.
+
+    Whether it shares memory with the server or not: it is cut in the same places.
+    """
     places = [Place(0, number, (ROWS,), torch.float32) for number in range(1, 8)]
     values = [torch.randn(ROWS) for _ in places]
     plain = [nn.Parameter(value.clone()) for value in values]
@@ -142,10 +154,11 @@ def test_a_large_step_comes_in_several_messages_and_counts_once(server: Paramete
             variables=tuple(place.variable for place in places), hyperparameters={"lr": 0.1}
         )
         chief.create_optimizer(0, 1, "torch.optim.Adam", [group])
-        with client_of(server, WORKER.format(0), incarnation=1) as first:
+        with client_of(server, WORKER.format(0), shared=shares, incarnation=1) as first:
+            assert first.outbox.shares_memory == [shares]
             push(first, 5)
             assert first.outbox.sent == 3  # three variables fit into a message
-        with client_of(server, WORKER.format(1), incarnation=1) as second:
+        with client_of(server, WORKER.format(1), shared=repeats, incarnation=1) as second:
             push(second, 5)
             assert second.outbox.duplicates == 3
         for (found, version), expected in zip(chief.read(places), plain, strict=True):

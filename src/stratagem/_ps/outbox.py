@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from stratagem._ps.batches import Outgoings, Slots, WriteBatch
 from stratagem._ps.link import Link, Pending
-from stratagem._ps.splitting import Piece, TooLargeError, size_of, split
+from stratagem._ps.splitting import Piece, TooLargeError, size_of, size_of_operations, split
 from stratagem._wire import messages
 from stratagem.errors import ProtocolError
 
@@ -111,7 +111,7 @@ class Outbox:
         """
         pieces: dict[int, Sequence[Outgoings | Piece]] = {}
         for server, part in batch.parts.items():
-            if part.buffers:
+            if part.buffers or self._once is not None:
                 pieces[server] = self._pieces(server, part)
         batch.copy_in()
         later = self._gathers and batch.nbytes <= GATHERED_BYTES
@@ -216,9 +216,14 @@ class Outbox:
     # -- inside -------------------------------------------------------------------------------
 
     def _pieces(self, server: int, part: Outgoings) -> Sequence[Outgoings | Piece]:
-        """What is sent to a server that shares no memory, in one message or, if it is large, several."""
+        """What is sent to a server that shares no memory, in one message or, if it is large, several.
+
+        A closure that is to count once may be repeated by a worker of the other kind: it is cut in the
+        same places if memory is shared.
+        """
         link = self._links[server]
-        if size_of(part.buffers) <= link.frame_bytes:
+        size = size_of_operations(part.operations) if part.shares_memory else size_of(part.buffers)
+        if size <= link.frame_bytes:
             return (part,)
         try:
             return split(part.operations, part.buffers, link.frame_bytes)

@@ -1,8 +1,9 @@
 """Cuts the writes of one step that are too large for one message into several.
 
 Pure. A push is cut between its variables: each of them is stepped by itself, whatever message its gradient
-comes in. Where a write is cut depends on sizes alone, so that a closure which runs again makes the
-same writes in the same order, and each of them is recognised by its number.
+comes in. Where a write is cut depends on sizes alone, not on how its tensors travel, so that a closure
+which runs again, on whichever worker, makes the same writes in the same order, and each of them is
+recognised by its number.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stratagem._wire import messages
+from stratagem._wire import codec, messages
 from stratagem._wire.frames import Buffer, padded
 from stratagem._wire.messages import GradientRef, Operation, Push, TensorRef
+from stratagem._wire.shm import bytes_for
 
 
 class TooLargeError(Exception):
@@ -51,8 +53,21 @@ def size_of(buffers: Sequence[Buffer]) -> int:
     return sum(padded(memoryview(buffer).nbytes) for buffer in buffers)
 
 
+def size_of_operations(operations: Sequence[Operation]) -> int:
+    """Bytes their tensors take in a frame, or would take if they travelled in one.
+
+    Example:
+        >>> from stratagem._wire.messages import Assign, TensorRef
+        >>> size_of_operations([Assign(1, "set", TensorRef("float32", (3,), segment=7))])
+        64
+    """
+    return sum(_size(ref) for unit in _units(operations) for ref in _refs(unit))
+
+
 def split(operations: Sequence[Operation], buffers: Sequence[Buffer], limit: int) -> list[Piece]:
-    """The same operations in messages of at most `limit` bytes of buffers.
+    """The same operations in messages of at most `limit` bytes of tensors.
+
+    Tensors in slots are counted as if they travelled; one of them may be larger than the limit.
 
     Raises:
         TooLargeError: that cannot be.
@@ -66,14 +81,19 @@ def split(operations: Sequence[Operation], buffers: Sequence[Buffer], limit: int
     """
     pieces: list[_Growing] = [_Growing()]
     for unit in _units(operations):
-        size = size_of([buffers[ref.buffer] for ref in _refs(unit)])
-        if size > limit:
+        refs = _refs(unit)
+        size = sum(_size(ref) for ref in refs)
+        if size > limit and not refs[0].segment:
             variable = unit.gradients[0].variable if isinstance(unit, Push) else unit.variable
             raise TooLargeError(variable, size)
-        if pieces[-1].size + size > limit:
+        if pieces[-1].operations and pieces[-1].size + size > limit:
             pieces.append(_Growing())
         pieces[-1].add(unit, buffers, size)
     return [Piece(piece.operations, piece.buffers) for piece in pieces]
+
+
+def _size(ref: TensorRef) -> int:
+    return padded(bytes_for(ref.shape, codec.dtype_from(ref.dtype)))
 
 
 def _units(operations: Sequence[Operation]) -> Iterator[Operation]:
@@ -103,6 +123,8 @@ class _Growing:
 
     def add(self, unit: Operation, buffers: Sequence[Buffer], size: int) -> None:
         def moved(ref: TensorRef) -> TensorRef:
+            if ref.segment:
+                return ref
             self.buffers.append(buffers[ref.buffer])
             return TensorRef(ref.dtype, ref.shape, len(self.buffers) - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import signal
 import sys
 import threading
@@ -509,3 +510,71 @@ def test_ctrl_c_ends_a_run(two):
     with pytest.raises(KeyboardInterrupt):
         two.run(step)
     assert two.run(me).values == (0, 1)
+
+
+def test_runs_of_several_threads_bring_their_tensors_home_in_turn():
+    """The end of a run belongs to its turn: buffers and gradients are one set for all threads."""
+    failed = []
+    with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            norm = torch.nn.BatchNorm1d(3)
+        x = sg.PerReplica([torch.ones(2, 3), torch.zeros(2, 3)])
+
+        def train():
+            try:
+                for _ in range(50):
+                    strategy.run(lambda part: norm(part).sum().backward(), args=(x,))
+            except Exception as error:  # whatever it is, shown below
+                failed.append(error)
+
+        several = [threading.Thread(target=train) for _ in range(4)]
+        for each in several:
+            each.start()
+        for each in several:
+            each.join()
+        assert not failed
+        assert int(norm.num_batches_tracked) == 200
+
+
+def test_replicas_see_the_callers_context_variables():
+    """Each in a copy of its own, as with one device what the caller set is what the step finds."""
+    variable = contextvars.ContextVar("variable", default="nobody's")
+    variable.set("the caller's")
+
+    def step():
+        seen = variable.get()
+        variable.set("a replica's")
+        return seen
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert strategy.run(step) == "the caller's"
+    assert variable.get() == "the caller's"
+
+
+def test_errors_without_a_text_and_errors_raised_again_are_noted_once():
+    class Mute(Exception):
+        def __str__(self):
+            return self.missing
+
+    known = ValueError("known")
+    started = threading.Barrier(2)  # both fail, whoever is first
+
+    def step():
+        number = int(sg.get_replica_context().replica_id_in_sync_group)
+        started.wait(timeout=30)
+        raise known if number == 0 else Mute
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="known"):
+                strategy.run(step)
+    notes = known.__notes__
+    assert sum("in <Replica 0" in note for note in notes) == 1
+    assert "(replica 1 also failed: Mute, whose text raised AttributeError)" in notes
+
+
+def test_keyword_arguments_that_are_no_mapping_are_refused():
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        for given in ([1], ("a",), 3):
+            with pytest.raises(TypeError, match=r"kwargs=.*expected a dict"):
+                strategy.run(print, kwargs=given)

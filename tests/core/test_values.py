@@ -325,3 +325,14 @@ def test_wrapping_then_cutting_gives_the_parts_back(tree, size):
     parts = split(wrapped, size)
     assert parts == marked or (parts is None and not values.leaves(tree))
     assert merge([tree] * size) == tree
+
+
+@pytest.mark.parametrize("value", ["x", None, object(), {"a": 1}])
+def test_what_is_no_tensor_is_named(value):
+    with pytest.raises(TypeError, match=r"cannot be made a tensor .*: expected a tensor"):
+        sg.convert_to_tensor(value)
+    with sg.OneDeviceStrategy("cpu:0").scope():
+        variable = sg.Variable(1.0)
+    with pytest.raises(TypeError, match="cannot be made a tensor"):
+        variable.assign(value)
+    assert float(variable) == 1.0

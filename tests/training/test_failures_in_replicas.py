@@ -1,6 +1,7 @@
 """What goes wrong in a replica: parameters stay, messages explain, the strategy goes on (issue 2, section 3)."""
 
 import copy
+import threading
 import traceback
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stratagem as sg
+from stratagem.errors import ReplicaTimeout
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(6, 2, generator=torch.Generator().manual_seed(2))
@@ -293,3 +295,46 @@ def test_the_equivalence_check_explains_batchnorm_and_summed_replicas(make_strat
     assert "statistics of each replica's own rows" in check(normed, make_strategy("central2"))
     summing = make_strategy("central2", gradient_aggregation="sum")
     assert "2 times plain training's" in check(lambda: nn.Linear(4, 2), summing)
+
+
+@pytest.mark.parametrize("wakes", ["in backward", "in the model"])
+def test_a_replica_left_behind_has_no_part_in_later_runs(wakes, two, monkeypatch):
+    """It was given up after the limit, wakes in the middle of the next run, and goes on computing."""
+    with two.scope():
+        model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.BatchNorm1d(1, affine=False))
+    wake, woken = threading.Event(), threading.Event()
+    together = threading.Barrier(2)
+
+    def stuck():
+        context = sg.get_replica_context()
+        rows = torch.full((2, 3), 100.0)
+        before = model[0](rows).sum()
+        if int(context.replica_id_in_sync_group) == 0:
+            context.all_reduce("sum", torch.ones(1))
+        wake.wait(60)
+        try:
+            loss = before if wakes == "in backward" else model(rows).sum()
+            loss.backward()
+        finally:
+            woken.set()
+
+    def step():
+        model.zero_grad()
+        loss = model[0](torch.ones(2, 3)).mean()
+        model[1](torch.ones(2, 1))
+        together.wait(60)
+        if int(sg.get_replica_context().replica_id_in_sync_group) == 1:
+            wake.set()
+            assert woken.wait(60)
+        together.wait(60)
+        loss.backward()
+        return model[0].weight.grad.clone()
+
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "0.3")
+    with pytest.raises(ReplicaTimeout):
+        two.run(stuck)
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "60")
+    gradients = two.run(step)
+    assert [each.tolist() for each in gradients.values] == [[[1.0, 1.0, 1.0]]] * 2
+    assert model[0].weight.grad.tolist() == [[1.0, 1.0, 1.0]]
+    assert model[1].num_batches_tracked.item() == 1

@@ -141,6 +141,7 @@ class BufferHome:
         central = self.central
         if replica.strategy is not self._strategy() or is_lazy(central):
             return central
+        replica.group.check_unbroken()
         copy = self._copies.get(replica.id)
         if copy is None:
             copy = self._copies[replica.id] = BufferCopy(self, replica.id)

@@ -146,9 +146,14 @@ class ReplicatedHome(ParameterHome):
         leaf = self.by_replica.get(replica.id)
         if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
             return central
+        replica.group.check_unbroken()
         if leaf is None or not leaf.fits(central):
             leaf = self._new_leaf(replica)
         elif not leaf.journal.settled:  # its last run failed
+            before = leaf.journal.replica
+            if before is not None and before.group.has_broken_up:
+                # A replica that was left behind may still put a gradient on the old one.
+                leaf = self._new_leaf(replica)
             leaf.aggregated = leaf.agreed = leaf.base = None
         if not leaf.shares and leaf.central_version != version_of(central):
             leaf.refresh(central)

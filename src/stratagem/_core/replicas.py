@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import contextvars
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -38,11 +39,12 @@ class _Unwound(BaseException):
 
 
 class Ambient:
-    """The torch settings of the thread that calls ``run``, taken over by every replica."""
+    """The torch settings and context variables of the thread that calls ``run``, for every replica."""
 
-    __slots__ = ("autocast", "grad", "inference", "intra_op_threads", "modes")
+    __slots__ = ("autocast", "grad", "inference", "intra_op_threads", "modes", "variables")
 
     def __init__(self) -> None:
+        self.variables = contextvars.copy_context()  # each replica runs in a copy of it
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.modes = torch._C._len_torch_function_stack() > 0
@@ -159,14 +161,14 @@ class ReplicaGroup:
                 raise
             if self._done < self.size:
                 self._give_up(used, limit_s=0.0)
+            if self._errors:
+                raise self._first_error()
+            self._end_well()  # before another thread's run may begin: it would find tensors half home
+            return self._results
         finally:
             lanes.release()
             if self._reset_threads:
                 torch.set_num_threads(self._ambient.intra_op_threads)
-        if self._errors:
-            raise self._first_error()
-        self._end_well()
-        return self._results
 
     def _end_well(self) -> None:
         if self._at_end:
@@ -176,6 +178,16 @@ class ReplicaGroup:
             self._at_end = {}
         # Replicas know their group: without this, every run would leave a cycle behind.
         self.replicas = ()
+
+    @property
+    def has_broken_up(self) -> bool:
+        """Whether a replica failed, so that those still running compute for nobody."""
+        return self.size > 1 and self._broken
+
+    def check_unbroken(self) -> None:
+        """Unwind a replica of a run that failed: what it asks for belongs to later runs."""
+        if self.size > 1 and self._broken:
+            raise _Unwound
 
     def at_end(self, key: Hashable, callback: Callable[[], None]) -> None:
         """Run ``callback`` once (per ``key``) when all replicas have ended well.
@@ -237,13 +249,13 @@ class ReplicaGroup:
         first = order[0]
         error = errors[first]
         if error is not self._combine_error:
-            error.add_note(f"(in {self.replicas[first]!r})")
+            _note(error, f"(in {self.replicas[first]!r})")
             if words := advice(error, first, self.rows, self.size):
-                error.add_note(words)
+                _note(error, words)
         for i in order[1:]:
             other = errors[i]
             if other is not error:
-                error.add_note(f"(replica {i} also failed: {type(other).__name__}: {other})")
+                _note(error, f"(replica {i} also failed: {_text(other)})")
         missing = [i for i in range(self.size) if i not in self._left]
         if missing:
             error.add_note(f"(replicas {missing} had not ended and were left behind)")
@@ -403,6 +415,20 @@ class ReplicaGroup:
         )
 
 
+def _note(error: BaseException, words: str) -> None:
+    """Add a note once: a program may raise one error object again and again."""
+    if words not in getattr(error, "__notes__", ()):
+        error.add_note(words)
+
+
+def _text(error: BaseException) -> str:
+    """An error in one line, also one whose own text cannot be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:  # noqa: BLE001 - any error: user code made the text
+        return f"{type(error).__name__}, whose text raised {type(broken).__name__}"
+
+
 class _Raise:
     """A meeting's outcome that is an error."""
 
@@ -443,7 +469,7 @@ class _Job:
         stack = ambient.enter(replica.device)
         try:
             with context.entered(replica.strategy, replica), group.streams.active():
-                group._results[replica.id] = self._call()
+                group._results[replica.id] = ambient.variables.copy().run(self._call)
         finally:
             if stack is not None:
                 stack.close()

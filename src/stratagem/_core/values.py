@@ -223,6 +223,7 @@ def convert_to_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Ten
 
     Raises:
         ValueError: a `PerReplica` outside a replica, or a tensor-like of another dtype.
+        TypeError: what is no tensor and no number.
 
     Example:
         >>> import stratagem as sg
@@ -236,7 +237,15 @@ def convert_to_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Ten
                 f"cannot convert a value of dtype {value.dtype} to {dtype}: ask for "
                 f"{value.dtype} and convert the tensor with .to({dtype})."
             )
-    return torch.as_tensor(value, dtype=dtype)
+    try:
+        return torch.as_tensor(value, dtype=dtype)
+    except (TypeError, RuntimeError) as error:
+        if isinstance(value, torch.Tensor | np.ndarray):
+            raise  # torch knows best what is wrong with it
+        raise TypeError(
+            f"{value!r:.200}, a {type(value).__name__}, cannot be made a tensor ({error}): expected a "
+            "tensor, an array, a number, a variable, or lists of numbers."
+        ) from error
 
 
 # ------------------------------------------------------------------ nested structures

@@ -329,6 +329,11 @@ class Strategy(Owner):
                 f"fn={fn!r} is a {type(fn).__name__}, not callable: expected the step function "
                 "itself, such as strategy.run(step, args=(batch,))."
             )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(
+                f"kwargs={kwargs!r:.200} is a {type(kwargs).__name__}: expected a dict of keyword "
+                'arguments, such as kwargs={"scale": 2.0}, or None.'
+            )
         context.require_cross_replica_or_default(self, "run()")
         return self._run(fn, args, kwargs or {})
 

@@ -10,6 +10,7 @@ This is the only module with thread-local state.
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import threading
 from collections.abc import Callable, Iterator
@@ -500,6 +501,11 @@ def swap_stream(
     before = _state.stream
     _state.stream = stream
     return before
+
+
+def caller_variables() -> contextvars.Context:
+    """A copy of this thread's context variables, for replicas to run in copies of it."""
+    return contextvars.copy_context()
 
 
 def thread_notes() -> dict[str, Any]:

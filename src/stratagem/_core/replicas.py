@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import contextvars
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -44,7 +43,7 @@ class Ambient:
     __slots__ = ("autocast", "grad", "inference", "intra_op_threads", "modes", "variables")
 
     def __init__(self) -> None:
-        self.variables = contextvars.copy_context()  # each replica runs in a copy of it
+        self.variables = context.caller_variables()  # each replica runs in a copy of it
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.modes = torch._C._len_torch_function_stack() > 0

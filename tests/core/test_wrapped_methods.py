@@ -73,6 +73,21 @@ def test_backward_outside_replicas_is_torchs():
     assert torch.autograd.backward.__doc__.startswith("Compute the sum of gradients")
 
 
+def test_grad_outside_replicas_is_torchs():
+    """Every way of calling it, with what torch raises, also for parameters that have leaves."""
+    with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(2, 1, bias=False)
+        w, other = model.weight, torch.ones(1, requires_grad=True)
+        strategy.run(lambda: model(torch.ones(1, 2)))
+        assert torch.autograd.grad((2 * w).sum(), w)[0].tolist() == [[2.0, 2.0]]
+        assert torch.autograd.grad((2 * w).sum(), [other], None, None, False, True, True) == (None,)
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad((2 * w).sum(), [other])
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.autograd.grad(torch.ones(1), [w])
+
+
 def test_data_outside_replicas_is_torchs():
     """No version is counted, lazy parameters and ordinary tensors included, also when compiled."""
     sg.OneDeviceStrategy("cpu:0")

@@ -6,10 +6,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import grad as grad_by_name  # before there is any strategy
 from torch.nn import functional as F
 
 import stratagem as sg
-from stratagem.errors import ReplicaError, UnsupportedOptimizer
+from stratagem.errors import ForeignParameterError, ReplicaError, UnsupportedOptimizer
 
 GENERATOR = torch.Generator().manual_seed(7)
 BATCHES = [
@@ -102,6 +103,134 @@ def test_parameters_without_a_home_lose_their_gradient_in_all_replicas_at_once(s
         for p in shared:
             p.grad = torch.ones(8, 5)
         assert several.run(clear) is True
+
+
+@pytest.mark.parametrize(
+    "use", ["grad", "imported", "unused", "batched", "penalty", "graph", "inputs"]
+)
+@pytest.mark.parametrize("aggregation", ["mean", "sum"])
+def test_parameters_taken_outside_run_can_be_differentiated_by(use, aggregation, make_strategy):
+    """``torch.autograd.grad(loss, params)``: of the leaf the model used, and of what the loss did with ``params``."""
+
+    def train(model, run, copies):
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1)
+
+        def step(batch):
+            x, y = batch
+            if len(x) == 0:
+                return
+            loss = F.mse_loss(model(x), y) / copies
+            optimizer.zero_grad()
+            if use == "inputs":
+                loss.backward(inputs=params[:2])
+            elif use == "batched":
+                out = model(x).mean(0)
+                several = torch.autograd.grad(out, params, torch.eye(2), is_grads_batched=True)
+                for p, g in zip(params, several, strict=True):
+                    p.grad = g.sum(0) / copies
+            elif use == "graph":
+                first = torch.autograd.grad(loss, params[:2], create_graph=True)
+                (loss + 0 * sum(g.square().sum() for g in first)).backward()
+            else:
+                if use == "penalty":
+                    loss = loss + 0.3 * sum(p.square().sum() for p in params) / copies
+                ask = grad_by_name if use == "imported" else torch.autograd.grad
+                unused = torch.ones(1, requires_grad=True)
+                asked = [*params, unused] if use == "unused" else params
+                found = ask(loss, asked, allow_unused=use == "unused")
+                if use == "unused":
+                    assert found[-1] is None
+                for p, g in zip(params, found, strict=False):
+                    p.grad = g
+            optimizer.step()
+
+        for batch in BATCHES[:2]:
+            run(step, batch)
+        return model.state_dict()
+
+    strategy = make_strategy("central2", gradient_aggregation=aggregation)
+    with strategy.scope():
+        model = make_model()
+
+    def run(step, batch):
+        halves = [
+            each[:4].chunk(2) for each in batch
+        ]  # equal parts, so that "sum" is the mean doubled
+        strategy.run(step, args=(tuple(sg.PerReplica(list(each)) for each in halves),))
+
+    got = train(model, run, 2 if aggregation == "sum" else 1)
+    agree(got, train(make_model(), lambda step, b: step([each[:4] for each in b]), 1))
+
+
+def test_a_parameter_the_loss_does_not_use_is_named_as_torch_names_it(strategy):
+    with strategy.scope():
+        model = make_model()
+    params = list(model.parameters())
+
+    def step():
+        with pytest.raises(
+            RuntimeError, match="index 1 appears to not have been used in the graph"
+        ):
+            torch.autograd.grad(model[0].weight.sum(), params)
+        zeros = torch.autograd.grad(model[0].weight.sum(), params, materialize_grads=True)
+        return [g.sum() for g in zeros]
+
+    sums = strategy.run(step)
+    assert [float(strategy.local_results(each)[0]) for each in sums] == [40.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_penalty_on_parameters_taken_outside_run_is_not_dropped_by_backward(inputs, several):
+    """backward() would put it on the one central parameter of all replicas: refused, with the remedy."""
+    with several.scope():
+        model = make_model()
+    params = list(model.parameters())
+
+    def step():
+        loss = model(torch.ones(2, 5)).sum() + nn.utils.parameters_to_vector(params).square().sum()
+        loss.backward(inputs=params if inputs else None)
+
+    with pytest.raises(ForeignParameterError, match="Ask the model for it inside the function"):
+        several.run(step)
+
+
+@pytest.mark.parametrize("taken", ["outside", "inside"])
+def test_transforms_may_be_the_first_to_ask_for_a_replicas_tensors(taken, strategy):
+    """torch.func.grad over parameters taken outside: leaves and buffers outlive the transform."""
+
+    def make():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2)).eval()
+
+    def train(model, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outside = dict(model.named_parameters())
+
+        def transformed(batch):
+            x, y = batch
+            if len(x) == 0:
+                return
+            params = outside if taken == "outside" else dict(model.named_parameters())
+            found = torch.func.grad(
+                lambda given: F.mse_loss(torch.func.functional_call(model, given, (x,)), y)
+            )(params)
+            for name, p in params.items():
+                p.grad = found[name]
+            optimizer.step()
+
+        def usual(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        for batch in BATCHES[:2]:
+            run(transformed, batch)
+            run(usual, batch)
+        return model.state_dict()
+
+    agree(under(strategy, train, make), train(make(), lambda step, batch: step(batch)))
 
 
 # ------------------------------------------------------------------ optimizers

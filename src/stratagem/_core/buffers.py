@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.homes import BLANK, Journal, journal_of, version_of
+from stratagem._core.homes import (
+    BLANK,
+    Journal,
+    in_transform,
+    journal_of,
+    outside_transforms,
+    version_of,
+)
 
 
 class BufferCopy:
@@ -141,6 +148,8 @@ class BufferHome:
         central = self.central
         if replica.strategy is not self._strategy() or is_lazy(central):
             return central
+        if in_transform() is not None:
+            return outside_transforms(self._bring_up_to_date, replica)
         replica.group.check_unbroken()
         copy = self._copies.get(replica.id)
         if copy is None:

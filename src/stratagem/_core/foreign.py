@@ -19,6 +19,7 @@ such passes do differ, the search is repeated at the 2nd, 4th, 8th, … of them.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from torch.autograd.graph import GradientEdge
 from stratagem._core import gradients
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica, thread_notes
+from stratagem._core.differentiated import own_leaf
 from stratagem._core.homes import home_of
 from stratagem._core.leaves import ReplicatedHome
 from stratagem.errors import ForeignParameterError
@@ -82,7 +84,14 @@ def after_backward(replica: Replica, roots: Any, inputs: Any) -> None:
 
 def _search(replica: Replica, roots: Any, inputs: Any) -> bool:
     """Whether the pass reached nothing but the replica's own leaves; raises if something shared."""
-    reached = _leaves(_several(roots)) if inputs is None else _given(_several(inputs))
+    reached = _leaves(_several(roots))
+    if inputs is not None:
+        given = [own_leaf(each) for each in _given(_several(inputs))]
+        centrals = {id(central) for _, central in given}
+        # A parameter among the inputs that the graph also holds as central got part of its gradient.
+        reached = itertools.chain(
+            (each for each, _ in given), (each for each in reached if id(each) in centrals)
+        )
     others = [each for each in reached if not _is_own(each, replica)]
     seen: dict[int, tuple[Tensor, int]] = replica.group.notes.setdefault("foreign", {})
     for each in others:

@@ -23,7 +23,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from stratagem._core.context import Replica
 
@@ -154,6 +156,19 @@ def home_by_id(tensor: Tensor) -> ParameterHome | None:
     """The home registered for a tensor, in few steps: the caller checks that it still owns it."""
     reference = _REFERENCES.get(id(tensor))
     return None if reference is None else reference()
+
+
+in_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""Not None inside ``torch.func.grad``, ``vmap`` and the like."""
+
+
+def outside_transforms(ask: Callable[[Replica], Tensor], replica: Replica) -> Tensor:
+    """Have a tensor brought up to date as it would be outside ``torch.func.grad``, ``vmap`` and the like.
+
+    What a replica is given stays after the transform has ended; made inside, it would be a wrapper of it.
+    """
+    with temporarily_clear_interpreter_stack():
+        return ask(replica)
 
 
 central_gradient: Callable[[Tensor], Tensor | None] = cast("Any", Tensor.grad).__get__

@@ -21,7 +21,9 @@ from stratagem._core.homes import (
     Journal,
     ParameterHome,
     central_gradient,
+    in_transform,
     journal_of,
+    outside_transforms,
     version_of,
 )
 from stratagem.errors import ReplicaError
@@ -146,6 +148,8 @@ class ReplicatedHome(ParameterHome):
         leaf = self.by_replica.get(replica.id)
         if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
             return central
+        if in_transform() is not None:
+            return outside_transforms(self._bring_up_to_date, replica)
         replica.group.check_unbroken()
         if leaf is None or not leaf.fits(central):
             leaf = self._new_leaf(replica)

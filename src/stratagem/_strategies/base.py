@@ -35,6 +35,7 @@ from stratagem._core import (
     compiling,
     context,
     data_attribute,
+    differentiated,
     foreign,
     grad_attribute,
     modules,
@@ -82,6 +83,7 @@ class Strategy(Owner):
         modules.install()
         optimizers.install()
         foreign.install()
+        differentiated.install()
         data_attribute.install()
         once.install()
         self._lanes = LaneSet(type(self).__name__)

@@ -76,6 +76,7 @@ class Sender:
             version = self._views.snapshot()
             if version != self._version:
                 shipment = self._pack_updates(self._version, version)
+                self._shipper.define_again(self._views.outdated())
                 if shipment is not None:
                     self._updates.append((version, shipment))
                 self._version = version

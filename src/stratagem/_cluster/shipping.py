@@ -209,15 +209,23 @@ class Shipper:
             self._define(token)
         return shipment
 
+    def define_again(self, tokens: Sequence[Hashable]) -> None:
+        """These are no longer what they were: lives that come later are told what they are now."""
+        for token in tokens:
+            try:
+                told = self._views.definitions(token)
+            except LookupError:
+                continue  # gone meanwhile: nothing will name it
+            stages = self._pack_stages(token, told)
+            for _, nested in stages:
+                for inner in nested:
+                    self._define(inner)
+            self.definitions[token] = stages  # at once: other threads are sending
+
     def _define(self, token: Hashable) -> None:
         if token in self.definitions:
             return
-        told = self._views.definitions(token)
-        stages = [
-            self._pack_definition(token, one, stage=stage, last=stage == len(told) - 1)
-            for stage, one in enumerate(told)
-        ]
-        self.definitions[token] = stages
+        self.definitions[token] = stages = self._pack_stages(token, self._views.definitions(token))
         try:
             for _, nested in stages:
                 for inner in nested:
@@ -225,6 +233,14 @@ class Shipper:
         except BaseException:  # Ctrl-C too
             del self.definitions[token]  # incomplete: to be tried again
             raise
+
+    def _pack_stages(
+        self, token: Hashable, told: Sequence[object]
+    ) -> list[tuple[Encoded, tuple[Hashable, ...]]]:
+        return [
+            self._pack_definition(token, one, stage=stage, last=stage == len(told) - 1)
+            for stage, one in enumerate(told)
+        ]
 
     def _pack_definition(
         self, token: Hashable, definition: object, *, stage: int, last: bool

@@ -79,6 +79,9 @@ class CoordinatorViews(Protocol):
     def updates(self, after: int, upto: int) -> Sequence[object]:
         """What moved between two snapshots."""
 
+    def outdated(self) -> Sequence[Hashable]:
+        """Tokens that workers coming from now on need a new definition of; each is named once."""
+
     def worker_setup(self) -> WorkerSetup:
         """What a worker needs to build its views."""
 
@@ -174,6 +177,10 @@ class PlainViews:
         return 0
 
     def updates(self, after: int, upto: int) -> Sequence[object]:
+        """Nothing moves."""
+        return ()
+
+    def outdated(self) -> Sequence[Hashable]:
         """Nothing moves."""
         return ()
 

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from stratagem._core import context, grad_attribute, special_modules
+from stratagem._core import context, grad_attribute, special_modules, structure
 from stratagem._core.buffers import BufferHome
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.homes import ParameterHome, home_of
@@ -138,6 +138,7 @@ class ParametersByReplica(_ByContext):
         if home is None:
             self.homes.pop(name, None)
             dict.__setitem__(self, name, value)
+            structure.note()
         else:
             self.settle_in(name, home)
 
@@ -145,12 +146,14 @@ class ParametersByReplica(_ByContext):
         """Let ``home`` answer for ``name``."""
         self.homes[name] = home
         dict.__setitem__(self, name, home.central)
+        structure.note()
 
     @override
     def __delitem__(self, name: str) -> None:
         if current_replica() is not None and name not in self:
             return  # another replica, running the same code, was here first
         dict.__delitem__(self, name)
+        structure.note()
         self.homes.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -205,6 +208,7 @@ class BuffersByReplica(_ByContext):
                 self.settle_in(name, home.replaced_by(value))
                 return
         dict.__setitem__(self, name, value)
+        structure.note()
 
     @override
     def __delitem__(self, name: str) -> None:
@@ -212,11 +216,13 @@ class BuffersByReplica(_ByContext):
             return
         dict.__delitem__(self, name)
         self.homes.pop(name, None)
+        structure.note()
 
     def settle_in(self, name: str, home: BufferHome) -> None:
         """Let ``home`` answer for ``name``."""
         self.homes[name] = home
         dict.__setitem__(self, name, home.central)
+        structure.note()
         home.on_replace(functools.partial(dict.__setitem__, self, name))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -274,6 +280,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
         _settle_parameter(module, name, home)
         return home.central
     if not context.has_strategy():
+        structure.note()
         return None
     strategy, replica = context.get_strategy(), current_replica()
 
@@ -305,6 +312,7 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
         return None
     strategy = context.get_strategy() if context.has_strategy() else _strategy_of(module)
     if strategy is None:
+        structure.note()
         return None
     if isinstance(module._buffers, BuffersByReplica) and name in module._buffers.homes:
         return None  # another tensor for a name that has a home: __setitem__ knows what to do
@@ -329,15 +337,17 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
 
 def _strategy_of(module: nn.Module) -> Any:
     """Whose parameters a module has: a buffer it gets outside any scope is that strategy's as well."""
-    held = module._parameters
-    if not isinstance(held, ParametersByReplica):
-        return None
-    homes = (home for home in held.homes.values() if isinstance(home, ReplicatedHome))
-    return next((home.strategy for home in homes), None)
+    for held in (module._parameters, module._buffers):
+        if isinstance(held, ParametersByReplica | BuffersByReplica):
+            for home in held.homes.values():
+                if home.strategy is not None:
+                    return home.strategy
+    return None
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """A module made elsewhere (loaded, copied) becomes part of one made here: so do its tensors."""
+    structure.note()
     if child is None or not context.has_strategy() or current_replica() is not None:
         return
     for each in child.modules():

@@ -3,7 +3,8 @@
 `describe` gives a token to everything that belongs to the strategy: the strategy, its variables, modules
 with parameters on its servers (and all their submodules), their parameters and buffers, and optimizers
 over them. Everything else travels by value. `snapshot` notices what later closures must see: learning
-rates, train/eval, frozen parameters, new parameter groups, and local writes, which go to the servers.
+rates, train/eval, frozen parameters, new parameter groups, replaced members of modules, hooks, and local
+writes, which go to the servers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.definitions import Token, Update
 from stratagem._ps.homes import CoordinatorHome
+from stratagem._ps.members import ToldMembers, member_now
 from stratagem._ps.optimizers import OptimizersOnServers
 from stratagem._ps.settings import Settings, are_unchanged, settings_of
 from stratagem._ps.taking_apart import define_module, hooks_of
@@ -63,6 +65,8 @@ class CoordinatorViews:
         self._training: dict[Token, tuple[weakref.ref[nn.Module], bool]] = {}
         self._frozen: dict[Token, tuple[weakref.ref[CoordinatorHome], bool]] = {}
         self._settings: dict[Token, tuple[weakref.ref[Optimizer], Settings]] = {}
+        self._members = ToldMembers(self._variables.buffer_home)
+        self._outdated: list[Token] = []
         self._log: deque[tuple[int, Update]] = deque()
         self._oldest: dict[Hashable, Update] = {}  # the last of each kind that left the log
         self._version = 0
@@ -91,11 +95,12 @@ class CoordinatorViews:
         kind, _ = token
         if kind == "strategy":
             return (definitions.StrategyDefinition(),)
-        if kind in ("parameter", "buffer"):
-            return self._define_tensor(token)
         obj = self._objects[token]
+        if kind in ("parameter", "buffer"):
+            return self._define_tensor(token, obj)
         if isinstance(obj, nn.Module):
             self._training[token] = weakref.ref(obj), obj.training
+            self._members.tell_module(token, obj)
             return define_module(obj)
         if isinstance(obj, Optimizer):
             return self._define_optimizer(token, obj)
@@ -164,8 +169,7 @@ class CoordinatorViews:
             weakref.finalize(obj, self._gone.append, (id(obj), token)).atexit = False
         return token
 
-    def _define_tensor(self, token: Token) -> Sequence[object]:
-        home = self._objects[token]
+    def _define_tensor(self, token: Token, home: Any) -> Sequence[object]:
         description = home.kept.description
         if description is None:
             raise ValueError(
@@ -177,14 +181,15 @@ class CoordinatorViews:
             made = definitions.ParameterDefinition(
                 description, home.central.requires_grad, home.as_table
             )
+            self._members.tell_hooks(token, home)
             hooks = hooks_of(home.central)
-            if hooks is not None and home.as_table:
+            if hooks and home.as_table:
                 raise ValueError(
                     f"parameter {home.name!r} has a gradient hook, and is a table too large to be held "
                     "in one piece (STRATAGEM_REMOTE_TABLE_BYTES): its gradient exists only as rows. "
                     "Change the rows' gradients in the function, between backward() and step()."
                 )
-            return (made,) if hooks is None else (made, hooks)
+            return (made, hooks) if hooks else (made,)
         return (definitions.BufferDefinition(description, home.counts),)
 
     def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
@@ -212,6 +217,9 @@ class CoordinatorViews:
     def snapshot(self) -> int:
         """A number that moves whenever later closures must see something new."""
         self._variables.flush()
+        for moved in self._members.moved():
+            self._outdated.append(moved.token)
+            self._note(moved)
         if self._gone:
             self._tell_gone()
         for token, (seen, before) in list(self._training.items()):
@@ -283,7 +291,24 @@ class CoordinatorViews:
                 break
             latest.pop(definitions.subject_of(update), None)
             latest[definitions.subject_of(update)] = update
-        return list(latest.values())
+        found = (self._as_told(update) for update in latest.values())
+        return [update for update in found if update is not None]
+
+    def _as_told(self, update: Update) -> Update | None:
+        """An update as workers get it; None if what it is about is gone."""
+        if not isinstance(update, definitions.Moved):
+            return update
+        obj = self._objects.get(update.token)
+        if obj is None:
+            return None
+        if update.kind == "hooks":
+            return definitions.SetHooks(update.token, hooks_of(obj.central))
+        return member_now(obj, update)
+
+    def outdated(self) -> Sequence[Token]:
+        """What has to be defined anew for workers that come later; each is named once."""
+        found, self._outdated = self._outdated, []
+        return tuple(dict.fromkeys(found))
 
     # -------------------------------------------------------------- workers and servers
 

@@ -78,6 +78,10 @@ class GradientHooks:
     on_gradient: tuple[Callable[..., Any], ...]
     accumulated: tuple[Callable[..., Any], ...]
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.on_gradient or self.accumulated)
+
 
 @dataclass(frozen=True, slots=True)
 class StepHooks:
@@ -133,6 +137,38 @@ class AddGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """A member of a module, or the hooks on a parameter, are others now; which, is asked when told.
+
+    Stays on the coordinator: `SetMember` or `SetHooks` is what workers get. So the log of updates keeps
+    no model alive.
+    """
+
+    token: Token
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetMember:
+    """A module has another parameter, buffer or part of this name, None there, or none any more."""
+
+    token: Hashable
+    kind: str
+    name: str
+    value: Any
+    is_there: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetHooks:
+    """A parameter has these hooks now, and no others."""
+
+    token: Hashable
+    hooks: GradientHooks
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Objects that are gone on the coordinator; nothing scheduled from now on names them."""
 
@@ -142,7 +178,10 @@ class Forget:
 TokenUpdate = SetTraining | SetRequiresGrad | SetHyperparameters | AddGroup
 """About one object."""
 
-Update = TokenUpdate | Forget
+SetPart = SetMember | SetHooks
+"""About what an object is made of: definitions made afterwards have it already."""
+
+Update = TokenUpdate | Moved | SetPart | Forget
 
 
 def subject_of(update: Update) -> Hashable:
@@ -161,4 +200,6 @@ def subject_of(update: Update) -> Hashable:
         return ("group", update.token, id(update))
     if isinstance(update, Forget):
         return ("forget", update.tokens)
+    if isinstance(update, Moved | SetMember):
+        return ("member", update.token, update.kind, update.name)
     return (type(update).__name__, update.token)

@@ -195,6 +195,11 @@ class CoordinatorHome(ParameterHome):
         self.kept.refresh()
         return self.central
 
+    @property
+    @override
+    def strategy(self) -> Any:
+        return self.kept.owner.strategy()
+
     @override
     def copy_home(self, parameter: nn.Parameter) -> ParameterHome | None:
         return self.kept.owner.new_home(parameter, self.name, self.use)
@@ -273,10 +278,18 @@ class CoordinatorVariables:
         client: the coordinator's connections to the servers.
         servers: how many there are.
         partitioner: how variables are cut, or None.
+        strategy: gives the strategy they belong to, or None when it is gone.
     """
 
-    def __init__(self, client: PsClient, servers: int, partitioner: Partitioner | None) -> None:
+    def __init__(
+        self,
+        client: PsClient,
+        servers: int,
+        partitioner: Partitioner | None,
+        strategy: Callable[[], Any] = _nothing,
+    ) -> None:
         self.client = client
+        self.strategy = strategy
         self.partitioner = partitioner
         self.closed = False
         self.beside: Description | None = None  # while colocate_vars_with is in force

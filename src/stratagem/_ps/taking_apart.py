@@ -49,20 +49,19 @@ def make_parametrized(plain: type[nn.Module], names: Sequence[str]) -> nn.Module
     return module
 
 
-def hooks_of(parameter: Tensor) -> definitions.GradientHooks | None:
-    """The hooks the user put on a parameter, if any.
+def hooks_of(parameter: Tensor) -> definitions.GradientHooks:
+    """The hooks the user put on a parameter.
 
     Example:
         >>> import torch
         >>> weight = nn.Parameter(torch.ones(2))
-        >>> hooks_of(weight) is None
-        True
+        >>> bool(hooks_of(weight))
+        False
         >>> _ = weight.register_hook(lambda gradient: gradient / 2)
         >>> len(hooks_of(weight).on_gradient)
         1
     """
-    hooks = definitions.GradientHooks(
+    return definitions.GradientHooks(
         tuple((parameter._backward_hooks or {}).values()),
         tuple((parameter._post_accumulate_grad_hooks or {}).values()),
     )
-    return hooks if hooks.on_gradient or hooks.accumulated else None

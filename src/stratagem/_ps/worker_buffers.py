@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from stratagem._core.homes import version_of
+from stratagem._core.modules import BuffersByReplica
 from stratagem._ps.batches import WriteBatch
 from stratagem._ps.remote import RemoteVariable
 
@@ -102,6 +103,26 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
+def refuse_unknown_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """A function gives a tensor to a name that was registered as None: no server knows it.
+
+    One that is not part of the state dict may stay the worker's own: a cache, mostly.
+    """
+    held: Any = module._buffers
+    known = isinstance(held, WatchedBuffers | BuffersByReplica) and name in held
+    if not known or dict.__getitem__(held, name) is not None:
+        return
+    if isinstance(held, WatchedBuffers) and held.keeps(name):
+        return  # the function itself has set it to None
+    if name not in module._non_persistent_buffers_set:
+        raise ValueError(
+            f"buffer {name!r} of {type(module).__name__} is None on the coordinator and was given "
+            f"{tuple(tensor.shape)} {tensor.dtype} inside a scheduled function: it would stay this "
+            "worker's own. Give it a tensor of its shape on the coordinator before you schedule the "
+            "function; or register it with persistent=False if every worker is to have its own."
+        )
+
+
 class WatchedBuffers(dict[str, Any]):
     """A module's ``_buffers`` on a worker: notices what is assigned to the name of one we keep."""
 
@@ -110,6 +131,10 @@ class WatchedBuffers(dict[str, Any]):
     def __init__(self, plain: Mapping[str, Any], kept: dict[str, WorkerBuffer]) -> None:
         super().__init__(plain)
         self._kept = kept
+
+    def keeps(self, name: str) -> bool:
+        """Whether the buffer of this name lives on a server."""
+        return name in self._kept
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:

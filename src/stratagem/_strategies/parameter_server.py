@@ -112,7 +112,9 @@ class ParameterServerStrategy(Strategy):
             key=ClusterKey.from_text(secret) if secret else None,
         )
         client = PsClient(self._servers, membership, connect_timeout_s=config.server_wait_s())
-        self._variables = CoordinatorVariables(client, len(self._servers), variable_partitioner)
+        self._variables = CoordinatorVariables(
+            client, len(self._servers), variable_partitioner, weakref.ref(self)
+        )
         # A strategy that is simply forgotten ends its session when it is collected.
         self._session_end = weakref.finalize(self, self._variables.close)
 

@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stratagem._core import devices, modules, reduction, special_modules, values
@@ -31,6 +32,7 @@ from stratagem._ps.placement import device_name
 from stratagem._ps.replicated_tables import ReplicatedTable
 from stratagem._ps.tables import TableParameter
 from stratagem._ps.variables import ReadCache, RemotePlace
+from stratagem._ps.worker_buffers import refuse_unknown_buffer
 from stratagem._ps.workers import WorkerClosure, WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._wire.handshake import ClusterKey
@@ -77,6 +79,7 @@ class WorkerViews:
         # What moved on with objects that are not defined here, until they are.
         self._waiting: dict[Hashable, dict[Hashable, definitions.TokenUpdate]] = {}
         self._steppers: dict[Hashable, _Stepper] = {}
+        self._hooks: dict[Hashable, list[RemovableHandle]] = {}
         # Homes of parameters seen from several replicas; modules hold them only by name.
         self._homes: list[ReplicatedHome] = []
 
@@ -87,7 +90,7 @@ class WorkerViews:
         if isinstance(definition, definitions.ModuleState):
             self._fill_module(self._objects[token], definition.state)
         elif isinstance(definition, definitions.GradientHooks):
-            _hook_gradient(self._objects[token], definition)
+            self._hook_gradient(token, definition)
         elif isinstance(definition, definitions.StepHooks):
             for before in definition.before:
                 self._objects[token].register_step_pre_hook(before)
@@ -138,8 +141,10 @@ class WorkerViews:
                 self._forget(update.tokens)
                 gone += update.tokens
                 continue
-            assert isinstance(update, definitions.TokenUpdate)
+            assert isinstance(update, definitions.TokenUpdate | definitions.SetPart)
             if update.token not in self._objects:
+                if isinstance(update, definitions.SetPart):
+                    continue  # the definition that comes is made of what there is now
                 waiting = self._waiting.setdefault(update.token, {})
                 waiting.pop(definitions.subject_of(update), None)  # the last word comes last
                 waiting[definitions.subject_of(update)] = update
@@ -150,8 +155,12 @@ class WorkerViews:
                 failures[update.token] = error
         return failures, gone
 
-    def _move(self, found: Any, update: definitions.TokenUpdate) -> None:
-        if isinstance(update, definitions.SetTraining):
+    def _move(self, found: Any, update: definitions.TokenUpdate | definitions.SetPart) -> None:
+        if isinstance(update, definitions.SetMember):
+            self._set_member(found, update)
+        elif isinstance(update, definitions.SetHooks):
+            self._hook_gradient(update.token, update.hooks)
+        elif isinstance(update, definitions.SetTraining):
             found.training = update.training
         elif isinstance(update, definitions.SetRequiresGrad):
             found.requires_grad_(update.requires_grad)
@@ -189,6 +198,7 @@ class WorkerViews:
         self._strategy.steppers.clear()
         self._objects.clear()
         self._steppers.clear()
+        self._hooks.clear()
         self._homes.clear()
         self._variables.close()
         self._client.close()
@@ -219,6 +229,34 @@ class WorkerViews:
             self._answer_by_replica(module)
         else:
             module._buffers = self._variables.watched(module._buffers)
+
+    def _set_member(self, module: nn.Module, update: definitions.SetMember) -> None:
+        """The coordinator's module has another parameter, buffer or part of this name."""
+        held: dict[str, Any] = vars(module)[update.kind]
+        if isinstance(update.value, nn.Parameter):
+            setattr(module, update.name, update.value)  # recurrent modules keep it elsewhere, too
+        elif not update.is_there:
+            held.pop(update.name, None)
+        elif update.kind != "_buffers" or update.value is None:
+            held[update.name] = update.value
+        elif isinstance(held, modules.BuffersByReplica):
+            held.settle_in(update.name, BufferHome(update.value, strategy=self._strategy))
+        else:
+            dict.__setitem__(held, update.name, update.value)
+            module._buffers = self._variables.watched(held)
+
+    def _hook_gradient(self, token: Hashable, hooks: definitions.GradientHooks) -> None:
+        """Put the coordinator's hooks on the worker's parameter, in the place of earlier ones."""
+        for handle in self._hooks.pop(token, ()):
+            handle.remove()
+        parameter: nn.Parameter = self._objects[token]
+        needed = parameter.requires_grad
+        parameter.requires_grad_()  # torch takes hooks for no other; it may be thawed later
+        self._hooks[token] = [
+            *(parameter.register_hook(hook) for hook in hooks.on_gradient),
+            *(parameter.register_post_accumulate_grad_hook(hook) for hook in hooks.accumulated),
+        ]
+        parameter.requires_grad_(needed)
 
     def _answer_by_replica(self, module: nn.Module) -> None:
         """Several replicas in this worker: each sees leaves and buffer copies of its own."""
@@ -251,6 +289,7 @@ class WorkerViews:
             gone = self._objects.pop(token, None)
             self._waiting.pop(token, None)
             self._steppers.pop(token, None)
+            self._hooks.pop(token, None)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
                 self._homes = [home for home in self._homes if home.central is not gone]
@@ -305,17 +344,6 @@ class _Stepper:
         for after in tuple(optimizer._optimizer_step_post_hooks.values()):
             after(optimizer, arguments, {})
         return loss
-
-
-def _hook_gradient(parameter: nn.Parameter, hooks: definitions.GradientHooks) -> None:
-    """Put the coordinator's hooks on the worker's parameter."""
-    needed = parameter.requires_grad
-    parameter.requires_grad_()  # torch takes hooks for no other; it may be thawed later
-    for hook in hooks.on_gradient:
-        parameter.register_hook(hook)
-    for hook in hooks.accumulated:
-        parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(needed)
 
 
 def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -381,6 +409,7 @@ class WorkerStrategy(Strategy):
 
     @override
     def _adopt_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Any:
+        refuse_unknown_buffer(module, name, buffer)
         return None
 
     @override

@@ -27,6 +27,7 @@ tf.distribute's or Python's own types keeps working)::
     ├── ClusterError                                 about the tasks of a cluster
     │   ├── UnavailableError                         a task cannot be reached
     │   │   ├── WorkerLost                           a worker died or stopped answering
+    │   │   ├── WorkerBusy                           a worker serves another coordinator
     │   │   └── ParameterServerLost                  a parameter server died or stopped answering
     │   ├── StartupError                             a task did not become ready
     │   ├── WriteFenced                              a write of a worker that was declared lost
@@ -205,6 +206,20 @@ class UnavailableError(ClusterError):
 
 class WorkerLost(UnavailableError):
     """A worker died or stopped answering."""
+
+
+class WorkerBusy(UnavailableError):
+    """A worker serves another coordinator.
+
+    Attributes:
+        coordinator: the name of that one.
+        heard_s: how long ago the worker last heard of it, in seconds.
+    """
+
+    def __init__(self, message: str, *, task: str, coordinator: str, heard_s: float) -> None:
+        super().__init__(message, task=task)
+        self.coordinator = coordinator
+        self.heard_s = heard_s
 
 
 class ParameterServerLost(UnavailableError):

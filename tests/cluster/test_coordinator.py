@@ -16,7 +16,7 @@ import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster, RemoteValue
 from stratagem._cluster.coordinator import ClosureRecord
 from stratagem._cluster.remote import PerWorkerValues, RemoteValueStatus
-from stratagem.errors import ClosureCancelled, ClosureInputError, DeadlineExceeded, StratagemError
+from stratagem.errors import ClosureCancelled, ClosureInputError, DeadlineExceeded
 
 
 class OwnError(Exception):
@@ -237,15 +237,43 @@ def test_schedule_and_done_raise_the_error_too(coordinator: ClusterCoordinator) 
     assert coordinator.done()
 
 
-def test_system_exit_in_a_closure_is_an_error_not_the_end_of_the_worker(
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt("no"), GeneratorExit()], ids=repr
+)
+def test_what_ends_programs_is_a_closures_error_like_any_other(
+    coordinator: ClusterCoordinator, cluster: LocalCluster, error: BaseException
+) -> None:
+    """CCO-20: it arrives with its type, the first time, and the worker lives."""
+    pids = [cluster.pid("worker", i) for i in range(2)]
+    known = len(coordinator.errors)
+
+    def fail() -> None:
+        raise error
+
+    coordinator.schedule(fail)
+    with pytest.raises(type(error)) as caught:
+        coordinator.join()
+    assert caught.value.args == error.args
+    assert len(coordinator.errors) == known + 1
+    assert [cluster.pid("worker", i) for i in range(2)] == pids
+
+
+def test_an_interrupt_sent_to_a_worker_ends_it(
     coordinator: ClusterCoordinator, cluster: LocalCluster
 ) -> None:
-    """sys.exit() of user code arrives as an error."""
+    """It is the worker's end, not an error of the closure that runs, which is repeated elsewhere."""
     pids = [cluster.pid("worker", i) for i in range(2)]
-    coordinator.schedule(lambda: exit(3))
-    with pytest.raises(StratagemError, match="SystemExit"):
-        coordinator.join()
-    assert [cluster.pid("worker", i) for i in range(2)] == pids
+
+    def interrupt(pids: list[int]) -> int:
+        import os
+        import signal
+
+        if os.getpid() in pids:
+            os.kill(os.getpid(), signal.SIGINT)
+        return os.getpid()
+
+    assert coordinator.schedule(interrupt, args=(pids,)).fetch(timeout_s=60) not in pids
+    wait_until(lambda: repr(cluster).count("ready") == 3)
 
 
 def test_queue_limit_holds_schedule_back(cluster: LocalCluster, connect: Any, gate: Gate) -> None:

@@ -66,6 +66,43 @@ def test_nothing_is_left_behind(how: str) -> None:
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
+STARTING = """
+import stratagem as sg
+from stratagem._cluster import processes
+
+processes._BOOT = "import time; time.sleep(600)"  # as on a machine where imports take very long
+listen = processes.ForkServer._listen
+
+def tell_and_listen(self):  # on the thread that is started last
+    print(self.pid, flush=True)
+    listen(self)
+
+processes.ForkServer._listen = tell_and_listen
+sg.LocalCluster(workers=1, ps=1)
+"""
+
+
+def test_ctrl_c_while_the_cluster_starts_waits_for_nobody() -> None:
+    """The process that starts tasks is ended although it still imports, and leaves nothing."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STARTING],
+        env={**os.environ, "PYTHONPATH": SRC},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        pid = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(30) == -signal.SIGINT
+        said = parent.stderr.read()
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert "did not end" not in said  # it was not waited for
+    assert not is_running(pid)
+
+
 def test_tasks_die_with_the_process_that_forked_them(caplog: pytest.LogCaptureFixture) -> None:
     """Even when the fork server itself is killed."""
     with LocalCluster(workers=1, ps=1) as cluster:

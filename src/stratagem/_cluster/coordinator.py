@@ -399,8 +399,16 @@ def _await_workers(engine: Engine) -> None:
     """Waits until every worker has answered; goes on without some, but not without any."""
     wanted, limit_s = len(engine.links), engine.options.connect_timeout_s
     with engine.changed:
-        engine.changed.wait_for(lambda: engine.queue.workers_up() == wanted, timeout=limit_s)
+        engine.changed.wait_for(
+            lambda: engine.queue.workers_up() + engine.workers_taken() >= wanted, timeout=limit_s
+        )
         up = engine.queue.workers_up()
+    if up == 0 and engine.workers_taken():
+        raise UnavailableError(
+            f"no worker is free ({engine.why_down()}). A worker serves one coordinator at a time: wait "
+            "until the other one is done, or start workers of your own.",
+            task="/job:worker",
+        )
     if up == 0:
         raise UnavailableError(
             f"no worker answered within {limit_s:g} s ({engine.why_down()}). Start the workers, "
@@ -408,4 +416,6 @@ def _await_workers(engine: Engine) -> None:
             task="/job:worker",
         )
     if up < wanted:
-        _log.warning("%d of %d workers answer after %g s; going on", up, wanted, limit_s)
+        _log.warning(
+            "%d of %d workers answer, going on without the rest: %s", up, wanted, engine.why_down()
+        )

@@ -298,6 +298,9 @@ class Engine:
     def worker_unreachable(self, link: WorkerLink, error: Exception) -> None:
         """An attempt to begin a life failed; the link tries again."""
         _log.debug("%s does not answer: %s", link.task, error)
+        if link.taken:
+            with self.changed:
+                self.changed.notify_all()  # nobody needs to wait for it any longer
         if isinstance(error, ParameterServerLost):
             self.server_lost(error)
 
@@ -331,6 +334,10 @@ class Engine:
             self.errors.append(ClosureRecord(closure=None, function="", worker="", error=error))
             self._locked_do(self.queue.stop(error))
             self.changed.notify_all()
+
+    def workers_taken(self) -> int:
+        """How many workers serve another coordinator, which lives."""
+        return sum(link.taken for link in self.links)
 
     def why_down(self) -> str:
         """What is known of workers that do not answer."""
@@ -393,7 +400,7 @@ class Engine:
         closure = self._closures.get(message.closure)
         if closure is None:
             return
-        error = exception_from(message.failure, may_unpickle=True)
+        error = exception_from(message.failure, may_unpickle=True, any_type=True)
         if not closure.resource and self._is_transient(message, error):
             actions = self.queue.retry(link.index, message.closure)
             if actions is not None:

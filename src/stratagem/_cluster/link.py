@@ -26,7 +26,7 @@ from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.pulse import Silence
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost, WireError, WorkerLost
+from stratagem.errors import ParameterServerLost, WireError, WorkerBusy, WorkerLost
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -35,6 +35,11 @@ RECEIVE_S = 0.5
 
 RESULTS_AT_ONCE = 64
 """Reports handed over together, so that waiters are woken once for all of them."""
+
+
+TAKEN_S = 1.0
+"""How long a worker must have been another coordinator's before it is left to it: one that is being
+closed is gone in a tenth of that."""
 
 
 class LinkOwner(Protocol):
@@ -98,6 +103,8 @@ class WorkerLink:
         self.version = 0
         self.mean_run_s = 0.0
         self.last_error: Exception | None = None
+        self.taken = False  # it serves another coordinator, which lives
+        self._busy_since: float | None = None
         self._owner = owner
         self._workers = workers
         self._key = key
@@ -199,6 +206,7 @@ class WorkerLink:
                 if self._stop.is_set():
                     return
                 self.last_error = error
+                self._note_if_taken(error)
                 self._owner.worker_unreachable(self, error)
                 self._stop.wait(options.restart_pause_s)
                 continue
@@ -209,6 +217,17 @@ class WorkerLink:
                 return
             self.last_error = reason
             self._owner.worker_lost(self, reason)
+
+    def _note_if_taken(self, error: Exception) -> None:
+        """Whose coordinator is dead or leaving will be free soon; one that goes on speaking lives."""
+        if not isinstance(error, WorkerBusy) or error.coordinator == self._owner.name:
+            self._busy_since, self.taken = None, False
+            return
+        now = time.monotonic()
+        if self._busy_since is None:
+            self._busy_since = now
+        # It was heard after we first asked.
+        self.taken = now - self._busy_since > max(TAKEN_S, error.heard_s)
 
     def _open_life(self) -> Channel:
         options = self._owner.options
@@ -255,6 +274,7 @@ class WorkerLink:
             self._silence = Silence(self.task, reply.process, log=_log)
             self.mean_run_s = 0.0
             self._why = None
+            self._busy_since, self.taken = None, False
             self._channel = channel
         return channel
 

@@ -139,13 +139,16 @@ class ForkServer(Owner):
         self._thread = threading.Thread(
             target=self._listen, name="stratagem-task-events", daemon=True
         )
-        self._thread.start()
-        if not self._up.wait(start_timeout_s) or self._process.poll() is not None:
+        try:
+            self._thread.start()
+            if not self._up.wait(start_timeout_s) or self._process.poll() is not None:
+                raise StartupError(
+                    f"the process that starts tasks was not ready within {start_timeout_s:g} s (exit "
+                    f"status {self._process.poll()!r}); its error, if any, is on standard error."
+                )
+        except BaseException:  # Ctrl-C too: nobody else knows the process
             self.close()
-            raise StartupError(
-                f"the process that starts tasks was not ready within {start_timeout_s:g} s (exit "
-                f"status {self._process.returncode!r}); its error, if any, is on standard error."
-            )
+            raise
 
     @property
     def pid(self) -> int:
@@ -164,13 +167,18 @@ class ForkServer(Owner):
         self._closing = True
         with self._send_lock:
             os.close(self._command)
+        if not self._up.is_set():
+            self._process.kill()  # it imports, for seconds, and has no tasks yet
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             _log.warning("the process that starts tasks did not end in %g s: killed", timeout_s)
             self._process.kill()
             self._process.wait()
-        self._thread.join(timeout_s)
+        if self._thread.ident is None:
+            os.close(self._events)
+        else:
+            self._thread.join(timeout_s)
 
     def _command_line(self, command: dict[str, Any]) -> None:
         with self._send_lock:
@@ -297,6 +305,9 @@ class _Server:
         """In the fresh child: forget the server, then be the task until the end."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Ctrl-C at the terminal is not for tasks (`start_new_session`). Who sends it to one ends it; a
+        # KeyboardInterrupt in a worker is therefore always one that a function raised.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         die_with_parent(server)
         os.setpgid(0, 0)
         self._selector.close()

@@ -46,6 +46,7 @@ from stratagem.errors import (
     ProtocolError,
     UnavailableError,
     WireError,
+    WorkerBusy,
 )
 
 _log = logging.getLogger("stratagem.worker")
@@ -215,9 +216,12 @@ class Worker(Owner):
         if frame is not None and isinstance(frame.message, messages.AskStats):
             channel.reply(frame, messages.Stats(facts=self.facts()), timeout_s=0.2)
         elif frame is not None:
-            busy = UnavailableError(
+            session = self._current
+            busy = WorkerBusy(
                 f"{self.task} serves another coordinator: close that one first.",
                 task=self.task,
+                coordinator="" if session is None else session.coordinator,
+                heard_s=math.inf if session is None else time.monotonic() - session.heard_at,
             )
             failure = failure_from(busy, task=self.task, with_pickle=True)
             channel.reply(frame, failure, timeout_s=0.2)
@@ -263,6 +267,8 @@ class _Session:
         self._seen: set[Hashable] = set()
         self._lacks = False  # whether the closure that runs has missed something
         self._facts_at = 0.0
+        self.coordinator = opening.message.coordinator
+        self.heard_at = time.monotonic()
         self.life = opening.message.incarnation
         self.steps = 0
 
@@ -275,13 +281,13 @@ class _Session:
 
     def listen(self, turn_away: Callable[[], None]) -> None:
         """Takes in messages until the coordinator leaves, is gone, or is silent for too long."""
-        beat_at = looked_at = heard_at = time.monotonic()
+        beat_at = looked_at = time.monotonic()
         silence_s = 3 * self._order.heartbeat_limit_s  # it may be swapping; its socket still lives
         while not self._ended:
             frame = self.channel.receive(timeout_s=TICK_S)
             now = time.monotonic()
             if frame is not None:
-                heard_at = now
+                self.heard_at = now
                 self._take_in(frame)
             if now - beat_at >= self._order.heartbeat_s:
                 beat_at = now
@@ -291,7 +297,7 @@ class _Session:
                 turn_away()
                 if self._views is not None:  # a closure may run long
                     self._results.flush_ready(self._views)
-            if now - heard_at > silence_s:
+            if now - self.heard_at > silence_s:
                 raise ConnectionLost(f"the coordinator was silent for {silence_s:g} s")
 
     def _take_in(self, frame: Frame) -> None:
@@ -451,7 +457,9 @@ class _Session:
             )
             self._results.hold(finished, buffers, self._views)
             self.steps += 1
-        except BaseException as error:  # a closure may raise anything, SystemExit too
+        except (
+            BaseException
+        ) as error:  # a closure may raise anything: SystemExit, KeyboardInterrupt
             if isinstance(error, StopIteration):  # it has no text of its own
                 error.add_note(
                     f"An iterator ended on {self._worker.task}: its dataset is used up. Repeat it "
@@ -461,8 +469,6 @@ class _Session:
                 self._resources[message.resource] = _FailedResource(error)
             failed = self._results.failure(message.closure, error, lacks=self._lacks)
             self._results.hold(failed, (), self._views)
-            if isinstance(error, KeyboardInterrupt):
-                raise
 
     def _call(self, frame: Frame, message: messages.Run, *, quick: bool) -> object:
         assert self._views is not None

@@ -50,18 +50,23 @@ def failure_from(
     )
 
 
-def exception_from(failure: Message, *, may_unpickle: bool = False) -> BaseException:
+def exception_from(
+    failure: Message, *, may_unpickle: bool = False, any_type: bool = False
+) -> BaseException:
     """The exception to raise here for a failure received.
 
     Args:
         failure: what arrived.
         may_unpickle: whether the sender is trusted with running code here.
+        any_type: also those that end programs (SystemExit, KeyboardInterrupt …), for errors of the user's
+            own functions; else such a one is a `RemoteError` here.
     """
+    wanted = BaseException if any_type else Exception
     if not isinstance(failure, RemoteFailure):
         return ProtocolError(f"a failure frame holds {type(failure).__name__!r}")
     error = unpickle_exception(failure.pickled) if may_unpickle and failure.pickled else None
-    if not isinstance(error, Exception):
-        error = _rebuild(failure)
+    if not isinstance(error, wanted):
+        error = _rebuild(failure, wanted)
     origin = RemoteError(
         f"\n{failure.traceback}" if failure.traceback else failure.text,
         type_name=failure.type_name,
@@ -107,12 +112,12 @@ def _traceback_text(error: BaseException) -> str:
     return "".join(described.format())
 
 
-def _rebuild(failure: RemoteFailure) -> Exception | None:
+def _rebuild(failure: RemoteFailure, wanted: type[BaseException]) -> BaseException | None:
     """An exception of a builtin type or one of ours; None if it cannot be rebuilt."""
     module, _, name = failure.type_name.rpartition(".")
     home = {"builtins": builtins, "stratagem.errors": errors}.get(module)
     kind = getattr(home, name, None) if home is not None else None
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+    if not (isinstance(kind, type) and issubclass(kind, wanted)):
         return None
     args = failure.args if failure.args is not None else (failure.text,)
     try:

@@ -457,9 +457,7 @@ class _Session:
             )
             self._results.hold(finished, buffers, self._views)
             self.steps += 1
-        except (
-            BaseException
-        ) as error:  # a closure may raise anything: SystemExit, KeyboardInterrupt
+        except BaseException as error:  # noqa: BLE001 - a closure may raise anything, SystemExit too
             if isinstance(error, StopIteration):  # it has no text of its own
                 error.add_note(
                     f"An iterator ended on {self._worker.task}: its dataset is used up. Repeat it "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,20 @@ def test_nothing_is_left_behind(how: str) -> None:
         status = parent.wait(30)
     assert status != 0
     wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("argument", ["workers", "ps", "threads"])
+def test_a_number_of_tasks_is_a_whole_number(argument: str) -> None:
+    """What was given, what is expected, how it is written."""
+    wrong: Any
+    for wrong in ("2", 1.5, True, None):
+        words = re.escape(
+            f"{argument}={wrong!r} is a {type(wrong).__name__}: expected a whole number"
+        )
+        with pytest.raises(TypeError, match=words):
+            LocalCluster(**{argument: wrong})
+    with pytest.raises(ValueError, match=f"{argument}=0: expected a whole number of at least 1"):
+        LocalCluster(**{argument: 0})
 
 
 STARTING = """

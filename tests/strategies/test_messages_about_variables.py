@@ -24,6 +24,37 @@ def strategy(
             yield made
 
 
+def test_a_variable_made_under_a_closed_strategy_says_what_to_do(
+    strategy: sg.ParameterServerStrategy,
+) -> None:
+    strategy.close()
+    for options in ({}, {"per_worker_variable": True}):
+        with strategy.scope(), pytest.raises(RuntimeError, match=r"'late.*is closed\. Make a new"):
+            sg.Variable(torch.zeros(4, 2), name="late", **options)
+
+
+def test_what_belongs_to_one_process_does_not_travel(
+    strategy: sg.ParameterServerStrategy,
+) -> None:
+    """The coordinator to a worker, a worker's strategy to the coordinator: both say why not."""
+    coordinator = sg.ClusterCoordinator(strategy)
+
+    def schedule_more() -> None:
+        coordinator.schedule(print)
+
+    for function, args in ((schedule_more, ()), (print, (coordinator,))):
+        with pytest.raises(ValueError, match="and only that schedules"):
+            coordinator.schedule(function, args=args)
+
+    def give_strategy() -> dict[str, Any]:
+        return {"strategy": strategy}
+
+    coordinator.schedule(give_strategy)
+    with pytest.raises(TypeError, match="a strategy cannot leave the worker") as caught:
+        coordinator.join(timeout_s=30)
+    assert "its result, a dict, cannot be sent back" in caught.value.__notes__[0]
+
+
 def test_variables_of_a_closed_strategy_say_what_to_do(
     strategy: sg.ParameterServerStrategy,
 ) -> None:

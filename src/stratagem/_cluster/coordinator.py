@@ -342,6 +342,14 @@ class ClusterCoordinator(Owner):
         elif strategy is not None:
             strategy._cluster_views().close()
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a ClusterCoordinator was captured by or passed to a scheduled function (or pickled): it "
+            "belongs to the program that made it, and only that schedules. Return what the next step "
+            "depends on, and schedule it there."
+        )
+
     def __deepcopy__(self, memo: object) -> Any:
         raise TypeError("a ClusterCoordinator cannot be copied: there is one per strategy.")
 

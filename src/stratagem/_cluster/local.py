@@ -7,6 +7,7 @@ watched by `processes.py`, roles made by `tasks.py`.
 from __future__ import annotations
 
 import logging
+import numbers
 import threading
 import time
 from typing import TYPE_CHECKING, Final, final
@@ -65,14 +66,13 @@ class LocalCluster(Owner):
         threads: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        for name, count, least in (("workers", workers, 1), ("ps", ps, 1), ("threads", threads, 1)):
-            if count < least:
-                raise ValueError(f"{name}={count!r}: expected a whole number of at least {least}.")
+        for name, count in (("workers", workers), ("ps", ps), ("threads", threads)):
+            _check_count(name, count)
         log_as_environment_says()
         # Loopback is open to every user of the machine, and workers run what they are sent.
         self._key = cluster_key_text() or ClusterKey.random().text()
         self._restart = restart
-        self._threads = threads
+        self._threads = int(threads)
         self._changed = threading.Condition()
         self._states: dict[str, _TaskState] = {
             f"{job}:{index}": _TaskState(job, index)
@@ -253,6 +253,17 @@ class LocalCluster(Owner):
         if state is None:
             raise ValueError(f"no task {index!r} in job {job!r}: there are {list(self._states)}.")
         return state
+
+
+def _check_count(name: str, count: object) -> None:
+    """True is a number to Python; who writes workers=True means something else."""
+    if not isinstance(count, numbers.Integral) or isinstance(count, bool):
+        raise TypeError(
+            f"{name}={count!r} is a {type(count).__name__}: expected a whole number of at least 1, such "
+            f"as LocalCluster({name}=2)."
+        )
+    if count < 1:
+        raise ValueError(f"{name}={count!r}: expected a whole number of at least 1.")
 
 
 class _TaskState:

@@ -328,6 +328,12 @@ class CoordinatorVariables:
 
     def new_variable(self, description: Description) -> RemoteVariable:
         """A variable created on the servers, and freed there when nobody has it any more."""
+        if self.closed:
+            raise RuntimeError(
+                f"variable {description.name!r} cannot be made: its strategy, or the strategy's "
+                "coordinator, is closed. Make a new strategy, and the variable under its scope; the "
+                "cluster can serve it."
+            )
         self.free_forgotten()
         remote = self.new_remote(description)
         self.client.create_all(remote.wanted())

@@ -368,6 +368,13 @@ class WorkerStrategy(Strategy):
         self.steppers: dict[int, _Stepper] = {}
         super().__init__(gradient_aggregation=setup.gradient_aggregation)
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a strategy cannot leave the worker it is on: it holds the worker's connections to the "
+            "servers. The program that scheduled the function has its own; return values, or None."
+        )
+
     @property
     @override
     def _compute_devices(self) -> tuple[devices.Device, ...]:

@@ -406,12 +406,16 @@ def _closed_error(what: str) -> RuntimeError:
 def _await_workers(engine: Engine) -> None:
     """Waits until every worker has answered; goes on without some, but not without any."""
     wanted, limit_s = len(engine.links), engine.options.connect_timeout_s
+
+    def taken() -> int:
+        return sum(link.taken for link in engine.links)
+
     with engine.changed:
         engine.changed.wait_for(
-            lambda: engine.queue.workers_up() + engine.workers_taken() >= wanted, timeout=limit_s
+            lambda: engine.queue.workers_up() + taken() >= wanted, timeout=limit_s
         )
         up = engine.queue.workers_up()
-    if up == 0 and engine.workers_taken():
+    if up == 0 and taken():
         raise UnavailableError(
             f"no worker is free ({engine.why_down()}). A worker serves one coordinator at a time: wait "
             "until the other one is done, or start workers of your own.",

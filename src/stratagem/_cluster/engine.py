@@ -298,9 +298,8 @@ class Engine:
     def worker_unreachable(self, link: WorkerLink, error: Exception) -> None:
         """An attempt to begin a life failed; the link tries again."""
         _log.debug("%s does not answer: %s", link.task, error)
-        if link.taken:
-            with self.changed:
-                self.changed.notify_all()  # nobody needs to wait for it any longer
+        with self.changed:
+            self.changed.notify_all()  # who waits for workers may go on without this one
         if isinstance(error, ParameterServerLost):
             self.server_lost(error)
 
@@ -334,10 +333,6 @@ class Engine:
             self.errors.append(ClosureRecord(closure=None, function="", worker="", error=error))
             self._locked_do(self.queue.stop(error))
             self.changed.notify_all()
-
-    def workers_taken(self) -> int:
-        """How many workers serve another coordinator, which lives."""
-        return sum(link.taken for link in self.links)
 
     def why_down(self) -> str:
         """What is known of workers that do not answer."""

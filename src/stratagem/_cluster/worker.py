@@ -341,7 +341,7 @@ class _Session:
                 if isinstance(frame.message, messages.Run):
                     self._run(frame, frame.message, arrived)
                 else:
-                    self._learn(frame)
+                    self._try_to_learn(frame)
                 if self._results and self._inbox.empty():
                     self._flush()
         except WireError:
@@ -411,6 +411,13 @@ class _Session:
             for known in (self._undefined, self._unmoved, self._made_of):
                 known.pop(token, None)
             self._complete.discard(token)
+
+    def _try_to_learn(self, frame: Frame) -> None:
+        """As `_learn`; what cannot be read at all is the error of all closures, as in `_update`."""
+        try:
+            self._learn(frame)
+        except Exception as error:  # noqa: BLE001 - a worker outlives whatever it is sent
+            self._unread = error
 
     def _learn(self, frame: Frame) -> None:
         message = frame.message

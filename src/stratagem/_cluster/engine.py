@@ -321,11 +321,8 @@ class Engine:
 
     def no_workers(self, waited_s: float) -> None:
         """Closures have waited too long for any worker to come."""
-        error = UnavailableError(
-            f"closures wait, but no worker has answered for {waited_s:g} s ({self.why_down()}).",
-            task="/job:worker",
-        )
-        self._stop(error)
+        what = f"closures wait, but no worker has answered for {waited_s:g} s ({self.why_down()})."
+        self._stop(UnavailableError(what, task="/job:worker"))
 
     def _stop(self, error: Exception) -> None:
         """Something is wrong that is nobody's closure: the next call raises it."""

@@ -257,7 +257,7 @@ class LocalCluster(Owner):
 
 def _check_count(name: str, count: object) -> None:
     """True is a number to Python; who writes workers=True means something else."""
-    if not isinstance(count, numbers.Integral) or isinstance(count, bool):
+    if isinstance(count, bool) or not isinstance(count, numbers.Integral):
         raise TypeError(
             f"{name}={count!r} is a {type(count).__name__}: expected a whole number of at least 1, such "
             f"as LocalCluster({name}=2)."

@@ -192,12 +192,16 @@ def _cut(batch: Any, size: int) -> Any:
 def _difference(got: Tensor, wanted: Tensor) -> float:
     if got.numel() == 0:
         return 0.0
+    return float(_apart(got, wanted).max())
+
+
+def _apart(got: Tensor, wanted: Tensor) -> Tensor:
     wide = torch.complex128 if got.is_complex() else torch.float64
-    return float((got.to(wanted.device, wide) - wanted.to(wide)).abs().nan_to_num(torch.inf).max())
+    return (got.to(wanted.device, wide) - wanted.to(wide)).abs().nan_to_num(torch.inf)
 
 
 def _parted(number: int, name: str, got: Tensor, wanted: Tensor, strategy: Strategy) -> str:
-    apart = (got.to(wanted.device).double() - wanted.double()).abs().nan_to_num(torch.inf)
+    apart = _apart(got, wanted)
     place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
     at = tuple(place)
     return (
@@ -256,8 +260,8 @@ def _gradient_ratio(model: nn.Module, expected: _After) -> float | None:
         wanted = expected.gradients.get(name)
         if parameter.grad is None or wanted is None or parameter.grad.layout is not torch.strided:
             continue
-        ours += parameter.grad.detach().to("cpu", torch.float64).square().sum()
-        plain += wanted.to("cpu", torch.float64).square().sum()
+        ours += parameter.grad.detach().abs().to("cpu", torch.float64).square().sum()
+        plain += wanted.abs().to("cpu", torch.float64).square().sum()
     if not (plain > 0 and ours > 0):
         return None
     return float((ours / plain).sqrt())

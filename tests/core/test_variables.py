@@ -591,3 +591,12 @@ def test_per_replica_local_results_of_variables(central, mirrored):
     parts = mirrored.local_results(m)
     assert len(parts) == 2
     assert all(isinstance(part, sg.Variable) for part in parts)
+
+
+@pytest.mark.parametrize("ask", [lambda v: v.numpy(), np.asarray], ids=["numpy", "asarray"])
+def test_a_type_numpy_does_not_have_is_named_with_the_remedy(ask, strategy):
+    with strategy.scope():
+        v = sg.Variable(torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"torch\.bfloat16 .*\.float\(\)\.numpy\(\)"):
+        ask(v)
+    assert torch.as_tensor(v).float().numpy().tolist() == [1.5, -2.0]

@@ -1,6 +1,9 @@
 """What goes wrong in a replica: parameters stay, messages explain, the strategy goes on (issue 2, section 3)."""
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 import traceback
 
@@ -338,3 +341,69 @@ def test_a_replica_left_behind_has_no_part_in_later_runs(wakes, two, monkeypatch
     assert [each.tolist() for each in gradients.values] == [[[1.0, 1.0, 1.0]]] * 2
     assert model[0].weight.grad.tolist() == [[1.0, 1.0, 1.0]]
     assert model[1].num_batches_tracked.item() == 1
+
+
+LEAVES_ONE_BEHIND = """
+import torch
+import stratagem as sg
+
+def stuck():
+    context = sg.get_replica_context()
+    if int(context.replica_id_in_sync_group) == 0:
+        context.all_reduce("sum", torch.ones(1))
+    numbers = torch.randn(2_000_000)
+    while True:
+        try:
+            numbers.sort()
+        except Exception:
+            pass
+
+strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+try:
+    strategy.run(stuck)
+except sg.errors.ReplicaTimeout:
+    print("left behind")
+"""
+
+
+def test_a_process_ends_well_while_a_replica_left_behind_computes():
+    """torch's C++ would be unwound by the end of the interpreter, and the process abort."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES_ONE_BEHIND],
+        env={**os.environ, "STRATAGEM_REPLICA_TIMEOUT_S": "0.2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "left behind\n"), ended.stderr
+    assert "terminate called" not in ended.stderr
+
+
+def test_the_equivalence_check_explains_complex_parameters(two):
+    """Also where they part: differences of complex numbers have a size."""
+
+    class Turn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j, 0.5j, 1 + 0j]))
+
+        def forward(self, x):
+            return (x * self.factor).abs().square().sum(1)
+
+    def step(reduction):
+        def train(model, optimizer, batch):
+            optimizer.zero_grad()
+            getattr(model(batch), reduction)().backward()
+            optimizer.step()
+
+        return train
+
+    def check(reduction):
+        return sg.testing.assert_equivalent(
+            Turn, lambda m: torch.optim.SGD(m.parameters(), lr=0.01), step(reduction), [X], two
+        )
+
+    assert check("mean").largest_difference < 1e-5
+    with pytest.raises(AssertionError, match=r"'factor' differs by up to .*j.*reduction='sum'"):
+        check("sum")

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -231,6 +232,54 @@ def test_transforms_may_be_the_first_to_ask_for_a_replicas_tensors(taken, strate
         return model.state_dict()
 
     agree(under(strategy, train, make), train(make(), lambda step, batch: step(batch)))
+
+
+# ------------------------------------------------------------------ users' schedulers
+
+
+class Halving(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of the user's, made before there is any strategy, whose step is all its own."""
+
+    def __init__(self, optimizer):
+        self.moves = 0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, metric=None):
+        self.moves += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_users_schedulers_move_once_in_replicas(late, strategy):
+    """A ``step`` that overrides torch's, with and without calling the one it overrides."""
+    kind = Halving
+    if late:
+
+        class Counting(Halving):
+            calls = 0
+
+            def step(self, metric=None):
+                self.calls += 1
+                super().step(metric)
+
+        kind = Counting
+    with strategy.scope():
+        model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = kind(optimizer)  # moves as it is made
+    for _ in range(2):
+        strategy.run(lambda: scheduler.step())
+    scheduler.step()
+    assert scheduler.moves == 4
+    assert optimizer.param_groups[0]["lr"] == 0.5**4
+    if late:
+        assert scheduler.calls == 4
+    again = cloudpickle.loads(cloudpickle.dumps(kind))  # as it goes to workers
+    assert again(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)).moves == 1
 
 
 # ------------------------------------------------------------------ optimizers

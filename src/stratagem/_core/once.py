@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica
@@ -45,6 +46,13 @@ def _once(plain: Callable[..., Any]) -> Callable[..., Any]:
         return replica.group.meet(replica.id, "scheduler.step()", (args, kwargs), combine)
 
     return step
+
+
+def _move_once(kind: type[LRScheduler]) -> None:
+    """Have replicas call the class's own ``step``, if it has one, together."""
+    plain = vars(kind).get("step")
+    if isinstance(plain, types.FunctionType):
+        kind.step = _once(plain)  # type: ignore[method-assign]  # design note 0004
 
 
 def mean_arguments(
@@ -161,12 +169,19 @@ def install() -> None:
     if _INSTALLED:
         return
     _INSTALLED.append(True)
-    for found in list(vars(lr_scheduler).values()):
-        if (
-            isinstance(found, type)
-            and issubclass(found, lr_scheduler.LRScheduler)
-            and "step" in vars(found)
-        ):
-            found.step = _once(found.step)  # type: ignore[method-assign]  # design note 0004
+    base = LRScheduler
+    waiting, seen = [base], {base}
+    while waiting:
+        kind = waiting.pop()
+        _move_once(kind)
+        more = set(kind.__subclasses__()) - seen
+        seen |= more
+        waiting.extend(more)
+
+    def later(cls: Any, /, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        _move_once(cls)
+
+    base.__init_subclass__ = classmethod(later)  # type: ignore[assignment]  # design note 0004
     for name, ours in (("unscale_", _unscale), ("step", _step), ("update", _update)):
         setattr(GradScaler, name, eagerly(functools.wraps(_PLAIN[name])(ours)))

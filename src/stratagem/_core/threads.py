@@ -8,7 +8,11 @@ is `replicas.py`'s business.
 from __future__ import annotations
 
 import _thread
+import atexit
+import ctypes
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,11 +21,21 @@ from typing_extensions import override
 CLOSE_LIMIT_S = 5.0
 """How long closing waits for an idle lane's thread to end; they end in microseconds."""
 
+EXIT_LIMIT_S = 2.0
+"""How long the end of the process waits for replicas that were left behind."""
+
+_AGAIN_S = 0.05
+"""How often they are told, in case they catch it."""
+
+
+class _ProcessEnds(SystemExit):
+    """Raised in a replica that is still computing when the interpreter ends."""
+
 
 class Lane:
     """One thread that runs jobs handed to it, one at a time."""
 
-    __slots__ = ("_go", "_job", "abandoned", "busy", "intra_op_threads", "thread")
+    __slots__ = ("__weakref__", "_go", "_job", "abandoned", "busy", "intra_op_threads", "thread")
 
     def __init__(self, name: str) -> None:
         self._go = _thread.allocate_lock()  # held while there is nothing to do
@@ -31,6 +45,7 @@ class Lane:
         self.abandoned = False
         self.intra_op_threads = 0  # what this thread told torch to use; 0: nothing yet
         self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
+        _LANES.add(self)
         self.thread.start()
 
     def start(self, job: Callable[[], None]) -> None:
@@ -66,6 +81,28 @@ def _serve(lane: Lane) -> None:
         del job  # keeps the user's function, and through it a strategy, alive no longer
         if lane.abandoned:
             return
+
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_busy_lanes() -> None:
+    """Let replicas that still compute end before the interpreter does.
+
+    Until Python 3.14 a thread that comes back from native code after the interpreter's end is ended there and then;
+    inside torch that unwinds C++ which must not be unwound, and the process aborts.
+    """
+    deadline = time.monotonic() + EXIT_LIMIT_S
+    busy = [lane.thread for lane in list(_LANES) if lane.busy]
+    while (busy := [each for each in busy if each.is_alive()]) and time.monotonic() < deadline:
+        for each in busy:
+            if each.ident is not None:
+                # Arrives when it next runs Python; one that sleeps, or waits, for longer does no harm.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(each.ident), ctypes.py_object(_ProcessEnds)
+                )
+        busy[0].join(_AGAIN_S)
 
 
 class LaneSet:

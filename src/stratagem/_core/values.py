@@ -34,7 +34,7 @@ class Convertible(ABC):
         """The tensor (or plain value) this stands for in the context of the caller."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        value = convert_to_tensor(self).detach().cpu().numpy()
+        value = to_numpy(convert_to_tensor(self))
         return np.array(value, dtype=dtype) if copy else np.asarray(value, dtype=dtype)
 
     # torch.tensor, as_tensor and asarray look for these, and never ask __torch_function__.
@@ -49,6 +49,18 @@ class Convertible(ABC):
         """Torch functions see the tensor this stands for."""
         args = tuple(map_leaves(_as_torch, args))
         return func(*args, **map_leaves(_as_torch, kwargs or {}))
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor of ours as an array; says what to do where NumPy has no such type."""
+    try:
+        return tensor.detach().cpu().numpy()
+    except TypeError as error:
+        raise TypeError(
+            f"a value of dtype {tensor.dtype} and layout {tensor.layout} cannot become a NumPy array: "
+            f"{error}. Convert it first: for bfloat16 and other short floats torch.as_tensor(value)"
+            ".float().numpy(), which is exact; for a sparse value .to_dense().numpy()."
+        ) from error
 
 
 def _as_torch(leaf: Any) -> Any:

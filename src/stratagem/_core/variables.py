@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from stratagem._core import context
 from stratagem._core.reduction import ReduceOp
-from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators
+from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators, to_numpy
 from stratagem.errors import ContextError, StratagemError, StrategyMismatch
 
 Write = Literal["assign", "assign_add", "assign_sub"]
@@ -313,7 +313,7 @@ class Variable(Convertible):
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy of the value as an array."""
-        return self.read_value().cpu().numpy()
+        return to_numpy(self.read_value())
 
     def sparse_read(self, indices: Any) -> torch.Tensor:
         """Some rows, in the order asked."""

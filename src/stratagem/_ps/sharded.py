@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._core.partition import ShardLayout
-from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators
+from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators, to_numpy
 from stratagem._core.variables import Variable
 from stratagem._ps.rows import sort_ids
 
@@ -96,7 +96,7 @@ class ShardedVariable(Convertible):
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """All rows, as an array."""
-        return self._to_tensor().detach().cpu().numpy()
+        return to_numpy(self._to_tensor())
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(self._variables)

@@ -194,7 +194,7 @@ CURVES = (
         points=tuple(_point(_CLUSTER, _MLP, label=str(n), workers=n) for n in _COUNTS),
         checked=False,
         repetitions=3,
-        seconds=1.0,
+        seconds=0.8,
         axis="workers",
     ),
     Row(
@@ -205,7 +205,7 @@ CURVES = (
         points=tuple(_point(_CLUSTER, _MLP, label=str(n), servers=n) for n in _COUNTS),
         checked=False,
         repetitions=3,
-        seconds=1.0,
+        seconds=0.8,
         axis="parameter servers",
     ),
     Row(
@@ -219,7 +219,7 @@ CURVES = (
         ),
         checked=False,
         repetitions=3,
-        seconds=1.0,
+        seconds=0.8,
         axis="rows of the table",
     ),
     Row(
@@ -249,7 +249,7 @@ CURVES = (
         ),
         checked=False,
         repetitions=3,
-        seconds=1.0,
+        seconds=0.8,
         axis="variables",
     ),
     Row(
@@ -269,7 +269,7 @@ CURVES = (
         ),
         checked=False,
         repetitions=3,
-        seconds=1.0,
+        seconds=0.8,
         axis="bytes added in a step",
     ),
     Row(

@@ -9,8 +9,11 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from typing_extensions import override
 
 ENVIRONMENT_PREFIX = "STRATAGEM_"
 
@@ -142,6 +145,17 @@ def log_as_environment_says() -> None:
         set_up_logging(level)
 
 
+class _ToStandardError(logging.Handler):
+    """Writes to what ``sys.stderr`` is by then: notebooks and test runners replace it, and close the old one."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001 - as every handler: logging must not end the program
+            self.handleError(record)
+
+
 def set_up_logging(level: str) -> None:
     """Print the records of the ``stratagem`` logger (the one documented namespace) to stderr.
 
@@ -156,7 +170,7 @@ def set_up_logging(level: str) -> None:
     logger = logging.getLogger("stratagem")
     logger.setLevel(number)
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _ToStandardError()
         handler.setFormatter(logging.Formatter("%(levelname).1s %(name)s: %(message)s"))
         logger.addHandler(handler)
 

@@ -1,5 +1,7 @@
 """The command line: exit codes, help with examples, errors in one line."""
 
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -7,7 +9,7 @@ import textwrap
 
 import pytest
 
-from stratagem import cli
+from stratagem import cli, config
 
 
 def _run(*words: str, cwd=None, **options) -> subprocess.CompletedProcess[str]:
@@ -130,6 +132,19 @@ def test_unknown_log_level_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("STRATAGEM_LOG", "loud")
     with pytest.raises(ValueError, match="loud"):
         cli.main(["version"])
+
+
+def test_log_lines_go_to_what_standard_error_is_by_then(monkeypatch):
+    """Notebooks and test runners replace sys.stderr and close the old one."""
+    logger = logging.getLogger("stratagem")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    with io.StringIO() as closed_by_then:
+        monkeypatch.setattr(sys, "stderr", closed_by_then)
+        config.set_up_logging("warning")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    logger.warning("a worker is lost")
+    assert sys.stderr.getvalue() == "W stratagem: a worker is lost\n"
 
 
 def test_the_environment_turns_on_logging_in_a_program_of_your_own():

@@ -297,7 +297,8 @@ class _Session:
                 turn_away()
                 if self._views is not None:  # a closure may run long
                     self._results.flush_ready(self._views)
-            if now - self.heard_at > silence_s:
+            # A closure that kept Python's lock kept us from looking, too: what waits to be read counts.
+            if now - self.heard_at > silence_s and self.channel.silent_s() > silence_s:
                 raise ConnectionLost(f"the coordinator was silent for {silence_s:g} s")
 
     def _take_in(self, frame: Frame) -> None:

@@ -50,6 +50,7 @@ def _picture(row: rows.Row, results: Results, path: Path) -> Path:
     for place, other in enumerate(others, 1):
         measured = [m for m in results.of(other.name) if m.median is not None]
         _curve(axes[place], other, measured)
+    axes[0].set_ylim(bottom=0)  # after all curves: panels share their scale, and this fixes it
     if with_processor:
         labels = [point.label for point in row.points]
         _processor(axes[1], labels, [m for m in found if m.kind == "ours"], row.axis)
@@ -79,7 +80,6 @@ def _curve(axes: Any, row: rows.Row, found: list[Measurement]) -> None:
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlabel(row.axis)
     axes.set_ylabel(row.unit)
-    axes.set_ylim(bottom=0)
     axes.set_title(row.title, fontsize=10)
     axes.legend()
 

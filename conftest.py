@@ -1,3 +1,3 @@
-"""Loads the leak police, the guardian, the number of orders to try and gates for every test of the session."""
+"""Loads the leak police, the guardian, the number of orders to try, gates and addresses for every test of the session."""
 
-pytest_plugins = ["police", "guardian", "orders", "waiting"]
+pytest_plugins = ["police", "guardian", "orders", "waiting", "addresses"]

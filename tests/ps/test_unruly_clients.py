@@ -94,8 +94,11 @@ def test_a_connection_must_begin_with_hello(
     message: messages.Message,
     reason: str,
 ) -> None:
-    """Dropped, with a logged reason."""
+    """Dropped, with a logged reason; who took it for another kind of task is told what it is."""
     with connect(server.address, timeout_s=LIMIT_S) as channel:
+        if not isinstance(message, messages.Hello):
+            with pytest.raises(ProtocolError, match="a parameter server, which does not know Pong"):
+                channel.request(message, timeout_s=LIMIT_S)
         with pytest.raises(ConnectionLost):
             channel.request(message, timeout_s=LIMIT_S)
     wait_until(lambda: reason in caplog.text)

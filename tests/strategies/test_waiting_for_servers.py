@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
+from addresses import NO_ADDRESSES
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem._ps import reaching
-from stratagem.errors import ParameterServerLost, UnavailableError
+from stratagem.errors import ParameterServerLost, ProtocolError, UnavailableError
 
 WAIT = "STRATAGEM_SERVER_WAIT_S"
 
@@ -22,22 +23,6 @@ WAIT = "STRATAGEM_SERVER_WAIT_S"
 def make(*servers: str) -> sg.ParameterServerStrategy:
     spec = sg.ClusterSpec({"ps": list(servers), "worker": ["127.0.0.1:9"]})
     return sg.ParameterServerStrategy(sg.cluster_resolver.SimpleClusterResolver(spec))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(4000):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it did not come to that")
-
-
-@pytest.fixture
-def nobody() -> list[str]:
-    """Two addresses where nobody listens."""
-    with sg.Server({"ps": ["127.0.0.1:0"]}) as one, sg.Server({"ps": ["127.0.0.1:0"]}) as two:
-        return [one.address, two.address]
 
 
 def test_servers_may_come_later(
@@ -50,7 +35,7 @@ def test_servers_may_come_later(
         # The cluster has no chief: none is needed, the coordinator is it and listens nowhere.
         thread = threading.Thread(target=lambda: made.append(make(nobody[0], there.address)))
         thread.start()
-        until(lambda: "waiting for" in caplog.text)
+        wait_until(lambda: "waiting for" in caplog.text)
         assert thread.is_alive(), "it must wait for the server"
         told = [one.getMessage() for one in caplog.records if "waiting" in one.getMessage()]
         assert told == [
@@ -77,7 +62,7 @@ def test_servers_that_never_come_are_all_named(
             assert f"/job:ps/task:{task} at {address!r}: connection refused" in str(lost.value)
         assert there.address not in str(lost.value)
         assert lost.value.task == "/job:ps/task:1"
-        until(lambda: "its coordinator closed it" in caplog.text)
+        wait_until(lambda: "its coordinator closed it" in caplog.text)
     # A process that could not become the chief is none.
     assert sg.Variable(1.0).device.startswith("/job:localhost/")
 
@@ -88,9 +73,7 @@ def test_one_server_that_never_comes(nobody: list[str], monkeypatch: pytest.Monk
         make(nobody[0])
 
 
-@pytest.mark.parametrize(
-    "address", ["somewhere", "somewhere:http", ":2222", "somewhere:0", "some..where:2222"]
-)
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_what_is_no_address_is_refused_at_once(address: str) -> None:
     """A ValueError (13.3), naming the task; nobody waits for the server before it in the list."""
     with pytest.raises(
@@ -99,12 +82,50 @@ def test_what_is_no_address_is_refused_at_once(address: str) -> None:
         make("127.0.0.1:9", address)
 
 
-def test_a_name_that_nobody_knows_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RFC 6761 keeps ``.invalid`` from ever being known; the limit of the test is below the wait."""
+def test_a_name_may_become_known_later(
+    nobody: list[str],
+    names: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PSS-3 behind a headless service: names appear with their pods, and are waited for as servers are."""
+    monkeypatch.setattr(reaching, "TELL_AFTER_S", 0.05)
+    made: list[sg.ParameterServerStrategy] = []
+    thread = threading.Thread(target=lambda: made.append(make("ps-0.training.invalid:2222")))
+    thread.start()
+    wait_until(lambda: "waiting for" in caplog.text)
+    assert thread.is_alive(), "it must wait for the name"
+    assert caplog.text.count("waiting for") == 1
+    assert "'ps-0.training.invalid:2222': its host name is not known" in caplog.text
+    with sg.Server({"ps": [nobody[0]]}):
+        names["ps-0.training.invalid"] = nobody[0]
+        thread.join(30.0)
+        (strategy,) = made
+        strategy.close()
+    assert "all 1 parameter servers answer after" in caplog.text
+
+
+def test_a_name_that_nobody_ever_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RFC 6761 keeps ``.invalid`` from ever being known; at the end it is said that it was the name."""
+    monkeypatch.setenv(WAIT, "0.3")
+    with pytest.raises(
+        ParameterServerLost, match=r"task:0 at .*its host name is not known.*publishNotReadyAddr"
+    ) as lost:
+        make("nowhere.invalid:2222")
+    assert lost.value.task == "/job:ps/task:0"
+
+
+def test_a_worker_at_a_server_s_address_is_noticed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two lines of a cluster specification mixed up: it says who it is, and nobody waits."""
     monkeypatch.setenv(WAIT, "600")
-    with pytest.raises(ParameterServerLost, match=r"'nowhere\.invalid' is not known") as lost:
-        make("127.0.0.1:9", "nowhere.invalid:2222")
-    assert lost.value.task == "/job:ps/task:1"
+    with (
+        sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
+        pytest.raises(ProtocolError, match=r"this is /job:worker/task:0, a worker") as raised,
+    ):
+        make(worker.address)
+    assert f"/job:ps/task:0 at {worker.address!r}" in str(raised.value)
 
 
 PROGRAM = """
@@ -132,4 +153,4 @@ def test_ctrl_c_ends_the_wait(nobody: list[str], caplog: pytest.LogCaptureFixtur
             program.send_signal(signal.SIGINT)
             assert program.wait(30.0) == -signal.SIGINT
             assert program.stderr.read().rstrip().endswith("KeyboardInterrupt")
-        until(lambda: "its coordinator closed it" in caplog.text)
+        wait_until(lambda: "its coordinator closed it" in caplog.text)

@@ -5,7 +5,6 @@ It checks, waits and raises; the work is done by `engine.py`, the packing by `se
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from stratagem import metrics
 from stratagem._cluster.engine import Engine
+from stratagem._cluster.reaching import await_workers, check_addresses
 from stratagem._cluster.remote import ClosureRecord as ClosureRecord
 from stratagem._cluster.remote import (
     PerWorkerDataset,
@@ -30,9 +30,7 @@ from stratagem._cluster.tasks import cluster_key
 from stratagem._cluster.views import ClusterStrategy
 from stratagem._owner import Owner
 from stratagem.config import ClusterOptions
-from stratagem.errors import DeadlineExceeded, UnavailableError
-
-_log = logging.getLogger("stratagem.coordinator")
+from stratagem.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +64,10 @@ class ClusterCoordinator(Owner):
         options: limits; by default from the environment (`ClusterOptions.from_environment`).
 
     Raises:
-        ValueError: `strategy` has no cluster, or its coordinator works with other options already.
-        UnavailableError: no worker answered within ``connect_timeout_s``; construct it again when
-            they are there.
+        ValueError: `strategy` has no cluster, the address of a worker is none, or its coordinator works
+            with other options already.
+        UnavailableError: no worker answered within ``connect_timeout_s``, or all refused, which is
+            not waited for; construct it again when they are there.
 
     Example:
         >>> import stratagem as sg
@@ -152,9 +151,10 @@ class ClusterCoordinator(Owner):
                 options or ClusterOptions.from_environment(),
                 key=cluster_key(resolver.cluster_key_text()),
             )
+            check_addresses(engine.links)
             engine.start()
             try:
-                _await_workers(engine)
+                await_workers(engine)
             except BaseException:  # Ctrl-C while waiting, too: its threads run already
                 engine.close()
                 raise
@@ -401,33 +401,3 @@ def _closed_error(what: str) -> RuntimeError:
         f"{what}: this coordinator is closed. Make a new strategy and a coordinator for it; the "
         "cluster can serve them."
     )
-
-
-def _await_workers(engine: Engine) -> None:
-    """Waits until every worker has answered; goes on without some, but not without any."""
-    wanted, limit_s = len(engine.links), engine.options.connect_timeout_s
-
-    def taken() -> int:
-        return sum(link.taken for link in engine.links)
-
-    with engine.changed:
-        engine.changed.wait_for(
-            lambda: engine.queue.workers_up() + taken() >= wanted, timeout=limit_s
-        )
-        up = engine.queue.workers_up()
-    if up == 0 and taken():
-        raise UnavailableError(
-            f"no worker is free ({engine.why_down()}). A worker serves one coordinator at a time: wait "
-            "until the other one is done, or start workers of your own.",
-            task="/job:worker",
-        )
-    if up == 0:
-        raise UnavailableError(
-            f"no worker answered within {limit_s:g} s ({engine.why_down()}). Start the workers, "
-            "or raise STRATAGEM_CONNECT_TIMEOUT_S.",
-            task="/job:worker",
-        )
-    if up < wanted:
-        _log.warning(
-            "%d of %d workers answer, going on without the rest: %s", up, wanted, engine.why_down()
-        )

@@ -332,8 +332,8 @@ class Engine:
             self.changed.notify_all()
 
     def why_down(self) -> str:
-        """What is known of workers that do not answer."""
-        return "; ".join(f"{link.task}: {link.last_error}" for link in self.links)
+        """Who does not answer, where, and what came of the last attempt."""
+        return "; ".join(link.why_down() for link in self.links if not link.connected)
 
     def tick(self) -> None:
         """Looks after idle workers, and things nobody needs any more. May wait for a worker to read."""

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Hashable, Sequence
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 from typing_extensions import override
 
@@ -20,13 +20,20 @@ from stratagem._cluster.shipping import Encoded
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack
-from stratagem._wire.connecting import connect
+from stratagem._wire.connecting import connect, reason
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.pulse import Silence
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost, WireError, WorkerBusy, WorkerLost
+from stratagem.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    ParameterServerLost,
+    WireError,
+    WorkerBusy,
+    WorkerLost,
+)
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -40,6 +47,11 @@ RESULTS_AT_ONCE = 64
 TAKEN_S = 1.0
 """How long a worker must have been another coordinator's before it is left to it: one that is being
 closed is gone in a tenth of that."""
+
+
+_MAY_PASS: Final = (ConnectionLost, DeadlineExceeded, WorkerBusy, ParameterServerLost)
+"""What came of an attempt when nobody is there yet, or when it is not the worker's own answer. Every other error is:
+another key or protocol, another task, a setup that fails there."""
 
 
 class LinkOwner(Protocol):
@@ -104,6 +116,7 @@ class WorkerLink:
         self.mean_run_s = 0.0
         self.last_error: Exception | None = None
         self.taken = False  # it serves another coordinator, which lives
+        self.refused = False  # it answered, and will give the same answer again
         self._busy_since: float | None = None
         self._owner = owner
         self._workers = workers
@@ -125,6 +138,12 @@ class WorkerLink:
     def connected(self) -> bool:
         """Whether a life is open."""
         return self._channel is not None
+
+    def why_down(self) -> str:
+        """Who it is, where, and what came of the last attempt to reach it."""
+        error = self.last_error
+        why = "no attempt has ended yet" if error is None else reason(error)
+        return f"{self.task} at {self.address!r}: {why}"
 
     def send(self, batch: Sequence[Encoded]) -> bool:
         """Sends messages; False if the worker is gone (the link's thread tells the coordinator)."""
@@ -206,7 +225,7 @@ class WorkerLink:
                 if self._stop.is_set():
                     return
                 self.last_error = error
-                self._note_if_taken(error)
+                self._note_answer(error)
                 self._owner.worker_unreachable(self, error)
                 self._stop.wait(options.restart_pause_s)
                 continue
@@ -218,8 +237,9 @@ class WorkerLink:
             self.last_error = reason
             self._owner.worker_lost(self, reason)
 
-    def _note_if_taken(self, error: Exception) -> None:
+    def _note_answer(self, error: Exception) -> None:
         """Whose coordinator is dead or leaving will be free soon; one that goes on speaking lives."""
+        self.refused = not isinstance(error, _MAY_PASS)
         if not isinstance(error, WorkerBusy) or error.coordinator == self._owner.name:
             self._busy_since, self.taken = None, False
             return
@@ -274,7 +294,7 @@ class WorkerLink:
             self._silence = Silence(self.task, reply.process, log=_log)
             self.mean_run_s = 0.0
             self._why = None
-            self._busy_since, self.taken = None, False
+            self._busy_since, self.taken, self.refused = None, False, False
             self._channel = channel
         return channel
 

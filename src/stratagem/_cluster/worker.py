@@ -168,9 +168,7 @@ class Worker(Owner):
             channel.reply(frame, messages.Stats(facts=self.facts()))
             return
         if not isinstance(frame.message, messages.OpenWorker):
-            raise ProtocolError(
-                f"{self.task} expected OpenWorker, got {type(frame.message).__name__}"
-            )
+            raise self._say_who(channel, frame)
         if frame.message.worker != self.index:
             refusal = UnavailableError(
                 f"this is {self.task}, the coordinator expects worker {frame.message.worker} at "
@@ -215,6 +213,8 @@ class Worker(Owner):
         frame = channel.receive(timeout_s=0.2)
         if frame is not None and isinstance(frame.message, messages.AskStats):
             channel.reply(frame, messages.Stats(facts=self.facts()), timeout_s=0.2)
+        elif frame is not None and not isinstance(frame.message, messages.OpenWorker):
+            raise self._say_who(channel, frame)
         elif frame is not None:
             session = self._current
             busy = WorkerBusy(
@@ -225,6 +225,16 @@ class Worker(Owner):
             )
             failure = failure_from(busy, task=self.task, with_pickle=True)
             channel.reply(frame, failure, timeout_s=0.2)
+
+    def _say_who(self, channel: Channel, frame: Frame) -> ProtocolError:
+        """Answers somebody who looks for another kind of task here; gives what is wrong."""
+        stranger = ProtocolError(
+            f"this is {self.task}, a worker, which does not know {type(frame.message).__name__}: give "
+            f"every task the same cluster specification"
+        )
+        failure = failure_from(stranger, task=self.task, with_traceback=False)
+        channel.reply(frame, failure, timeout_s=0.2)
+        return stranger
 
     @property
     def shares_process(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Protocol, final
 
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
+from stratagem._wire.failures import failure_from
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame
 from stratagem.errors import ConnectionLost, ProtocolError, WireError
@@ -99,6 +100,7 @@ class Door:
                 return
             hello = frames[0].message
             if not isinstance(hello, messages.Hello):
+                self._say_who(channel, frames[0])
                 raise ProtocolError(f"began with {type(hello).__name__}, expected Hello")
             if hello.purpose not in ("data", "control"):
                 raise ProtocolError(f"came for {hello.purpose!r}, expected 'data' or 'control'")
@@ -114,6 +116,16 @@ class Door:
         else:
             self._control[fd] = channel
             self._answer(fd, channel, frames[1:])
+
+    def _say_who(self, channel: Channel, frame: Frame) -> None:
+        """To somebody who looks for another kind of task here; as far as the connection takes it."""
+        task = self._server.task
+        stranger = ProtocolError(
+            f"this is {task}, a parameter server, which does not know {type(frame.message).__name__}: "
+            f"give every task the same cluster specification"
+        )
+        channel.enqueue_reply(frame, failure_from(stranger, task=task, with_traceback=False))
+        channel.flush()
 
     def _serve(self, fd: int, channel: Channel) -> None:
         try:

@@ -1,7 +1,8 @@
 """Reaching every parameter server at the start: whoever is late is waited for, by name.
 
 Workers make one attempt: when they come, the servers are there. The session's owner waits (PSS-3), since the servers may just be
-starting; but it says for whom, and does not wait where waiting is of no use.
+starting; but it says for whom, and does not wait where waiting is of no use. A name that nobody knows may be known in a moment (behind Kubernetes' headless
+services, when its pod is ready): it is waited for as a server that refuses is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from stratagem._ps.link import Link
-from stratagem._wire.connecting import check_destination
-from stratagem.errors import ConnectionLost, DeadlineExceeded, ParameterServerLost, WireError
+from stratagem._wire.connecting import check_destination, is_unknown_name, reason
+from stratagem.errors import (
+    AuthenticationError,
+    ConnectionLost,
+    DeadlineExceeded,
+    ParameterServerLost,
+    ProtocolError,
+    WireError,
+)
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -29,6 +37,11 @@ _LONGEST_ATTEMPT_S: Final = 20.0
 """For one attempt at one server: one whose machine swallows everything must not hide the others."""
 
 _SETTING: Final = "STRATAGEM_SERVER_WAIT_S"
+
+_NAMES_HINT: Final = (
+    " Names behind a headless service of Kubernetes are known while their pod is ready, or earlier with "
+    "publishNotReadyAddresses."
+)
 
 
 def reach_all(links: Sequence[Link], *, timeout_s: float, patient: bool) -> None:
@@ -49,7 +62,7 @@ def reach_all(links: Sequence[Link], *, timeout_s: float, patient: bool) -> None
             try:
                 link.open(timeout_s=timeout_s)
             except (ConnectionLost, DeadlineExceeded) as error:
-                raise link.declare_lost(f"cannot be reached: {_why(error)}") from error
+                raise link.declare_lost(f"cannot be reached: {reason(error)}") from error
         return
     _refuse_impossible(links)
     _Wait(links, timeout_s).run()
@@ -93,49 +106,33 @@ class _Wait:
                 _log.warning(
                     "waiting for %s, up to %g s (%s)", self._who(), self._timeout_s, _SETTING
                 )
+        except (AuthenticationError, ProtocolError) as error:  # it answered: it will again
+            raise type(error)(f"{link.task} at {link.address!r}: {error}") from error
         else:
             del self._missing[link]
 
     def _who(self) -> str:
         return "; ".join(
-            f"{link.task} at {link.address!r}: {'not tried yet' if error is None else _why(error)}"
+            f"{link.task} at {link.address!r}: {'not tried yet' if error is None else reason(error)}"
             for link, error in self._missing.items()
         )
 
     def _give_up(self) -> NoReturn:
         first, error = next(iter(self._missing.items()))
         missing = f"{len(self._missing)} of {self._count}" if self._count > 1 else "the one"
+        hint = _NAMES_HINT if any(map(is_unknown_name, self._missing.values())) else ""
         raise ParameterServerLost(
             f"{missing} parameter server{'s' if self._count > 1 else ''} did not answer within "
             f"{self._timeout_s:g} s: {self._who()}. Start them, or correct their addresses in the "
-            f"cluster specification; {_SETTING} changes how long they are waited for.",
+            f"cluster specification; {_SETTING} changes how long they are waited for.{hint}",
             task=first.task,
         ) from error
 
 
 def _refuse_impossible(links: Sequence[Link]) -> None:
     """Finds at once what no waiting will mend."""
-    unknown = []
     for link in links:
         try:
-            why = check_destination(link.address)
+            check_destination(link.address)
         except ValueError as error:
-            raise ValueError(f"the address of {link.task} is wrong: {error}") from error
-        if why is not None:
-            unknown.append((link, why))
-    if unknown:
-        raise ParameterServerLost(
-            "; ".join(f"{link.task} at {link.address!r}: {why}" for link, why in unknown)
-            + ". Correct the cluster specification. Where names are known only while their task "
-            "runs, start the parameter servers first (in Kubernetes, a headless service with "
-            "publishNotReadyAddresses knows them early).",
-            task=unknown[0][0].task,
-        )
-
-
-def _why(error: Exception) -> str:
-    """What the kernel said, if it was the kernel; who and where is said by the caller."""
-    cause = error.__cause__
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror.lower()
-    return str(error)
+            raise ValueError(f"the address of {link.task} is wrong: {error}.") from error

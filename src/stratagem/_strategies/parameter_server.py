@@ -60,9 +60,8 @@ class ParameterServerStrategy(Strategy):
             resolver reports, else the CPU.
 
     Raises:
-        ValueError: the cluster cannot serve (PSS-1).
-        ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds), or
-            the name of one is not known.
+        ValueError: the cluster cannot serve (PSS-1), or an address is none.
+        ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds).
 
     Example:
         >>> import stratagem as sg

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import functools
+import ipaddress
 import os
+import re
 import select
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from stratagem._wire.channel import Channel
 from stratagem._wire.frames import Limits
@@ -41,18 +43,25 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def check_destination(address: str) -> str | None:
-    """Looks whether a connection to an address can ever be made, without making one.
+_NO_HOST_LETTER: Final = re.compile(r"[^A-Za-z0-9_.-]")
+"""Underscores are no part of host names, but of names that people's networks know."""
 
-    Returns:
-        Why not, if its host is not known by name; None if it is, or if nobody can tell just now.
+_LONGEST_NAME: Final = 253
+
+
+def check_destination(address: str) -> None:
+    """Refuses what can never be connected to, without asking anybody.
+
+    A name that nobody knows may be known in a moment: behind Kubernetes' headless services, names
+    appear when their pods are ready. What is no name at all stays none.
 
     Raises:
-        ValueError: it is no address at all.
+        ValueError: it is no address, or its host neither a name nor a number.
 
     Example:
         >>> from stratagem._wire.connecting import check_destination
         >>> check_destination("127.0.0.1:2222")
+        >>> check_destination("ps-0.training.svc:2222")
     """
     host, port = split_address(address)
     if not host or port == 0:
@@ -60,14 +69,60 @@ def check_destination(address: str) -> str | None:
             f"{address!r} is no address to connect to: expected a host and a port from 1 to 65535, "
             f"such as 'localhost:2222'"
         )
+    why = _why_no_host(host)
+    if why is not None:
+        raise ValueError(
+            f"{address!r} has a host that is no host: {why}. Expected host:port, such as "
+            f"'localhost:2222', '10.0.0.5:2222' or '[::1]:2222'"
+        )
+
+
+def _why_no_host(host: str) -> str | None:
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError as error:
+            return f"{host!r} is no IPv6 address ({error})"
+        return None
     try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        name = host.encode("idna").decode()  # as Python does before it asks for an address
     except UnicodeError as error:
-        raise ValueError(f"{address!r} has a host that is no host name: {error}") from error
-    except socket.gaierror as error:
-        if error.errno in (socket.EAI_NONAME, socket.EAI_FAIL):
-            return f"the host {host!r} is not known ({error.strerror})"
+        return f"{host!r} is no name ({error.__cause__ or error})"
+    strange = _NO_HOST_LETTER.search(name)
+    if strange is not None:
+        return f"{host!r} has {strange.group()!r} in it"
+    if len(name) > _LONGEST_NAME:
+        return f"it has {len(name)} letters, the longest name has {_LONGEST_NAME}"
+    if name.rstrip(".").rpartition(".")[2].isdigit():  # as no name may end
+        try:
+            socket.inet_aton(name)
+        except OSError:
+            return f"{host!r} is no IPv4 address"
     return None
+
+
+def reason(error: BaseException) -> str:
+    """Why a connection failed, in the kernel's words if it was the kernel; the caller says whose.
+
+    Example:
+        >>> from stratagem._wire.connecting import connect, reason
+        >>> try:
+        ...     connect("127.0.0.1:1", timeout_s=5.0)
+        ... except ConnectionError as error:
+        ...     reason(error)
+        'connection refused'
+    """
+    cause = error.__cause__
+    if isinstance(cause, socket.gaierror):
+        return f"its host name is not known ({str(cause.strerror).lower()})"
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror.lower()
+    return str(error)
+
+
+def is_unknown_name(error: BaseException | None) -> bool:
+    """Whether a connection failed because its host's name could not be looked up."""
+    return error is not None and isinstance(error.__cause__, socket.gaierror)
 
 
 def connect(
@@ -172,6 +227,7 @@ def _prove(sock: socket.socket, handshake: ClientHandshake, wait: _Wait, name: s
                     raise DeadlineExceeded(f"{name} accepted the connection but does not answer")
                 part = sock.recv(handshake.needed - len(data))
                 if not part:
+                    handshake.cut_short(data)
                     raise ConnectionLost(
                         f"{name} hung up during the handshake; its log says why (another protocol "
                         f"version, or too many connections waiting)"

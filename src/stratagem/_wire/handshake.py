@@ -89,12 +89,16 @@ def _greet(key: ClusterKey | None, version: int) -> bytes:
     return _GREETING.pack(MAGIC, version, flags, 0, secrets.token_bytes(32))
 
 
+def _stranger(who: str, data: bytes) -> ProtocolError:
+    return ProtocolError(
+        f"{who} began with {data[:8]!r}, not with {MAGIC!r}: it does not speak this protocol"
+    )
+
+
 def _check_greeting(data: bytes, *, key: ClusterKey | None, version: int, who: str) -> None:
     magic, theirs, flags, zero, _ = _GREETING.unpack(data)
     if magic != MAGIC or zero != 0:
-        raise ProtocolError(
-            f"{who} began with {data[:8]!r}, not with {MAGIC!r}: it does not speak this protocol"
-        )
+        raise _stranger(who, data)
     if theirs != version:
         raise ProtocolError(
             f"{who} speaks protocol version {theirs}, this process speaks {version}: run the same "
@@ -186,6 +190,15 @@ class ClientHandshake(Handshake):
     def opening(self) -> bytes:
         """The client's greeting."""
         return self._mine
+
+    def cut_short(self, data: bytes) -> None:
+        """The other side hung up after fewer bytes than `needed`, perhaps none.
+
+        Raises:
+            ProtocolError: what it said shows that it speaks something else; a short answer of a web server, say.
+        """
+        if not self._theirs and not MAGIC.startswith(data[: len(MAGIC)]):
+            raise _stranger(self._who, data)
 
     @override
     def feed(self, data: bytes) -> bytes:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import plots, report, rows
 from benchmarks.peer import environment
+from benchmarks.results import Results
 from benchmarks.runner import Plan, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,32 @@ def find_peer(console: Console, *, wanted: bool) -> Path | str:
         return str(error)
 
 
+def measure(console: Console, plan: Plan, folder: Path, *, part: bool) -> Results | None:
+    """Run a plan and write its results, after each row what is known by then; None if Ctrl-C ended it."""
+    kept: Path | None = None
+
+    def keep(results: Results) -> None:
+        nonlocal kept
+        kept = report.path_of(folder, results, part=part, unfinished=True)
+        report.save(kept, results)
+
+    plan.keep = keep
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=plan.ticks)
+        plan.progress = lambda words: progress.update(task, advance=1, description=words)
+        try:
+            results = run(plan)
+        except KeyboardInterrupt:
+            console.print(f"interrupted; kept of the rows that were done: {kept}", markup=False)
+            return None
+    path = report.path_of(folder, results, part=part)
+    report.save(path, results)
+    if kept is not None and kept != path:
+        kept.unlink()
+    return results
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 unless the sides did not do the same work or our side gave no number."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -52,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-peer", action="store_true", help="leave TensorFlow out")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: tries the machinery only")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--plots", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument(
+        "--plots", type=Path, help="where to draw; by default a full run draws into docs/images"
+    )
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     given = parser.parse_args(arguments)
     console = Console()
@@ -66,21 +95,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if given.tiny:
         chosen = tuple(rows.tiny(row) for row in chosen)
+    part = given.only is not None or given.tiny or given.no_peer
     plan = Plan(rows=chosen, peer=find_peer(console, wanted=not given.no_peer))
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=plan.ticks)
-        plan.progress = lambda words: progress.update(task, advance=1, description=words)
-        results = run(plan)
+    results = measure(console, plan, given.results, part=part)
+    if results is None:
+        return 130  # as a program that Ctrl-C ends
     report.show(console, chosen, results)
-    path = report.save(given.results, results)
+    path = report.path_of(given.results, results, part=part)
     table = report.markdown(chosen, results)
     path.with_suffix(".md").write_text(table + "\n")
     console.print(f"written: {path} and .md; took {results.seconds:.0f} s", markup=False)
-    if not given.tiny:
-        for picture in plots.draw(results, given.plots):
+    pictures = given.plots or (None if part else ROOT / "docs" / "images")
+    if pictures is not None:
+        for picture in plots.draw(results, pictures):
             console.print(f"drawn: {picture}", markup=False)
-    if given.only is None and not given.tiny and not given.no_peer:
+    if not part:
         for page in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
             if report.include(page, report.markdown(rows.TABLE, results)):
                 console.print(f"table put into {page.name}", markup=False)

@@ -15,15 +15,24 @@ ALIKE = 0.15
 EQUAL = 2e-3
 
 
-def compare(row: str, facts: dict[str, Facts], parity: Facts | None) -> list[Check]:
+def compare(
+    row: str,
+    facts: dict[str, Facts],
+    parity: Facts | None,
+    *,
+    within: tuple[float, float] | None = None,
+) -> list[Check]:
     """Compare what the sides of a row said about themselves.
 
     Args:
         row: the row's name.
         facts: answers to ``check``, by the side's label.
         parity: our answer in the deterministic form of the row, to be compared with the limit's.
+        within: the last loss of every side, as a multiple of the limit's after as many steps, is between these.
     """
     checks = [*_counted(row, facts), *_sums(row, facts), *_losses(row, facts)]
+    if within is not None and "loss_after" in facts.get("limit", {}):
+        checks += _last_losses(row, facts, within)
     if parity is not None and "parameters" in facts.get("limit", {}):
         checks.append(_parity(row, parity, facts["limit"]))
     return checks
@@ -83,6 +92,24 @@ def _losses(row: str, facts: dict[str, Facts]) -> list[Check]:
             )
         )
     return checks
+
+
+def _last_losses(row: str, facts: dict[str, Facts], within: tuple[float, float]) -> list[Check]:
+    limit = facts["limit"]["loss_after"]
+    multiples = {
+        label: said["loss_after"] / limit
+        for label, said in facts.items()
+        if label != "limit" and "loss_after" in said
+    }
+    least, most = within
+    return [
+        Check(
+            row=row,
+            text=f"{label}: the last loss is {multiple:.2f} × the limit's ({least:g} to {most:g} expected)",
+            passed=least <= multiple <= most,
+        )
+        for label, multiple in multiples.items()
+    ]
 
 
 def _parity(row: str, ours: Facts, limit: Facts) -> Check:

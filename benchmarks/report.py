@@ -123,12 +123,27 @@ def include(page: Path, table: str) -> bool:
     return True
 
 
-def save(folder: Path, results: Results) -> Path:
-    """Write the results as ``<date>-<machine>.json``; a later run of the same day replaces it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{results.began[:10]}-{results.machine['name']}.json"
-    path.write_text(json.dumps(results.to_json(), indent=1, ensure_ascii=False) + "\n")
-    return path
+def path_of(folder: Path, results: Results, *, part: bool, unfinished: bool = False) -> Path:
+    """Where a run's results belong.
+
+    ``<date>-<machine>.json`` is a full run that came to its end; a later one of the same day replaces it. A run of a part
+    (some rows, tiny sizes, no peer) has its time of day in its name and replaces nothing. A full run under way is
+    ``…-unfinished.json``.
+    """
+    name = f"{results.began[:10]}-{results.machine['name']}"
+    if part:
+        name += f"-part-{results.began[11:19].replace(':', '')}"
+    elif unfinished:
+        name += "-unfinished"
+    return folder / f"{name}.json"
+
+
+def save(path: Path, results: Results) -> None:
+    """Write the results; whoever stops it in between leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(results.to_json(), indent=1, ensure_ascii=False) + "\n")
+    beside.replace(path)
 
 
 def load(path: Path) -> Results:

@@ -42,6 +42,8 @@ class Plan:
     peer: Path | str
     budget_s: float = 900.0
     progress: Progress = field(default=lambda _: None)
+    #: called with what is known after each row, so that a run that ends early keeps it
+    keep: Callable[[Results], None] = field(default=lambda _: None)
 
     @property
     def ticks(self) -> int:
@@ -60,7 +62,8 @@ def run(plan: Plan) -> Results:
                 results.measurements += [_empty(row, point, side, reason) for side in row.sides]
             else:
                 _run_point(plan, row, point, results)
-    results.seconds = time.monotonic() - begin
+        results.seconds = time.monotonic() - begin
+        plan.keep(results)
     return results
 
 
@@ -101,7 +104,8 @@ def _run_point(plan: Plan, row: Row, point: Point, results: Results) -> None:
             # The program is the same at a row's other points; only sizes differ.
             wanted = row.parity is not None and point is row.points[0]
             parity = _parity(row, point, stack) if wanted else None
-            results.checks += compare(row.name, facts, parity)
+            within = row.last_loss if point is row.points[0] else None
+            results.checks += compare(row.name, facts, parity, within=within)
         for repetition in range(row.repetitions):
             plan.progress(f"{where}: {repetition + 1} of {row.repetitions}")
             # Turns begin with another side each time, so that no side always follows the same one.

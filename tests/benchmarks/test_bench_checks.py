@@ -42,6 +42,18 @@ def test_a_wrong_sum_fails():
     assert list(found.values()) == [False]
 
 
+def test_a_last_loss_far_from_the_limits_fails():
+    """Too high is an update lost, too low one applied twice; without a limit there is nothing to compare with."""
+    sides = {"limit": loss(0.7, 0.04), "ours": loss(0.7, 0.06), "peer": loss(0.7, 0.16)}
+    texts = {check.text: check.passed for check in compare("row", sides, None, within=(0.7, 3.0))}
+    assert [passed for text, passed in texts.items() if "last loss" in text] == [True, False]
+    sides["peer"] = loss(0.7, 0.02)
+    texts = {check.text: check.passed for check in compare("row", sides, None, within=(0.7, 3.0))}
+    assert [passed for text, passed in texts.items() if "last loss" in text] == [True, False]
+    del sides["limit"]
+    assert not any("last loss" in c.text for c in compare("row", sides, None, within=(0.7, 3.0)))
+
+
 def test_parameters_that_differ_from_a_plain_run_fail():
     """Parity compares size and order of every parameter with the limit's."""
     limit = loss(2.0, 1.0, parameters=[[10.0, 1.0], [5.0, -2.0]])

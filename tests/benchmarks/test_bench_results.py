@@ -102,12 +102,28 @@ def test_the_bound_is_shown_as_a_multiple_of_the_peer():
 
 
 def test_results_survive_the_file(tmp_path: Path):
-    """What is saved is read back the same, and the file is named by date and machine."""
+    """What is saved is read back the same."""
     before = results_with(measured("ours", 1.0, 2.0), measured("peer", missing="no peer"))
     before.checks.append(Check(row="empty", text="alike", passed=True))
-    path = report.save(tmp_path, before)
-    assert path.name == "2026-01-02-here.json"
+    path = tmp_path / "new folder" / "results.json"
+    report.save(path, before)
     assert report.load(path) == before
+    assert [found.name for found in path.parent.iterdir()] == ["results.json"]
+
+
+def test_no_part_of_a_run_has_the_name_of_a_full_one():
+    """Named by date and machine; parts by their time of day too, so that they replace nothing."""
+    results = results_with()
+    names = [
+        report.path_of(Path(), results, part=part, unfinished=unfinished).name
+        for part, unfinished in ((False, False), (False, True), (True, False), (True, True))
+    ]
+    assert names == [
+        "2026-01-02-here.json",
+        "2026-01-02-here-unfinished.json",
+        "2026-01-02-here-part-030405.json",
+        "2026-01-02-here-part-030405.json",
+    ]
 
 
 def test_the_table_goes_between_the_markers_and_nothing_else_changes(tmp_path: Path):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import rows, work
+from benchmarks import report, rows, runner, work
 from benchmarks.checks import compare
 from benchmarks.limits import side as limits
 from benchmarks.ours import side
 from benchmarks.peer import environment
+from benchmarks.results import Measurement, Results
 from benchmarks.runner import Plan, run
 from benchmarks.sides import SideFailed, SideProcess
 
@@ -88,6 +89,48 @@ def test_the_row_of_hot_rows_does_the_plain_runs_work():
     checks = compare("hot_table", facts, facts["ours"])
     assert all(check.passed for check in checks), checks
     assert any("plain run" in check.text for check in checks)
+
+
+class EverySecond(limits.Embedding):
+    """Forgets every second update."""
+
+    def steps(self, count: int) -> None:
+        update = self.optimizer.step
+        for number in range(count):
+            self.optimizer.step = update if number % 2 else lambda: None
+            super().steps(1)
+
+
+class Twice(limits.Embedding):
+    """Applies every update twice."""
+
+    def steps(self, count: int) -> None:
+        update = self.optimizer.step
+        self.optimizer.step = lambda: (update(), update())
+        super().steps(count)
+
+
+class Slower(limits.Embedding):
+    """Learns half as fast."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+
+def test_the_row_of_hot_rows_notices_who_trains_wrongly():
+    """At full size, as it is measured: such a side's last loss is not within the row's bounds."""
+    row = ALL["hot_table"]
+    sides = {"limit": limits.Embedding, "slower": Slower, "every second": EverySecond}
+    facts = {label: side(row.points[0].size).check() for label, side in sides.items()}
+    facts["twice"] = Twice(row.points[0].size).check()
+    facts["right"] = facts["limit"]
+    verdicts = {
+        check.text.partition(":")[0]: check.passed
+        for check in compare("hot_table", facts, None, within=row.last_loss)
+        if "last loss" in check.text
+    }
+    assert verdicts == {"slower": False, "every second": False, "twice": False, "right": True}
 
 
 @pytest.mark.parametrize("name", ["empty", "embedding", "hot_table", "read", "add", "variables"])
@@ -180,7 +223,76 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ["--only", "input", "--tiny", "--no-peer", "--results", str(tmp_path)]
     assert command.main(arguments) == 0
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
+    assert all("-part-" in path.name for path in tmp_path.iterdir())
     assert "missing: input, TensorFlow: left out by --no-peer" in capsys.readouterr().out
+
+
+@pytest.fixture
+def three_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Three tiny rows are all there are, and measuring them takes no processes; the folder of results."""
+    made = small("read", "add", "input")
+    monkeypatch.setattr(command, "ALL", made)
+    monkeypatch.setattr(rows, "TABLE", made)
+    monkeypatch.setattr(rows, "CURVES", ())
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "find_peer", lambda console, wanted: "no peer in the test suite")
+    (tmp_path / "README.md").write_text(f"{report.BEGIN}\nold\n{report.END}\n")
+    return tmp_path / "results"
+
+
+def measured(plan: Plan, row: rows.Row, point: rows.Point, results: Results) -> None:
+    results.measurements.append(
+        Measurement(row=row.name, point=point.label, kind="ours", label="x", samples=[1.0])
+    )
+
+
+def test_a_full_run_replaces_a_full_one_and_a_part_replaces_nothing(
+    three_rows: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor does a part draw pictures or change README."""
+    monkeypatch.setattr(runner, "_run_point", measured)
+    readme = three_rows.parent / "README.md"
+    before = readme.read_text()
+    for part in (["--only", "read"], ["--tiny"], ["--no-peer"]):
+        assert command.main(["--results", str(three_rows), *part]) == 0
+    parts = sorted(three_rows.iterdir())
+    assert all("-part-" in path.name for path in parts)
+    assert readme.read_text() == before
+    for _ in range(2):
+        assert command.main(["--results", str(three_rows)]) == 0
+        full = sorted(set(three_rows.iterdir()) - set(parts))
+        assert [path.suffix for path in full] == [".json", ".md"]
+    assert len(report.load(full[0]).measurements) == 3
+    assert "old" not in readme.read_text()
+    assert command.main(["--results", str(three_rows), "--only", "read"]) == 0
+    assert len(report.load(full[0]).measurements) == 3
+
+
+def test_an_interrupted_run_keeps_the_rows_that_were_done(
+    three_rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Ctrl-C in the third row: the first two are in a file of their own, the last full run stays."""
+    monkeypatch.setattr(runner, "_run_point", measured)
+    assert command.main(["--results", str(three_rows)]) == 0
+    readme = (three_rows.parent / "README.md").read_text()
+
+    def interrupted(plan: Plan, row: rows.Row, point: rows.Point, results: Results) -> None:
+        if row.name == "input":
+            raise KeyboardInterrupt
+        measured(plan, row, point, results)
+
+    monkeypatch.setattr(runner, "_run_point", interrupted)
+    capsys.readouterr()
+    assert command.main(["--results", str(three_rows)]) == 130
+    (unfinished,) = three_rows.glob("*-unfinished.json")
+    (full,) = set(three_rows.glob("*.json")) - {unfinished}
+    assert len(report.load(full).measurements) == 3
+    assert unfinished.name in capsys.readouterr().out.replace("\n", "")
+    assert [m.row for m in report.load(unfinished).measurements] == ["read", "add"]
+    assert (three_rows.parent / "README.md").read_text() == readme
+    monkeypatch.setattr(runner, "_run_point", measured)
+    assert command.main(["--results", str(three_rows)]) == 0
+    assert not unfinished.exists()
 
 
 def test_an_unknown_row_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]):

@@ -28,6 +28,7 @@ from stratagem._cluster.remote import (
 from stratagem._cluster.sending import Closure
 from stratagem._cluster.tasks import cluster_key
 from stratagem._cluster.views import ClusterStrategy
+from stratagem._core.asynchronous import refuse_async
 from stratagem._owner import Owner
 from stratagem.config import ClusterOptions
 from stratagem.errors import DeadlineExceeded
@@ -217,7 +218,7 @@ class ClusterCoordinator(Owner):
                 the same writes in the same order each time.
 
         Raises:
-            TypeError: `fn` is not callable, `args` no tuple or list, `kwargs` no mapping, or one of them
+            TypeError: `fn` is not callable, or asynchronous (``async def``), `args` no tuple or list, `kwargs` no mapping, or one of them
                 cannot be sent.
             ValueError: a `RemoteValue` among the arguments.
             Exception: the first error of an earlier closure, once (CCO-20).
@@ -226,6 +227,7 @@ class ClusterCoordinator(Owner):
             raise TypeError(
                 f"schedule({fn!r}): expected something callable, such as schedule(step, args=(it,))."
             )
+        refuse_async(fn, "schedule()")
         if args is not None and not isinstance(args, (tuple, list)):
             raise TypeError(
                 f"args={args!r} is a {type(args).__name__}: expected a tuple or list of positional "
@@ -306,6 +308,7 @@ class ClusterCoordinator(Owner):
                 f"create_per_worker_dataset({dataset_fn!r}): expected a dataset, or a function that "
                 "returns one."
             )
+        refuse_async(dataset_fn, "create_per_worker_dataset()")
         return PerWorkerDataset(self, dataset_fn)
 
     def create_per_worker_resource(
@@ -317,6 +320,7 @@ class ClusterCoordinator(Owner):
         """Runs `fn` once on each worker, which keeps the result; again when a worker is replaced."""
         if not callable(fn):
             raise TypeError(f"create_per_worker_resource({fn!r}): expected something callable.")
+        refuse_async(fn, "create_per_worker_resource()")
         self._refuse_if_closed("create_per_worker_resource")
         engine = self._engine
         call = engine.sender.pack(fn, args, kwargs)

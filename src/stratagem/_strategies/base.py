@@ -46,6 +46,7 @@ from stratagem._core import (
     values,
     variables,
 )
+from stratagem._core.asynchronous import refuse_async, refuse_unawaited
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet
@@ -181,6 +182,7 @@ class Strategy(Owner):
 
         Raises:
             ValueError: ``args`` is not a tuple or list.
+            TypeError: ``fn`` is not callable, or asynchronous (``async def``).
             RuntimeError: called inside a replica or under another strategy.
 
         Example:
@@ -336,8 +338,9 @@ class Strategy(Owner):
                 f"kwargs={kwargs!r:.200} is a {type(kwargs).__name__}: expected a dict of keyword "
                 'arguments, such as kwargs={"scale": 2.0}, or None.'
             )
+        refuse_async(fn, "run()")
         context.require_cross_replica_or_default(self, "run()")
-        return self._run(fn, args, kwargs or {})
+        return refuse_unawaited(self._run(fn, args, kwargs or {}), fn, "run()")
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         devices = self._compute_devices

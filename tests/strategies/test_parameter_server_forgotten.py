@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,35 @@ def test_models_and_optimizers_may_be_forgotten(coordinator: sg.ClusterCoordinat
     state = second_optimizer.state_dict()["state"]
     assert {float(one["step"]) for one in state.values()} == {2.0}
     assert int(second[1].num_batches_tracked) == 2
+
+
+def test_a_model_that_leads_back_to_itself_may_be_forgotten(
+    coordinator: sg.ClusterCoordinator,
+) -> None:
+    """By a hook, an attribute, an object: comparing them later must not keep them."""
+    before = on_server(coordinator)
+    model, optimizer = build(coordinator, torch.optim.SGD)
+    model.register_forward_hook(lambda module, args, result, whole=model: None)
+    model[0].whole, model[0].table = [model], {"whole": model, "more": Owner(model)}
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs, whole=model: None)
+    train(coordinator, model, optimizer)
+    model[0].later = Owner(model)
+    model.register_forward_pre_hook(lambda module, args, whole=model: None)
+    train(coordinator, model, optimizer)
+    assert on_server(coordinator) > before
+    reference = weakref.ref(model)
+    del model, optimizer
+    assert settled(coordinator) == before
+    assert reference() is None
+    books = coordinator.strategy._cluster_views()._members
+    assert repr(books) == "<ToldMembers of 0 objects, 0 looked at each time>"
+
+
+class Owner:
+    """Something that has a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
 
 def write_all(model: nn.Module, fail: bool) -> None:

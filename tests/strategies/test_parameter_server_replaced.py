@@ -266,21 +266,27 @@ def test_a_buffer_outside_the_state_dict_may_be_a_workers_own(
     assert run(coordinator, apply).tolist() == [5.0, 5.0]
 
 
-def test_what_does_not_change_moves_no_clock(coordinator: sg.ClusterCoordinator) -> None:
+def test_what_does_not_change_is_not_looked_at(coordinator: sg.ClusterCoordinator) -> None:
     """So that `schedule` looks at no module (steps, evaluation and reading are not changes)."""
     strategy = coordinator.strategy
     with strategy.scope():
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Conv1d(2, 2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
-        strategy.run(lambda: (model(torch.rand(4, 2)).sum().backward(), optimizer.step())[1])
+        strategy.run(lambda: (model[:2](torch.rand(4, 2)).sum().backward(), optimizer.step())[1])
 
     run(coordinator, step)
-    before = structure.now()
+    watch = structure.Watch()
+    for number, module in enumerate(model.modules()):
+        watch.keys[id(module)] = number
+        for kind in ("_parameters", "_buffers", "_modules", "_forward_hooks"):
+            watch.keys[id(vars(module)[kind])] = number
     run(coordinator, step)
-    model.eval()
-    model(torch.ones(2, 2))
+    model[:2](torch.ones(2, 2))
     model.load_state_dict(model.state_dict())
     run(coordinator, step)
-    assert structure.now() == before
+    assert watch.take() == []
+    assert "0 looked at each time" in repr(strategy._cluster_views()._members)
+    model.eval()
+    assert {name for _, name in watch.take()} == {"training"}

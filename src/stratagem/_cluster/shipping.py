@@ -165,8 +165,32 @@ class Shipper:
             self._holding = False
 
     def updates(self, updates: Sequence[object]) -> Shipment:
-        """Packed updates."""
-        return self._pack(list(updates))
+        """Packed updates.
+
+        Raises:
+            TypeError: one of them cannot be sent; it is said which.
+        """
+        try:
+            return self._pack(list(updates))
+        except Exception as error:  # pickling runs the users' own code
+            for update in updates:
+                self._refuse(update, error)
+            raise
+
+    def _refuse(self, update: object, error: Exception) -> None:
+        """Raise if this is the update that cannot be packed."""
+        try:
+            self._pack([update])
+        except Exception as own:
+            what = self._views.explain(update)
+            if isinstance(own, ValueError | StratagemError):
+                own.add_note(f"This is about {what} which workers must be told of.")
+                raise own from None
+            raise TypeError(
+                f"{what} cannot be sent to the workers: {own}. Functions scheduled from now on would "
+                "not see it. Set it to something that can be pickled, or delete it; what belongs to "
+                "this process alone is better kept outside the module."
+            ) from error
 
     def _pack_function(self, function: Callable[..., object]) -> tuple[Shipment, Sequence[object]]:
         _ship_user_modules_by_value()

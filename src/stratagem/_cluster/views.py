@@ -79,6 +79,9 @@ class CoordinatorViews(Protocol):
     def updates(self, after: int, upto: int) -> Sequence[object]:
         """What moved between two snapshots."""
 
+    def explain(self, update: object) -> str:
+        """What an update is about, in words: for the error if it cannot be sent."""
+
     def outdated(self) -> Sequence[Hashable]:
         """Tokens that workers coming from now on need a new definition of; each is named once."""
 
@@ -179,6 +182,10 @@ class PlainViews:
     def updates(self, after: int, upto: int) -> Sequence[object]:
         """Nothing moves."""
         return ()
+
+    def explain(self, update: object) -> str:
+        """Nothing moves, so there is nothing to say about it."""
+        return repr(update)
 
     def outdated(self) -> Sequence[Hashable]:
         """Nothing moves."""

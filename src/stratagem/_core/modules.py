@@ -138,7 +138,7 @@ class ParametersByReplica(_ByContext):
         if home is None:
             self.homes.pop(name, None)
             dict.__setitem__(self, name, value)
-            structure.note()
+            structure.note(self)
         else:
             self.settle_in(name, home)
 
@@ -146,14 +146,14 @@ class ParametersByReplica(_ByContext):
         """Let ``home`` answer for ``name``."""
         self.homes[name] = home
         dict.__setitem__(self, name, home.central)
-        structure.note()
+        structure.note(self)
 
     @override
     def __delitem__(self, name: str) -> None:
         if current_replica() is not None and name not in self:
             return  # another replica, running the same code, was here first
         dict.__delitem__(self, name)
-        structure.note()
+        structure.note(self)
         self.homes.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class BuffersByReplica(_ByContext):
                 self.settle_in(name, home.replaced_by(value))
                 return
         dict.__setitem__(self, name, value)
-        structure.note()
+        structure.note(self)
 
     @override
     def __delitem__(self, name: str) -> None:
@@ -216,13 +216,13 @@ class BuffersByReplica(_ByContext):
             return
         dict.__delitem__(self, name)
         self.homes.pop(name, None)
-        structure.note()
+        structure.note(self)
 
     def settle_in(self, name: str, home: BufferHome) -> None:
         """Let ``home`` answer for ``name``."""
         self.homes[name] = home
         dict.__setitem__(self, name, home.central)
-        structure.note()
+        structure.note(self)
         home.on_replace(functools.partial(dict.__setitem__, self, name))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
         _settle_parameter(module, name, home)
         return home.central
     if not context.has_strategy():
-        structure.note()
+        structure.note(module)
         return None
     strategy, replica = context.get_strategy(), current_replica()
 
@@ -312,7 +312,7 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
         return None
     strategy = context.get_strategy() if context.has_strategy() else _strategy_of(module)
     if strategy is None:
-        structure.note()
+        structure.note(module)
         return None
     if isinstance(module._buffers, BuffersByReplica) and name in module._buffers.homes:
         return None  # another tensor for a name that has a home: __setitem__ knows what to do
@@ -347,7 +347,7 @@ def _strategy_of(module: nn.Module) -> Any:
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """A module made elsewhere (loaded, copied) becomes part of one made here: so do its tensors."""
-    structure.note()
+    structure.note(module)
     if child is None or not context.has_strategy() or current_replica() is not None:
         return
     for each in child.modules():

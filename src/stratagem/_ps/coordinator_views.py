@@ -3,8 +3,8 @@
 `describe` gives a token to everything that belongs to the strategy: the strategy, its variables, modules
 with parameters on its servers (and all their submodules), their parameters and buffers, and optimizers
 over them. Everything else travels by value. `snapshot` notices what later closures must see: learning
-rates, train/eval, frozen parameters, new parameter groups, replaced members of modules, hooks, and local
-writes, which go to the servers.
+rates, frozen parameters, new parameter groups, attributes and members of modules (`members.py`), hooks,
+and local writes, which go to the servers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.definitions import Token, Update
 from stratagem._ps.homes import CoordinatorHome
-from stratagem._ps.members import ToldMembers, member_now
+from stratagem._ps.members import ToldMembers
 from stratagem._ps.optimizers import OptimizersOnServers
 from stratagem._ps.settings import Settings, are_unchanged, settings_of
-from stratagem._ps.taking_apart import define_module, hooks_of
+from stratagem._ps.taking_apart import define_module, hooks_of, part_now
 from stratagem._ps.variables import PerWorkerVariable, RemotePlace
 from stratagem.config import ClusterOptions
-from stratagem.errors import ForeignParameterError
+from stratagem.errors import ForeignParameterError, StratagemError
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -59,13 +59,11 @@ class CoordinatorViews:
         self._tokens: dict[int, Token] = {}
         self._objects: weakref.WeakValueDictionary[Token, Any] = weakref.WeakValueDictionary()
         self._gone: deque[tuple[int, Token]] = deque()
-        # What workers were told last.
         # What is looked at whenever something is scheduled, and as what workers know it. By token and
         # with plain references: iterating weak dictionaries took a third of the coordinator's time.
-        self._training: dict[Token, tuple[weakref.ref[nn.Module], bool]] = {}
         self._frozen: dict[Token, tuple[weakref.ref[CoordinatorHome], bool]] = {}
         self._settings: dict[Token, tuple[weakref.ref[Optimizer], Settings]] = {}
-        self._members = ToldMembers(self._variables.buffer_home)
+        self._members = ToldMembers(self._variables.buffer_home, self._is_handle, self._name_parts)
         self._outdated: list[Token] = []
         self._log: deque[tuple[int, Update]] = deque()
         self._oldest: dict[Hashable, Update] = {}  # the last of each kind that left the log
@@ -99,8 +97,7 @@ class CoordinatorViews:
         if kind in ("parameter", "buffer"):
             return self._define_tensor(token, obj)
         if isinstance(obj, nn.Module):
-            self._training[token] = weakref.ref(obj), obj.training
-            self._members.tell_module(token, obj)
+            self._members.tell(token, obj)
             return define_module(obj)
         if isinstance(obj, Optimizer):
             return self._define_optimizer(token, obj)
@@ -126,8 +123,7 @@ class CoordinatorViews:
         if isinstance(obj, nn.Module):
             if not self._owns(obj):
                 return None
-            for module in obj.modules():
-                self._token_of(module, "module")
+            self._name_parts(obj)
             return self._known(obj)
         if isinstance(obj, Optimizer):
             ours = (self._describe_tensor(p) for group in obj.param_groups for p in group["params"])
@@ -145,6 +141,17 @@ class CoordinatorViews:
             return self._token_of(obj, "variable")
         ours_too = obj._strategy is self._strategy() and isinstance(obj._place, RemotePlace)
         return self._token_of(obj, "variable") if ours_too else None
+
+    def _name_parts(self, module: nn.Module) -> None:
+        """Workers have views of all parts of a module, also of those without parameters."""
+        for part in module.modules():
+            self._token_of(part, "module")
+
+    def _is_handle(self, obj: object) -> bool:
+        try:
+            return self.describe(obj) is not None
+        except (ValueError, StratagemError):  # it is refused when it is to be sent
+            return False
 
     def _owns(self, module: nn.Module) -> bool:
         for part in module.modules():
@@ -177,12 +184,12 @@ class CoordinatorViews:
                 "once on the coordinator, on an example batch, first."
             )
         if isinstance(home, CoordinatorHome):
-            self._frozen[token] = weakref.ref(home), home.central.requires_grad
+            self._frozen.setdefault(token, (weakref.ref(home), home.central.requires_grad))
             made = definitions.ParameterDefinition(
                 description, home.central.requires_grad, home.as_table
             )
-            self._members.tell_hooks(token, home)
-            hooks = hooks_of(home.central)
+            self._members.tell(token, home)
+            hooks = hooks_of(home)
             if hooks and home.as_table:
                 raise ValueError(
                     f"parameter {home.name!r} has a gradient hook, and is a table too large to be held "
@@ -194,8 +201,8 @@ class CoordinatorViews:
 
     def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
         number = self._optimizers.create(optimizer)
-        settings = settings_of(optimizer)
-        self._settings[token] = weakref.ref(optimizer), settings
+        self._settings.setdefault(token, (weakref.ref(optimizer), settings_of(optimizer)))
+        self._members.tell(token, optimizer)
         # It steps on the servers; torch's LR schedulers, which look at this mark of their own, would
         # else warn that it never stepped.
         optimizer.__dict__["_opt_called"] = True
@@ -204,13 +211,9 @@ class CoordinatorViews:
             kind=type(optimizer),
             defaults=dict(optimizer.defaults),
             groups=[dict(group) for group in optimizer.param_groups],
-            settings={index: dict(values) for index, values in settings.items()},
+            settings=self._optimizers.initial_settings(optimizer),
         )
-        hooks = definitions.StepHooks(
-            tuple(optimizer._optimizer_step_pre_hooks.values()),
-            tuple(optimizer._optimizer_step_post_hooks.values()),
-        )
-        return (made, hooks) if hooks.before or hooks.after else (made,)
+        return made, hooks_of(optimizer)
 
     # -------------------------------------------------------------- what moved
 
@@ -218,17 +221,11 @@ class CoordinatorViews:
         """A number that moves whenever later closures must see something new."""
         self._variables.flush()
         for moved in self._members.moved():
-            self._outdated.append(moved.token)
+            if not moved.is_plain:
+                self._outdated.append(moved.token)
             self._note(moved)
         if self._gone:
             self._tell_gone()
-        for token, (seen, before) in list(self._training.items()):
-            module = seen()
-            if module is None:
-                del self._training[token]
-            elif module.training != before:
-                self._training[token] = seen, module.training
-                self._note(definitions.SetTraining(token, module.training))
         for token, (kept, before) in list(self._frozen.items()):
             home = kept()
             if home is None:
@@ -251,6 +248,7 @@ class CoordinatorViews:
             tokens.append(token)
             if self._tokens.get(key) == token:
                 del self._tokens[key]
+        self._members.forget(tokens)
         self._note(definitions.Forget(tuple(tokens)))
 
     def _note_settings(self, token: Token, optimizer: Optimizer, told: Settings) -> None:
@@ -301,9 +299,19 @@ class CoordinatorViews:
         obj = self._objects.get(update.token)
         if obj is None:
             return None
-        if update.kind == "hooks":
-            return definitions.SetHooks(update.token, hooks_of(obj.central))
-        return member_now(obj, update)
+        if update.kind == definitions.HOOKS:
+            return definitions.SetHooks(update.token, hooks_of(obj))
+        return part_now(obj, update)
+
+    def explain(self, update: object) -> str:
+        """What an update is about, in words."""
+        obj = self._objects.get(getattr(update, "token", ("", 0)))
+        owner = "an object" if obj is None else type(obj).__name__
+        if isinstance(update, definitions.SetAttribute | definitions.SetMember):
+            return f"{update.name!r} of {owner}, which was set after the first use of it,"
+        if isinstance(update, definitions.SetHooks):
+            return f"a hook on {owner}, registered after the first use of it,"
+        return repr(update)
 
     def outdated(self) -> Sequence[Token]:
         """What has to be defined anew for workers that come later; each is named once."""

@@ -103,11 +103,24 @@ class OptimizerDefinition:
 
 
 @dataclass(frozen=True, slots=True)
-class SetTraining:
-    """``module.train()`` or ``eval()`` was called on the coordinator."""
+class ModuleHooks:
+    """The hooks on a module: by the dict it keeps them in, each by torch's number, in order.
+
+    Beside each hook, the dicts in which its number is marked (``with_kwargs``, ``always_call``).
+    """
+
+    by_dict: dict[str, dict[int, tuple[Callable[..., Any], tuple[str, ...]]]]
+    is_full_backward: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class SetAttribute:
+    """A module has another attribute of this name (``p``, ``training`` …), or none any more."""
 
     token: Hashable
-    training: bool
+    name: str
+    value: Any
+    is_there: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +149,25 @@ class AddGroup:
     settings: dict[str, Any]
 
 
+ATTRIBUTE = "attribute"
+HOOKS = "hooks"
+ORDER = "order"
+"""Kinds of what moved, beside the dicts modules keep their members in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A member of a module, or the hooks on a parameter, are others now; which, is asked when told.
+    """An attribute or member of a module, or the hooks on an object, are others now.
 
-    Stays on the coordinator: `SetMember` or `SetHooks` is what workers get. So the log of updates keeps
-    no model alive.
+    Which, is asked when it is told, as `SetAttribute`, `SetMember`, `SetOrder` or `SetHooks`; this stays
+    on the coordinator. So the log of updates keeps no model alive.
     """
 
     token: Token
     kind: str
     name: str
+    is_plain: bool = False
+    """A number or text, as before: no definition has to be made again for lives that come later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +182,20 @@ class SetMember:
 
 
 @dataclass(frozen=True, slots=True)
-class SetHooks:
-    """A parameter has these hooks now, and no others."""
+class SetOrder:
+    """A module has its members in this order now."""
 
     token: Hashable
-    hooks: GradientHooks
+    kind: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetHooks:
+    """A parameter, module or optimizer has these hooks now, and no others."""
+
+    token: Hashable
+    hooks: GradientHooks | ModuleHooks | StepHooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +205,10 @@ class Forget:
     tokens: tuple[Hashable, ...]
 
 
-TokenUpdate = SetTraining | SetRequiresGrad | SetHyperparameters | AddGroup
+TokenUpdate = SetAttribute | SetRequiresGrad | SetHyperparameters | AddGroup
 """About one object."""
 
-SetPart = SetMember | SetHooks
+SetPart = SetMember | SetOrder | SetHooks
 """About what an object is made of: definitions made afterwards have it already."""
 
 Update = TokenUpdate | Moved | SetPart | Forget
@@ -188,9 +218,9 @@ def subject_of(update: Update) -> Hashable:
     """What an update is about: a later one about the same thing makes it void.
 
     Example:
-        >>> from stratagem._ps.definitions import SetTraining, subject_of
-        >>> subject_of(SetTraining(("module", 3), True)) == subject_of(
-        ...     SetTraining(("module", 3), False)
+        >>> from stratagem._ps.definitions import SetRequiresGrad, subject_of
+        >>> subject_of(SetRequiresGrad(("parameter", 3), True)) == subject_of(
+        ...     SetRequiresGrad(("parameter", 3), False)
         ... )
         True
     """
@@ -202,4 +232,6 @@ def subject_of(update: Update) -> Hashable:
         return ("forget", update.tokens)
     if isinstance(update, Moved | SetMember):
         return ("member", update.token, update.kind, update.name)
+    if isinstance(update, SetAttribute):
+        return ("member", update.token, ATTRIBUTE, update.name)
     return (type(update).__name__, update.token)

@@ -1,141 +1,275 @@
-"""What workers were told modules have: parameters, buffers, parts, and hooks on parameters.
+"""What workers were told modules and optimizers have: attributes, parameters, buffers, parts and hooks.
 
-One that is replaced, added or taken away afterwards is told as well, before the next closure. Looked for
-only when the clock of `_core/structure.py` moved, so that `schedule` pays nothing for large models.
+One that is changed, replaced, added or taken away afterwards is told as well, before the next closure. What
+was touched is known from `_core/structure.py`, so that `schedule` pays nothing for large models; only what
+can change without a trace (a list, a dict, a tensor that is an attribute) is looked at every time.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from stratagem._core import structure
-from stratagem._ps import definitions
-from stratagem._ps.definitions import Token
+from stratagem._core.homes import version_of
+from stratagem._ps.definitions import ATTRIBUTE, HOOKS, ORDER, Moved, Token
+from stratagem._ps.glimpses import Glimpse
 from stratagem._ps.homes import CoordinatorHome
+from stratagem._ps.taking_apart import Hooked, attributes_of, hook_dicts_of
 
 KINDS = ("_parameters", "_buffers", "_modules")
 """The dicts a module keeps its members in."""
 
 Reference = Callable[[], object | None]
-Members = dict[tuple[str, str], Reference]
-"""By kind and name."""
+Members = dict[tuple[str, str], tuple[Reference, int]]
+"""By kind and name: what it is; and the version of a tensor that is on no server, -1 for all others."""
 
-HookKeys = tuple[tuple[int, ...], tuple[int, ...]]
-"""torch's numbers of the hooks on a parameter, which it never gives twice."""
+Attributes = dict[str, Glimpse]
+
+HookKeys = tuple[tuple[int, ...], ...]
+"""torch's numbers of the hooks in each dict, which it never gives twice."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What workers know of one object."""
+
+    object: weakref.ref[Any]
+    hooks: HookKeys
+    was_table: bool = False
+    members: Members = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
+    loose: tuple[str, ...] = ()
+    """Attributes that may change inside."""
+    foreign: tuple[tuple[Reference, int], ...] = ()
+    """Members that are on no server, and may be written in place."""
+    ids: tuple[int, ...] = ()
+    """What is watched for its sake."""
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether it may change without a trace."""
+        return bool(self.loose or self.foreign or any(self.hooks))
 
 
 class ToldMembers:
-    """The books: what workers know of every module and parameter that was defined.
+    """The books: what workers know of every module, parameter and optimizer that was defined.
 
     Args:
         buffer_home: the home of a buffer, if it has one.
+        is_handle: whether workers have their own view of an object.
+        name_part: makes a module one of those that workers have views of.
     """
 
-    def __init__(self, buffer_home: Callable[[Tensor], object | None]) -> None:
+    def __init__(
+        self,
+        buffer_home: Callable[[Tensor], object | None],
+        is_handle: Callable[[object], bool],
+        name_part: Callable[[nn.Module], None],
+    ) -> None:
         self._buffer_home = buffer_home
-        self._modules: dict[Token, tuple[weakref.ref[nn.Module], Members]] = {}
-        self._hooks: dict[Token, tuple[weakref.ref[CoordinatorHome], HookKeys, bool]] = {}
-        self._unnoted: set[Token] = set()  # parameters whose hooks move no clock
-        self._clock = structure.now()
+        self._is_handle = is_handle
+        self._name_part = name_part
+        self._watch = structure.Watch()
+        self._told: dict[Token, _Told] = {}
+        self._loose: dict[Token, _Told] = {}  # those to be looked at every time
+        self._pending: dict[Token, set[str]] = {}  # touched, with the names of attributes
 
-    def tell_module(self, token: Token, module: nn.Module) -> None:
-        """A module is being defined as it is."""
-        self._modules[token] = weakref.ref(module), self._members_of(module)
+    def tell(self, token: Token, obj: Hooked) -> None:
+        """An object is being defined as it is; when it is defined again, what moved is known."""
+        if token not in self._told:
+            self._keep(token, self._look_at(obj))
 
-    def tell_hooks(self, token: Token, home: CoordinatorHome) -> None:
-        """A parameter is being defined with the hooks it has."""
-        if not structure.note_hooks(home.central):
-            self._unnoted.add(token)
-        self._hooks[token] = weakref.ref(home), _hook_keys(home.central), home.as_table
+    def forget(self, tokens: Iterable[Token]) -> None:
+        """These objects are gone."""
+        for token in tokens:
+            told = self._told.pop(token, None)
+            self._loose.pop(token, None)
+            for number in () if told is None else told.ids:
+                if self._watch.keys.get(number) == token:
+                    del self._watch.keys[number]
 
-    def moved(self) -> Iterator[definitions.Moved]:
+    def moved(self) -> Iterable[Moved]:
         """What is not as it was told; from now on it counts as told.
 
         Raises:
             ValueError: a parameter workers know as a table of rows got a hook.
         """
-        if self._clock != (clock := structure.now()):
-            yield from self._moved_hooks(list(self._hooks))
-            yield from self._moved_members()
-            self._clock = clock  # not if a hook was refused: the next call is to refuse it again
-        elif self._unnoted:
-            yield from self._moved_hooks(list(self._unnoted))
+        if self._watch.touched or self._loose or self._pending:
+            return self._moved()
+        return ()
 
-    def _moved_hooks(self, tokens: list[Token]) -> Iterator[definitions.Moved]:
-        for token in tokens:
-            reference, told, was_table = self._hooks[token]
-            home = reference()
-            if home is None:
-                del self._hooks[token]
-                self._unnoted.discard(token)
-            elif (keys := _hook_keys(home.central)) != told:
-                if was_table and any(keys):
-                    raise ValueError(
-                        f"parameter {home.name!r} got a gradient hook after its first use in a "
-                        "scheduled function: workers look up rows of it, and a hook wants the whole "
-                        "gradient. Register the hook before you schedule anything with the model, or "
-                        "remove it and change the rows' gradients in the function, between backward() "
-                        "and step()."
-                    )
-                self._hooks[token] = reference, keys, was_table
-                yield definitions.Moved(token, "hooks", "")
+    def _moved(self) -> Iterator[Moved]:
+        pending: dict[Any, set[str]] = self._pending
+        for key, name in self._watch.take():
+            pending.setdefault(key, set()).add(name)
+        for token, told in self._loose.items():
+            if not _is_loosely_as_told(told):
+                pending.setdefault(token, set()).add("")  # that is no attribute: all is looked at
+        for token in list(self._pending):
+            yield from self._moved_of(token, self._pending[token])
+            del self._pending[
+                token
+            ]  # not if a hook was refused: the next call is to refuse it again
 
-    def _moved_members(self) -> Iterator[definitions.Moved]:
-        for token, (reference, told) in list(self._modules.items()):
-            module = reference()
-            if module is None:
-                del self._modules[token]
-                continue
-            members = self._members_of(module)
-            names = {**told, **members}
-            moved = [name for name in names if not _is_same(told.get(name), members.get(name))]
-            if moved:
-                self._modules[token] = reference, members
-                for kind, name in moved:
-                    yield definitions.Moved(token, kind, name)
+    def _moved_of(self, token: Token, names: set[str]) -> Iterator[Moved]:
+        told = self._told.get(token)
+        obj = None if told is None else told.object()
+        if told is None or obj is None:
+            return
+        if all(name in told.attributes and name in vars(obj) for name in names):
+            # Nothing else was touched: train() and eval() of large models come here.
+            attributes = {**told.attributes, **self._attributes_of(obj, names)}
+            yield from _moved_attributes(token, told.attributes, attributes, names)
+            told.attributes = attributes
+            told.loose = _loose(attributes)
+        else:
+            now = self._look_at(obj)
+            now.was_table = told.was_table
+            if now.hooks != told.hooks:
+                _refuse_hooks_of_tables(obj, now)
+                yield Moved(token, HOOKS, "")
+            yield from _moved_members(token, told.members, now.members)
+            yield from _moved_attributes(token, told.attributes, now.attributes, names)
+            told = now
+        self.forget((token,))
+        self._keep(token, told)
+
+    def _look_at(self, obj: Hooked) -> _Told:
+        dicts = hook_dicts_of(obj)
+        found = _Told(weakref.ref(obj), _hook_keys(obj), ids=tuple(id(one) for one in dicts))
+        if isinstance(obj, CoordinatorHome):
+            found.was_table = obj.as_table
+        elif isinstance(obj, nn.Module):
+            held = vars(obj)
+            if type(held["_modules"]) is not structure.NotedParts:
+                held["_modules"] = structure.NotedParts(held["_modules"])
+            for part in held["_modules"].values():
+                if part is not None:
+                    self._name_part(part)
+            found.members = self._members_of(obj)
+            found.foreign = tuple(one for one in found.members.values() if one[1] >= 0)
+            found.attributes = self._attributes_of(obj)
+            found.loose = _loose(found.attributes)
+            found.ids += id(obj), *(id(held[kind]) for kind in KINDS)
+        return found
+
+    def _keep(self, token: Token, told: _Told) -> None:
+        self._told[token] = told
+        self._watch.keys.update(dict.fromkeys(told.ids, token))
+        if told.is_loose:
+            self._loose[token] = told
+
+    def _attributes_of(self, module: nn.Module, names: set[str] | None = None) -> Attributes:
+        return {
+            name: Glimpse(value, self._is_handle)
+            for name, value in attributes_of(module)
+            if names is None or name in names
+        }
 
     def _members_of(self, module: nn.Module) -> Members:
         return {
-            (kind, name): _no_member if value is None else weakref.ref(self._identity(value))
+            (kind, name): self._member(value)
             for kind in KINDS
             # As the dict holds them: looking values up would ask the servers for each.
             for name, value in dict.items(vars(module)[kind])
         }
 
-    def _identity(self, value: Any) -> Any:
+    def _member(self, value: Any) -> tuple[Reference, int]:
+        if value is None:
+            return _no_member, -1
+        if not isinstance(value, Tensor):
+            return weakref.ref(value), -1
         # A buffer that is assigned another tensor may keep its home: workers have the values then.
-        home = self._buffer_home(value) if isinstance(value, Tensor) else None
-        return value if home is None else home
+        home = self._buffer_home(value)
+        if home is not None:
+            return weakref.ref(home), -1
+        return weakref.ref(value), -1 if self._is_handle(value) else version_of(value)
 
     @override
     def __repr__(self) -> str:
-        return f"<ToldMembers of {len(self._modules)} modules, {len(self._hooks)} parameters>"
+        return f"<ToldMembers of {len(self._told)} objects, {len(self._loose)} looked at each time>"
 
 
-def member_now(module: nn.Module, moved: definitions.Moved) -> definitions.SetMember:
-    """The member that moved, as it is now."""
-    held: dict[str, Any] = vars(module)[moved.kind]
-    is_there = moved.name in held
-    value = dict.__getitem__(held, moved.name) if is_there else None
-    return definitions.SetMember(moved.token, moved.kind, moved.name, value, is_there)
+def _is_loosely_as_told(told: _Told) -> bool:
+    """Whether what may change without a trace did not."""
+    obj = told.object()
+    if obj is None:
+        return True  # `forget` comes for it
+    if any(told.hooks) and _hook_keys(obj) != told.hooks:
+        return False
+    for name in told.loose:
+        held = vars(obj)
+        if name not in held or not told.attributes[name].is_of(held[name]):
+            return False
+    for reference, version in told.foreign:
+        tensor: Any = reference()
+        if tensor is None or version_of(tensor) != version:
+            return False
+    return True
+
+
+def _loose(attributes: Attributes) -> tuple[str, ...]:
+    # A buffer that comes or goes is noted anyway; and every module has this set.
+    own = {name: one for name, one in attributes.items() if name != "_non_persistent_buffers_set"}
+    return tuple(name for name, one in own.items() if one.may_change)
+
+
+def _moved_members(token: Token, told: Members, now: Members) -> Iterator[Moved]:
+    for which in {**told, **now}:
+        if not _is_same(told.get(which), now.get(which)):
+            yield Moved(token, *which)
+    # Workers put new parts behind the others; the order is that in which a Sequential calls them.
+    there = [which for which in told if which in now] + [
+        which for which in now if which not in told
+    ]
+    for kind in KINDS:
+        if [one for one in there if one[0] == kind] != [one for one in now if one[0] == kind]:
+            yield Moved(token, ORDER, kind)
+
+
+def _is_same(told: tuple[Reference, int] | None, found: tuple[Reference, int] | None) -> bool:
+    if told is None or found is None:
+        return told is found
+    if told[0] is _no_member or found[0] is _no_member:
+        return told[0] is found[0]
+    return told[0]() is found[0]() and told[1] == found[1]
+
+
+def _moved_attributes(
+    token: Token, told: Attributes, now: Attributes, names: set[str]
+) -> Iterator[Moved]:
+    """Those that differ; of those that cannot be looked into, the ones that were assigned."""
+    for name in {**told, **now}:
+        before, after = told.get(name), now.get(name)
+        if before is not None and after is not None:
+            is_unsure = after.is_opaque and name in names
+            if not is_unsure and (before is after or before.is_same(after)):
+                continue
+        # Lives that come later hear of numbers by updates alone: those may change at every step.
+        is_plain = all(one is None or one.is_plain for one in (before, after))
+        yield Moved(token, ATTRIBUTE, name, is_plain=is_plain)
 
 
 def _no_member() -> None:
     """A reference to None: a name registered without a tensor or part."""
 
 
-def _is_same(told: Reference | None, found: Reference | None) -> bool:
-    if told is None or found is None or told is _no_member or found is _no_member:
-        return told is found
-    return told() is found()
+def _hook_keys(obj: Hooked) -> HookKeys:
+    return tuple([tuple(hooks) for hooks in hook_dicts_of(obj)])
 
 
-def _hook_keys(parameter: Tensor) -> HookKeys:
-    return tuple(parameter._backward_hooks or ()), tuple(
-        parameter._post_accumulate_grad_hooks or ()
-    )
+def _refuse_hooks_of_tables(obj: Hooked, now: _Told) -> None:
+    if isinstance(obj, CoordinatorHome) and now.was_table and any(now.hooks):
+        raise ValueError(
+            f"parameter {obj.name!r} got a gradient hook after its first use in a "
+            "scheduled function: workers look up rows of it, and a hook wants the whole "
+            "gradient. Register the hook before you schedule anything with the model, or "
+            "remove it and change the rows' gradients in the function, between backward() "
+            "and step()."
+        )

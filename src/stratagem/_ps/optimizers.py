@@ -75,6 +75,10 @@ class OptimizersOnServers:
             self._watch(optimizer)
         return number
 
+    def initial_settings(self, optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
+        """What servers use when a step says nothing else."""
+        return {group: dict(values) for group, values in self._initial[optimizer].items()}
+
     def _watch(self, optimizer: Optimizer) -> None:
         reference = weakref.ref(self)
 

@@ -1,15 +1,18 @@
-"""How modules and the hooks on parameters are taken apart on the coordinator, to be told to workers."""
+"""How modules, optimizers and the hooks on them are taken apart on the coordinator, to be told to workers."""
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from stratagem._ps import definitions
+from stratagem._ps.homes import CoordinatorHome
 
 
 def define_module(module: nn.Module) -> Sequence[object]:
@@ -49,19 +52,124 @@ def make_parametrized(plain: type[nn.Module], names: Sequence[str]) -> nn.Module
     return module
 
 
-def hooks_of(parameter: Tensor) -> definitions.GradientHooks:
-    """The hooks the user put on a parameter.
+Hooked = CoordinatorHome | Optimizer | nn.Module
+"""What hooks can be put on: a home stands for its parameter."""
+
+MODULE_HOOKS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_backward_pre_hooks": (),
+    "_backward_hooks": (),
+    "_state_dict_pre_hooks": (),
+    "_state_dict_hooks": (),
+    "_load_state_dict_pre_hooks": (),
+    "_load_state_dict_post_hooks": (),
+}
+"""Dicts in which torch's modules keep hooks by number, each with those in which it marks some of them."""
+
+_NOT_ATTRIBUTES = frozenset(
+    {
+        *("_parameters", "_buffers", "_modules", "_is_full_backward_hook"),
+        *("_compiled_call_impl",),  # torch's own pickles leave it out
+        *MODULE_HOOKS,
+        *(name for marks in MODULE_HOOKS.values() for name in marks),
+    }
+)
+
+
+def hook_dicts_of(obj: Hooked) -> Sequence[dict[int, Any]]:
+    """The dicts torch keeps an object's hooks in."""
+    # Of a tensor it makes them with the first hook; they are made here, so that they can be watched.
+    held: Any  # torch's own annotations do not know all of these attributes
+    if isinstance(obj, nn.Module):
+        held = vars(obj)
+        return [held[name] for name in MODULE_HOOKS]
+    if isinstance(obj, Optimizer):
+        held = obj
+        return [held._optimizer_step_pre_hooks, held._optimizer_step_post_hooks]
+    held = obj.central
+    if held._backward_hooks is None:
+        held._backward_hooks = OrderedDict()
+    if held._post_accumulate_grad_hooks is None:
+        held._post_accumulate_grad_hooks = OrderedDict()
+    return [held._backward_hooks, held._post_accumulate_grad_hooks]
+
+
+def hooks_of(
+    obj: Hooked,
+) -> definitions.GradientHooks | definitions.StepHooks | definitions.ModuleHooks:
+    """The hooks the user put on a parameter, a module or an optimizer.
 
     Example:
-        >>> import torch
-        >>> weight = nn.Parameter(torch.ones(2))
-        >>> bool(hooks_of(weight))
-        False
-        >>> _ = weight.register_hook(lambda gradient: gradient / 2)
-        >>> len(hooks_of(weight).on_gradient)
-        1
+        >>> layer = nn.Linear(2, 1)
+        >>> _ = layer.register_forward_hook(print)
+        >>> [*hooks_of(layer).by_dict["_forward_hooks"].values()]
+        [(<built-in function print>, ())]
     """
-    return definitions.GradientHooks(
-        tuple((parameter._backward_hooks or {}).values()),
-        tuple((parameter._post_accumulate_grad_hooks or {}).values()),
-    )
+    if isinstance(obj, nn.Module):
+        return _module_hooks_of(obj)
+    first, second = (tuple(hooks.values()) for hooks in hook_dicts_of(obj))
+    if isinstance(obj, Optimizer):
+        return definitions.StepHooks(first, second)
+    return definitions.GradientHooks(first, second)
+
+
+def _module_hooks_of(module: nn.Module) -> definitions.ModuleHooks:
+    held = vars(module)
+    by_dict = {
+        name: {
+            number: (hook, tuple(mark for mark in marks if number in held[mark]))
+            for number, hook in held[name].items()
+        }
+        for name, marks in MODULE_HOOKS.items()
+    }
+    return definitions.ModuleHooks(by_dict, held["_is_full_backward_hook"])
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's attributes that are no parameters, buffers, parts or hooks.
+
+    Torch's own modules keep what they compute from others under private names; that is not the user's.
+
+    Example:
+        >>> dict(attributes_of(nn.Dropout(0.25)))["p"]
+        0.25
+    """
+    is_torchs = type(module).__module__.startswith("torch.")
+    is_recurrent = isinstance(module, nn.RNNBase)
+    for name, value in vars(module).items():
+        if name in _NOT_ATTRIBUTES:
+            continue
+        if is_torchs and name.startswith("_") and name != "_non_persistent_buffers_set":
+            continue
+        if is_recurrent and name.startswith("_flat_weight"):
+            continue
+        yield name, value
+
+
+def part_now(
+    module: nn.Module, moved: definitions.Moved
+) -> definitions.SetAttribute | definitions.SetMember | definitions.SetOrder | None:
+    """The attribute or member that moved, as it is now; None if its class keeps it out of pickles."""
+    held: dict[str, Any] = vars(module)
+    if moved.kind == definitions.ORDER:
+        return definitions.SetOrder(moved.token, moved.name, tuple(held[moved.name]))
+    if moved.kind != definitions.ATTRIBUTE:
+        members: dict[str, Any] = held[moved.kind]
+        is_there = moved.name in members
+        value = dict.__getitem__(members, moved.name) if is_there else None
+        return definitions.SetMember(moved.token, moved.kind, moved.name, value, is_there)
+    if moved.name in held:
+        state: Any = _own_state(module)
+        if isinstance(state, dict):
+            if moved.name not in state:
+                return None
+            held = state
+    is_there = moved.name in held
+    return definitions.SetAttribute(moved.token, moved.name, held.get(moved.name), is_there)
+
+
+def _own_state(module: Any) -> Any:
+    """What a class that has its own say in the matter puts into pickles; None for all others."""
+    torchs: tuple[Any, ...] = nn.Module.__getstate__, nn.RNNBase.__getstate__
+    return None if type(module).__getstate__ in torchs else module.__getstate__()

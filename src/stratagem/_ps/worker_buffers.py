@@ -103,24 +103,59 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def refuse_unknown_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """A function gives a tensor to a name that was registered as None: no server knows it.
+class NewBuffers:
+    """Buffers that functions give to modules of the coordinator's, and no server knows.
 
-    One that is not part of the state dict may stay the worker's own: a cache, mostly.
+    One that is not part of the state dict may stay the worker's own: a cache, mostly. Any other would be
+    missing on the coordinator and different on every worker, silently, so it is refused.
     """
-    held: Any = module._buffers
-    known = isinstance(held, WatchedBuffers | BuffersByReplica) and name in held
-    if not known or dict.__getitem__(held, name) is not None:
-        return
-    if isinstance(held, WatchedBuffers) and held.keeps(name):
-        return  # the function itself has set it to None
-    if name not in module._non_persistent_buffers_set:
-        raise ValueError(
-            f"buffer {name!r} of {type(module).__name__} is None on the coordinator and was given "
-            f"{tuple(tensor.shape)} {tensor.dtype} inside a scheduled function: it would stay this "
-            "worker's own. Give it a tensor of its shape on the coordinator before you schedule the "
-            "function; or register it with persistent=False if every worker is to have its own."
-        )
+
+    __slots__ = ("_noted",)
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[nn.Module, str]] = []
+
+    def note(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """A function registers a buffer, or gives a tensor to a name that was registered as None."""
+        held: Any = module._buffers
+        if not isinstance(held, WatchedBuffers | BuffersByReplica):
+            return  # a module of the function's own
+        if isinstance(held, WatchedBuffers) and held.keeps(name):
+            return  # the function itself has set it to None, or deleted it
+        if name not in held:
+            self._noted.append((module, name))  # whether it is persistent, torch notes after this
+            return
+        if dict.__getitem__(held, name) is None and name not in module._non_persistent_buffers_set:
+            raise ValueError(
+                f"buffer {name!r} of {type(module).__name__} is None on the coordinator and was "
+                f"given {tuple(tensor.shape)} {tensor.dtype} inside a scheduled function: it would "
+                f"stay this worker's own. {_INSTEAD}"
+            )
+
+    def take_back(self) -> str | None:
+        """At a function's end: take away what it left that is part of the state dict; say what it was.
+
+        So the next function that registers it is told, too.
+        """
+        found = None
+        while self._noted:
+            module, name = self._noted.pop()
+            held: Any = module._buffers
+            is_own = name in module._non_persistent_buffers_set or name not in held
+            if not is_own and dict.__getitem__(held, name) is not None:
+                tensor = dict.pop(held, name)
+                found = (
+                    f"buffer {name!r} of {type(module).__name__}, {tuple(tensor.shape)} {tensor.dtype}, "
+                    "was registered inside a scheduled function: no parameter server knows it, and it "
+                    f"would stay this worker's own. {_INSTEAD}"
+                )
+        return found
+
+
+_INSTEAD = (
+    "Give it a tensor of its shape on the coordinator before you schedule the function; or register it "
+    "with persistent=False if every worker is to have its own."
+)
 
 
 class WatchedBuffers(dict[str, Any]):

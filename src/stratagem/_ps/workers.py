@@ -33,7 +33,7 @@ from stratagem._ps.placement import Description
 from stratagem._ps.remote import RemoteVariable
 from stratagem._ps.settings import Settings, changed_settings
 from stratagem._ps.tables import TableParameter
-from stratagem._ps.worker_buffers import WatchedBuffers, WorkerBuffer
+from stratagem._ps.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
 from stratagem.errors import ForeignParameterError, NotFoundError
 
 WATCHED = 16
@@ -125,6 +125,7 @@ class WorkerVariables:
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
         self._by_tensor: dict[int, WorkerBuffer] = {}
+        self.new_buffers = NewBuffers()
         self._turn = 0  # whose memory is looked at next for hidden writes
         self._batches: dict[int, _Repeatable] = {}
         counting = metrics if registry is None else registry
@@ -167,7 +168,7 @@ class WorkerVariables:
             for name, value in buffers.items()
             if id(value) in self._by_tensor
         }
-        return WatchedBuffers(buffers, found) if buffers else buffers
+        return WatchedBuffers(buffers, found)
 
     # -------------------------------------------------------------- around a closure
 
@@ -189,6 +190,7 @@ class WorkerVariables:
 
         Raises:
             ForeignParameterError: at the end, if the function wrote into a parameter.
+            ValueError: at the end, if it registered a buffer that no server knows.
         """
         return WorkerClosure(self, number, scope, exactly_once=exactly_once, gathers=gathers)
 
@@ -216,6 +218,7 @@ class WorkerVariables:
                 written = written or self._take_back_hidden_writes()
             for buffer in self._buffers:
                 buffer.put_back()
+            unknown = self.new_buffers.take_back()
             if wait:
                 self.client.settle()
         if written and succeeded:
@@ -226,6 +229,8 @@ class WorkerVariables:
                 "(not of one made in the function), use a sg.Variable's assign methods, or write "
                 "it on the coordinator."
             )
+        if unknown is not None and succeeded:
+            raise ValueError(unknown)
 
     def _take_back_hidden_writes(self) -> list[DenseParameter]:
         """Looks at one parameter per closure, in turn, and at all of them if that one was written."""

@@ -18,7 +18,6 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stratagem._core import devices, modules, reduction, special_modules, values
@@ -32,9 +31,9 @@ from stratagem._ps.placement import device_name
 from stratagem._ps.replicated_tables import ReplicatedTable
 from stratagem._ps.tables import TableParameter
 from stratagem._ps.variables import ReadCache, RemotePlace
-from stratagem._ps.worker_buffers import refuse_unknown_buffer
 from stratagem._ps.workers import WorkerClosure, WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
+from stratagem._strategies.worker_hooks import WorkerHooks
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
 
@@ -79,7 +78,7 @@ class WorkerViews:
         # What moved on with objects that are not defined here, until they are.
         self._waiting: dict[Hashable, dict[Hashable, definitions.TokenUpdate]] = {}
         self._steppers: dict[Hashable, _Stepper] = {}
-        self._hooks: dict[Hashable, list[RemovableHandle]] = {}
+        self._hooks = WorkerHooks()
         # Homes of parameters seen from several replicas; modules hold them only by name.
         self._homes: list[ReplicatedHome] = []
 
@@ -88,14 +87,9 @@ class WorkerViews:
     def define(self, token: Hashable, definition: object, *, last: bool) -> None:
         """Rebuild the object behind a token, or tell it more."""
         if isinstance(definition, definitions.ModuleState):
-            self._fill_module(self._objects[token], definition.state)
-        elif isinstance(definition, definitions.GradientHooks):
-            self._hook_gradient(token, definition)
-        elif isinstance(definition, definitions.StepHooks):
-            for before in definition.before:
-                self._objects[token].register_step_pre_hook(before)
-            for after in definition.after:
-                self._objects[token].register_step_post_hook(after)
+            self._fill_module(token, definition.state)
+        elif isinstance(definition, definitions.GradientHooks | definitions.StepHooks):
+            self._hooks.put(token, self._objects[token], definition)
         elif token not in self._objects:  # it may be, if what came after it went wrong
             self._objects[token] = self._build(token, definition)
         if last:
@@ -158,10 +152,12 @@ class WorkerViews:
     def _move(self, found: Any, update: definitions.TokenUpdate | definitions.SetPart) -> None:
         if isinstance(update, definitions.SetMember):
             self._set_member(found, update)
+        elif isinstance(update, definitions.SetAttribute):
+            _set_attribute(found, update)
+        elif isinstance(update, definitions.SetOrder):
+            _set_order(vars(found)[update.kind], update.names)
         elif isinstance(update, definitions.SetHooks):
-            self._hook_gradient(update.token, update.hooks)
-        elif isinstance(update, definitions.SetTraining):
-            found.training = update.training
+            self._hooks.put(update.token, found, update.hooks)
         elif isinstance(update, definitions.SetRequiresGrad):
             found.requires_grad_(update.requires_grad)
         elif isinstance(update, definitions.SetHyperparameters):
@@ -219,12 +215,14 @@ class WorkerViews:
                 self._homes.append(ReplicatedHome(parameter, strategy=self._strategy, name=name))
         return parameter
 
-    def _fill_module(self, module: nn.Module, state: Any) -> None:
+    def _fill_module(self, token: Hashable, state: Any) -> None:
+        module: nn.Module = self._objects[token]
         set_state = getattr(module, "__setstate__", None)
         if set_state is not None:
             set_state(state)
         else:
             module.__dict__.update(state)
+        self._hooks.came_with(token, module)
         if self._strategy.num_replicas_in_sync > 1:
             self._answer_by_replica(module)
         else:
@@ -244,19 +242,6 @@ class WorkerViews:
         else:
             dict.__setitem__(held, update.name, update.value)
             module._buffers = self._variables.watched(held)
-
-    def _hook_gradient(self, token: Hashable, hooks: definitions.GradientHooks) -> None:
-        """Put the coordinator's hooks on the worker's parameter, in the place of earlier ones."""
-        for handle in self._hooks.pop(token, ()):
-            handle.remove()
-        parameter: nn.Parameter = self._objects[token]
-        needed = parameter.requires_grad
-        parameter.requires_grad_()  # torch takes hooks for no other; it may be thawed later
-        self._hooks[token] = [
-            *(parameter.register_hook(hook) for hook in hooks.on_gradient),
-            *(parameter.register_post_accumulate_grad_hook(hook) for hook in hooks.accumulated),
-        ]
-        parameter.requires_grad_(needed)
 
     def _answer_by_replica(self, module: nn.Module) -> None:
         """Several replicas in this worker: each sees leaves and buffer copies of its own."""
@@ -289,7 +274,7 @@ class WorkerViews:
             gone = self._objects.pop(token, None)
             self._waiting.pop(token, None)
             self._steppers.pop(token, None)
-            self._hooks.pop(token, None)
+            self._hooks.forget(token)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
                 self._homes = [home for home in self._homes if home.central is not gone]
@@ -344,6 +329,21 @@ class _Stepper:
         for after in tuple(optimizer._optimizer_step_post_hooks.values()):
             after(optimizer, arguments, {})
         return loss
+
+
+def _set_attribute(module: nn.Module, update: definitions.SetAttribute) -> None:
+    """As the coordinator's module holds it, past whatever the class does when it is assigned to."""
+    if update.is_there:
+        vars(module)[update.name] = update.value
+    else:
+        vars(module).pop(update.name, None)
+
+
+def _set_order(held: dict[str, Any], names: Sequence[str]) -> None:
+    """Put a module's members in order; what only this worker has comes last."""
+    behind = [name for name in held if name not in names]
+    for name in (*(name for name in names if name in held), *behind):
+        dict.__setitem__(held, name, dict.pop(held, name))
 
 
 def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -416,7 +416,7 @@ class WorkerStrategy(Strategy):
 
     @override
     def _adopt_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Any:
-        refuse_unknown_buffer(module, name, buffer)
+        self._variables.new_buffers.note(module, name, buffer)
         return None
 
     @override

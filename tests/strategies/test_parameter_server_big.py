@@ -222,3 +222,15 @@ def test_a_server_holds_its_rows_their_state_and_little_more(monkeypatch):
                 grown = resident_bytes(pid) - before
     needed = rows * width * 4 * 2  # Adagrad keeps one number per parameter
     assert 0.9 * needed <= grown <= 1.1 * needed + (4 << 20)
+
+
+def test_a_hook_on_it_is_refused_before_and_after_its_first_use(strategy, coordinator):
+    """It used to be put on a copy, and never called."""
+    with strategy.scope():
+        layer = nn.Embedding(1000, 8)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="gradient exists only as rows"):
+            layer.weight.register_hook(lambda gradient: gradient)
+        with pytest.raises(ValueError, match="gradient exists only as rows"):
+            layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        assert fetch(coordinator, lambda: layer(torch.tensor([1])).numel()) == 8

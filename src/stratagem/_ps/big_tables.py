@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -196,6 +196,21 @@ class PlannedParameter(TableParameter):
         if special is not NotImplemented:
             return special
         return super().__torch_function__(func, types, args, kwargs)
+
+    @override
+    def register_hook(self, hook: Any) -> Any:
+        self._refuse_hook()
+
+    @override
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        self._refuse_hook()
+
+    def _refuse_hook(self) -> NoReturn:
+        raise ValueError(
+            f"table {self.source.name!r} is too large to be held in one piece "
+            "(STRATAGEM_REMOTE_TABLE_BYTES): its gradient exists only as rows, and no hook can be given "
+            "the whole of it. Change the rows' gradients in the function, between backward() and step()."
+        )
 
 
 class BigTables(TorchFunctionMode):

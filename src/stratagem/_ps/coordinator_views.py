@@ -190,12 +190,6 @@ class CoordinatorViews:
             )
             self._members.tell(token, home)
             hooks = hooks_of(home)
-            if hooks and home.as_table:
-                raise ValueError(
-                    f"parameter {home.name!r} has a gradient hook, and is a table too large to be held "
-                    "in one piece (STRATAGEM_REMOTE_TABLE_BYTES): its gradient exists only as rows. "
-                    "Change the rows' gradients in the function, between backward() and step()."
-                )
             return (made, hooks) if hooks else (made,)
         return (definitions.BufferDefinition(description, home.counts),)
 

@@ -186,7 +186,7 @@ class CoordinatorHome(ParameterHome):
         where = self.kept.description
         if where is None or len(where.shape) < 2 or self.use is Use.WHOLE:
             return False
-        if self.kept.plan is None and has_hooks(self.central):
+        if has_hooks(self.central):
             return False  # a hook wants the gradient as it is on one device
         return self.use is Use.ROWS or where.is_sharded or where.shape[0] >= TABLE_ROWS
 

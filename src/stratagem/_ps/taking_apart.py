@@ -88,6 +88,8 @@ def hook_dicts_of(obj: Hooked) -> Sequence[dict[int, Any]]:
         held = obj
         return [held._optimizer_step_pre_hooks, held._optimizer_step_post_hooks]
     held = obj.central
+    if obj.kept.plan is not None:
+        return [{}, {}]  # a table that is nowhere in one piece takes none
     if held._backward_hooks is None:
         held._backward_hooks = OrderedDict()
     if held._post_accumulate_grad_hooks is None:

@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -154,13 +154,15 @@ class _State(defaultdict[Any, Any]):
     """``optimizer.state``: kept for the central parameters, found by a replica's leaf too.
 
     A step that looks at ``optimizer.state[p]`` has leaves in its hands. Lookups that hit, which are those
-    of the optimizer itself, are the dict's own.
+    of the optimizer itself, are the dict's own. Whoever copies or pickles it gets what is true now, also
+    if that is kept elsewhere (`keep_state_with`).
     """
 
-    __slots__ = ()
+    __slots__ = ("_whose",)
 
-    def __init__(self, plain: Mapping[Any, Any]) -> None:
+    def __init__(self, plain: Mapping[Any, Any], whose: Optimizer) -> None:
         super().__init__(dict, plain)
+        self._whose = weakref.ref(whose)
 
     @override
     def __missing__(self, key: Any) -> Any:
@@ -181,10 +183,36 @@ class _State(defaultdict[Any, Any]):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._bring()
         return defaultdict, (dict, dict(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
+        self._bring()
         return copy.deepcopy(defaultdict(dict, self), memo)
+
+    def _bring(self) -> None:
+        optimizer = self._whose()
+        keeper = None if optimizer is None else _KEEPERS.get(optimizer)
+        if keeper is not None and optimizer is not None and optimizer.state is self:
+            keeper.bring(optimizer)
+
+
+class StateKeeper(Protocol):
+    """Where the true state of an optimizer is, if not here: on parameter servers."""
+
+    def bring(self, optimizer: Optimizer) -> None:
+        """Make ``optimizer.state`` what it is there."""
+
+    def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
+        """Run the class's own step here, from and to what is there."""
+
+
+_KEEPERS: weakref.WeakKeyDictionary[Optimizer, StateKeeper] = weakref.WeakKeyDictionary()
+
+
+def keep_state_with(optimizer: Optimizer, keeper: StateKeeper) -> None:
+    """From now on the optimizer's state is the keeper's; steps, copies and pickles here ask it."""
+    _KEEPERS[optimizer] = keeper
 
 
 def _central(key: Any) -> Any:
@@ -203,7 +231,7 @@ def adopt(optimizer: Optimizer) -> None:
             return
         optimizer.param_groups = _Groups(groups)
     if not isinstance(optimizer.state, _State):
-        optimizer.state = _State(optimizer.state)
+        optimizer.state = _State(optimizer.state, optimizer)
     held = optimizer.__dict__
     if "step" not in held:
         held["step"] = types.MethodType(_step, optimizer)
@@ -249,7 +277,9 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
     replica = current_replica()
     homes = _homes(self)
     if replica is None or not homes:
-        return type(self).step(self, *args, **kwargs)
+        keeper = _KEEPERS.get(self) if _KEEPERS else None
+        real = _real_step(self, args, kwargs)
+        return real() if keeper is None else keeper.step(self, real)
     if replica.group.size > 1 and (callable(args[0] if args else None) or kwargs.get("closure")):
         raise UnsupportedOptimizer(
             f"{type(self).__name__}.step(closure) cannot run in {replica!r}: the closure would be "

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Final, final
 
 import torch
@@ -28,11 +29,11 @@ from stratagem._ps.mapping import PIECE_BYTES, MappedVariable, Mappings, Place
 from stratagem._ps.outbox import Outbox
 from stratagem._ps.reaching import reach_all
 from stratagem._ps.rows import take_rows
-from stratagem._ps.stepping import GroupSpec
+from stratagem._ps.stepping import GroupSpec, Hyperparameters
 from stratagem._ps.store import InitOp, StateEntry
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
-from stratagem._wire.messages import Frame, Message, TensorRef
+from stratagem._wire.messages import Frame, Message, Setting, TensorRef
 from stratagem.config import ClusterOptions
 from stratagem.errors import NotFoundError, ParameterServerLost
 
@@ -308,22 +309,31 @@ class PsClient(Owner):
     # -- optimizers ---------------------------------------------------------------------------
 
     def create_optimizer(
-        self, server: int, optimizer: int, class_name: str, groups: Sequence[GroupSpec]
+        self,
+        server: int,
+        optimizer: int,
+        class_name: str,
+        groups: Sequence[GroupSpec],
+        *,
+        defaults: Hyperparameters = MappingProxyType({}),
+        attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
-        """Sets up an optimizer class, by dotted name, over variables of one server."""
+        """Sets up an optimizer class, by dotted name, over variables of one server.
+
+        `defaults` and `attributes` are what the object here was made with and keeps.
+        """
         made = tuple(
-            messages.Group(
-                group.variables,
-                {
-                    key: tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[misc]
-                    for key, value in group.hyperparameters.items()
-                },
-            )
-            for group in groups
+            messages.Group(group.variables, _settings(group.hyperparameters)) for group in groups
         )
         self._ask(
             server,
-            messages.CreateOptimizer(optimizer=optimizer, class_name=class_name, groups=made),
+            messages.CreateOptimizer(
+                optimizer=optimizer,
+                class_name=class_name,
+                groups=made,
+                defaults=_settings(defaults),
+                attributes=_settings(attributes),
+            ),
         )
 
     def read_state(self, server: int, optimizer: int, variables: Sequence[int]) -> list[StateEntry]:
@@ -598,6 +608,13 @@ class PsClient(Owner):
             for index, ref, version in zip(indices, refs, frame.message.versions, strict=True):
                 found[index] = (codec.tensor_from(ref, frame), version)
         return found
+
+
+def _settings(values: Hyperparameters) -> dict[str, Setting]:
+    return {
+        key: tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[misc]
+        for key, value in values.items()
+    }
 
 
 def _pieces_of(value: Tensor) -> list[tuple[int, int]]:

@@ -3,13 +3,15 @@
 A ``torch.optim`` optimizer made on the coordinator is an ordinary one over the local parameters; when
 it is first shipped to a worker, its class is set up on every server that holds one of its variables.
 From then on the servers' state is the true one: ``optimizer.state_dict()`` first fetches it, and
-``load_state_dict`` sends it, through torch's own hooks for these.
+``load_state_dict`` sends it, through torch's own hooks for these; copies and pickles fetch it, and a step
+on the coordinator itself fetches it and sends it back (`_core/optimizers.py` asks).
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem._core.homes import home_of
+from stratagem._core.optimizers import keep_state_with
 from stratagem._ps.homes import CoordinatorHome, CoordinatorVariables
-from stratagem._ps.settings import settings_of
-from stratagem._ps.stepping import WHOLE_TENSOR_OPTIMIZERS, GroupSpec
+from stratagem._ps.settings import made_with, plain_settings, settings_of
+from stratagem._ps.stepping import WHOLE_TENSOR_OPTIMIZERS, GroupSpec, own_attributes
 from stratagem._ps.store import StateEntry
 from stratagem._wire.messages import Setting
 from stratagem.errors import UnsupportedOptimizer
@@ -55,6 +58,7 @@ class OptimizersOnServers:
         settings = {**settings_of(optimizer), **self._initial.get(optimizer, {})}
         self._initial[optimizer] = settings
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        defaults, attributes = made_with(optimizer), plain_settings(own_attributes(optimizer))
         servers = range(len(self._variables.client.tasks))
         for server in servers:
             groups = []
@@ -68,10 +72,14 @@ class OptimizersOnServers:
                 )
                 groups.append(GroupSpec(variables=here, hyperparameters=settings[index]))
             if any(group.variables for group in groups):
-                self._variables.client.create_optimizer(server, number, name, groups)
+                self._variables.client.create_optimizer(
+                    server, number, name, groups, defaults=defaults, attributes=attributes
+                )
         if is_new:
             if any(_has_stepped(state) for state in optimizer.state.values()):
-                self._send_state(optimizer)  # a checkpoint was loaded before training began
+                self._send_state(
+                    optimizer, _all_homes(optimizer)
+                )  # a checkpoint was loaded before training began
             self._watch(optimizer)
         return number
 
@@ -79,26 +87,49 @@ class OptimizersOnServers:
         """What servers use when a step says nothing else."""
         return {group: dict(values) for group, values in self._initial[optimizer].items()}
 
+    def bring(self, optimizer: Optimizer) -> None:
+        """Take over the servers' state; what was brought home stays when the session is over."""
+        if not self._variables.closed:
+            self._fetch_state(optimizer, _all_homes(optimizer))
+
+    def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
+        """The class's own step on the coordinator: from the servers' state, and it goes back there.
+
+        Not one piece with what workers do meanwhile, as everything the coordinator writes.
+        """
+        if self._variables.closed:
+            return real()
+        # All of them: a closure given to step() may make gradients where there are none yet.
+        homes = [home for home in _all_homes(optimizer) if home.kept.plan is None]
+        for home in homes:
+            home.resolve()
+        self._fetch_state(optimizer, homes)
+        result = real()
+        self._variables.flush()
+        self._send_state(optimizer, homes)
+        return result
+
     def _watch(self, optimizer: Optimizer) -> None:
+        keep_state_with(optimizer, _Keeper(self))
         reference = weakref.ref(self)
 
         def fetch(optimizer: Optimizer) -> None:
             me = reference()
-            if me is not None and not me._variables.closed:
-                me._fetch_state(optimizer)
+            if me is not None:
+                me.bring(optimizer)
 
         def send(optimizer: Optimizer) -> None:
             me = reference()
             if me is not None and not me._variables.closed:
-                me._send_state(optimizer)
+                me._send_state(optimizer, _all_homes(optimizer))
 
         optimizer.register_state_dict_pre_hook(fetch)
         optimizer.register_load_state_dict_post_hook(send)
 
-    def _fetch_state(self, optimizer: Optimizer) -> None:
+    def _fetch_state(self, optimizer: Optimizer, homes: Sequence[CoordinatorHome]) -> None:
         """Take over the servers' state, shards put together."""
         client, number = self._variables.client, self._numbers[optimizer]
-        for home in _all_homes(optimizer):
+        for home in homes:
             description = home.kept.description
             assert description is not None
             pieces: dict[str, list[Any]] = {}
@@ -109,10 +140,10 @@ class OptimizersOnServers:
             if state:
                 optimizer.state[home.central] = state
 
-    def _send_state(self, optimizer: Optimizer) -> None:
+    def _send_state(self, optimizer: Optimizer, homes: Sequence[CoordinatorHome]) -> None:
         """Write the local state to the servers, cut along the shards."""
         client, number = self._variables.client, self._numbers[optimizer]
-        for home in _all_homes(optimizer):
+        for home in homes:
             state = optimizer.state.get(home.central)
             remote = home.kept.remote
             if not state or remote is None:
@@ -129,6 +160,22 @@ class OptimizersOnServers:
     @override
     def __repr__(self) -> str:
         return f"<OptimizersOnServers {len(self._numbers)} optimizers>"
+
+
+class _Keeper:
+    """What an optimizer knows of the servers' side; it keeps nothing alive."""
+
+    def __init__(self, optimizers: OptimizersOnServers) -> None:
+        self._optimizers = weakref.ref(optimizers)
+
+    def bring(self, optimizer: Optimizer) -> None:
+        found = self._optimizers()
+        if found is not None:
+            found.bring(optimizer)
+
+    def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
+        found = self._optimizers()
+        return real() if found is None else found.step(optimizer, real)
 
 
 def refuse_whole_tensor_optimizers(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ class RowSource(Protocol):
         """Overwrite rows (a lookup with ``max_norm`` shortens them, as in plain PyTorch)."""
 
 
+HANDED_OUT = 64
+"""Leaves of a table remembered before those that are gone are dropped."""
+
+
+class LiveLeaf(NamedTuple):
+    """A leaf that some graph may still lead to: which rows it holds (None: all)."""
+
+    ids: Tensor | None
+    leaf: Tensor
+
+
 class RowGradient:
     """What has arrived as gradient of one table since the last `zero_grad`.
 
@@ -45,6 +56,8 @@ class RowGradient:
         self._ids: Tensor | None = None
         self._values: Tensor | None = None
         self._whole: Tensor | None = None
+        self._handed_out: list[tuple[Tensor | None, weakref.ref[Tensor]]] = []
+        self._drop_at = HANDED_OUT
         self.sparse = False
         # Called in a backward pass, before a gradient is added and after.
         self.before: Callable[[Tensor], None] | None = None
@@ -52,6 +65,7 @@ class RowGradient:
 
     def watch(self, ids: Tensor, leaf: Tensor, *, sparse: bool, skip: int | None) -> None:
         """Take the leaf's gradient when it arrives."""
+        self._hand_out(ids, leaf)
 
         def arrived(ready: Tensor) -> None:
             if self.before is not None:
@@ -72,9 +86,22 @@ class RowGradient:
             grad = None if self._whole is None else self._whole.grad
             self._whole = current.detach().requires_grad_()
             self._whole.grad = grad
+            self._hand_out(None, self._whole)
             if self.after is not None:
                 self._report_whole(self._whole)
         return self._whole
+
+    def leaves(self) -> list[LiveLeaf]:
+        """What has been handed out to be differentiated and still exists, oldest first."""
+        found = [(ids, leaf()) for ids, leaf in self._handed_out]
+        return [LiveLeaf(ids, leaf) for ids, leaf in found if leaf is not None]
+
+    def _hand_out(self, ids: Tensor | None, leaf: Tensor) -> None:
+        # Leaves live as long as the graphs they are in; now and then those that are gone are dropped.
+        if len(self._handed_out) >= self._drop_at:
+            self._handed_out = [one for one in self._handed_out if one[1]() is not None]
+            self._drop_at = max(HANDED_OUT, 2 * len(self._handed_out))
+        self._handed_out.append((ids, weakref.ref(leaf)))
 
     def _report_whole(self, leaf: Tensor) -> None:
         mine = weakref.ref(self)  # the leaf, which we keep, keeps the hooks
@@ -134,6 +161,7 @@ class RowGradient:
             )
         self._whole = self._source.whole().detach().requires_grad_()
         self._whole.grad = value
+        self._hand_out(None, self._whole)
 
     def take_over(self, other: RowGradient, *, copy: bool) -> None:
         """Become the gradient of another view of the same table; not copied, it shares its memory."""

@@ -406,7 +406,13 @@ class Session:
             GroupSpec(variables=group.variables, hyperparameters=group.settings)
             for group in message.groups
         ]
-        self.store.create_optimizer(message.optimizer, message.class_name, groups)
+        self.store.create_optimizer(
+            message.optimizer,
+            message.class_name,
+            groups,
+            defaults=message.defaults,
+            attributes=message.attributes,
+        )
         return messages.Ok(), ()
 
     def _read_state(self, message: messages.ReadState) -> Reply:

@@ -8,6 +8,7 @@ worker's steps, and what the coordinator changes those of the functions schedule
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +43,27 @@ def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
         }
         for number, group in enumerate(optimizer.param_groups)
     }
+
+
+def made_with(optimizer: Optimizer) -> dict[str, Setting]:
+    """The settings its constructor was given; a class may use them beside those of its groups.
+
+    Those every group has its own word for may be anything: what counts is in the groups.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> made_with(torch.optim.Adagrad([weight], initial_accumulator_value=0.1))[
+        ...     "initial_accumulator_value"
+        ... ]
+        0.1
+    """
+    return plain_settings(optimizer.defaults)
+
+
+def plain_settings(values: Mapping[str, Any]) -> dict[str, Setting]:
+    """Those of the values that can be told to servers."""
+    return {key: _as_plain(value) for key, value in values.items() if _is_plain(value)}
 
 
 def are_unchanged(optimizer: Optimizer, told: Settings) -> bool:
@@ -79,15 +101,28 @@ def changed_settings(optimizer: Optimizer, initial: Settings) -> dict[int, dict[
 
 
 def _plain(optimizer: Optimizer, key: str, value: Any) -> Setting:
-    if isinstance(value, Tensor):
-        return float(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple) and all(
-        one is None or isinstance(one, int | float | Tensor) for one in value
-    ):
-        return tuple(None if one is None else float(one) for one in value)
+    if _is_plain(value):
+        return _as_plain(value)
     raise UnsupportedOptimizer(
         f"{type(optimizer).__name__} has the setting {key}={value!r}, which cannot be told to "
         "parameter servers: expected a number, a text, a truth value, None or a tuple of numbers."
     )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(one is None or isinstance(one, int | float) or _is_number(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str) or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
+def _as_plain(value: Any) -> Setting:
+    if isinstance(value, Tensor):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return tuple(None if one is None else float(one) for one in value)
+    plain: Setting = value
+    return plain

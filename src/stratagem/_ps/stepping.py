@@ -18,9 +18,11 @@ Three ways to apply a gradient given as rows (unique ids, one value each):
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -103,6 +105,9 @@ class ServerOptimizer:
         groups: its parameter groups; a group may have no variable here.
         parameters: memory of every variable named in the groups.
         modules: modules beside ``torch.optim`` that may be imported.
+        defaults: what the coordinator's object was made with, for the parameters of the class's
+            ``__init__`` that have these names: it may make state there (Adagrad does).
+        attributes: what else the class keeps on the coordinator's object.
 
     Example:
         >>> w = torch.ones(2)
@@ -120,6 +125,8 @@ class ServerOptimizer:
         parameters: Mapping[int, Tensor],
         *,
         modules: Sequence[str] = (),
+        defaults: Hyperparameters = MappingProxyType({}),
+        attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
         self._class = cast("Any", resolve_optimizer_class(class_name, modules))
         self._parameters = {
@@ -138,8 +145,12 @@ class ServerOptimizer:
                         **_checked(group.hyperparameters),
                     }
                     for group in groups
-                ]
+                ],
+                **_arguments(self._class, {**attributes, **defaults}),
             )
+        for name, value in _checked(attributes).items():
+            if name not in _KEPT_BY_TORCH:
+                self._optimizer.__dict__[name] = value
 
     @property
     def class_name(self) -> str:
@@ -340,6 +351,39 @@ class ServerOptimizer:
     @override
     def __repr__(self) -> str:
         return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a class of its own keeps on the object beside groups and state, if it is no torch class.
+
+    Example:
+        >>> own_attributes(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        {}
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return {}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith(("_optimizer_", "_zero_grad_", "_patched_", "_opt_"))
+        and name not in _KEPT_BY_TORCH
+    }
+
+
+# What `Optimizer.__init__` and LR schedulers put on every object, and what we do.
+_KEPT_BY_TORCH = frozenset(
+    {*dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured"}
+)
+
+
+def _arguments(kind: type[Optimizer], known: Hyperparameters) -> dict[str, Any]:
+    """Those of `known` that the class takes by name, beside its parameters."""
+    taken = [
+        one.name
+        for one in inspect.signature(kind).parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    return _checked({name: known[name] for name in taken[1:] if name in known})
 
 
 def step_adagrad(

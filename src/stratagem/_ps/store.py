@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -238,17 +239,30 @@ class VariableStore:
     # Optimizers.
 
     def create_optimizer(
-        self, optimizer: int, class_name: str, groups: Sequence[GroupSpec]
+        self,
+        optimizer: int,
+        class_name: str,
+        groups: Sequence[GroupSpec],
+        *,
+        defaults: Hyperparameters = MappingProxyType({}),
+        attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
         """Set up the real optimizer class over the variables of `groups` that live here.
 
-        Creating one that exists replaces its class and groups but keeps the state of variables
+        `defaults` and `attributes` are what the coordinator's object was made with and keeps. Creating one that exists replaces its class and groups but keeps the state of variables
         that stay (an `add_param_group` on the coordinator).
         """
         parameters = {
             number: self._find(number).tensor for group in groups for number in group.variables
         }
-        made = ServerOptimizer(class_name, groups, parameters, modules=self._optimizer_modules)
+        made = ServerOptimizer(
+            class_name,
+            groups,
+            parameters,
+            modules=self._optimizer_modules,
+            defaults=defaults,
+            attributes=attributes,
+        )
         previous = self._optimizers.get(optimizer)
         if previous is not None:
             made.adopt_state(previous)

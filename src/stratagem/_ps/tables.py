@@ -22,10 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from stratagem._core.compiling import eagerly
 from stratagem._core.context import current_replica
+from stratagem._core.differentiated import own_leaf
 from stratagem._ps.row_gradients import RowGradient, RowSource
 from stratagem._ps.rows import SortedIds, sort_ids, sum_rows, take_rows
 from stratagem.errors import ForeignParameterError
+
+_ID_TYPES = (torch.int64, torch.int32)
 
 
 class TableParameter(nn.Parameter):
@@ -54,8 +58,10 @@ class TableParameter(nn.Parameter):
     @classmethod
     def over(cls, source: RowSource, *, requires_grad: bool = True) -> TableParameter:
         """A table over rows held elsewhere."""
-        # One element seen through strides of zero: shape and dtype without the memory.
-        stand_in = torch.zeros((), dtype=source.dtype).expand(source.shape)
+        # Shape and dtype without memory. Code that reaches the tensor past `__torch_function__`
+        # (torch.func wraps it in C++) then has no numbers to go wrong with: torch says so, at the
+        # latest where a value is wanted.
+        stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
         with torch._C.DisableTorchFunctionSubclass():
             table: TableParameter = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
         table.source = source
@@ -70,21 +76,7 @@ class TableParameter(nn.Parameter):
     @override
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        own = _OWN.get(func)
-        if own is not None:
-            return own(*args, **kwargs)
-        if func in _ABOUT_THE_TENSOR:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__"):
-            _refuse_writing((*args, *kwargs.values()), name)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(
-                *[_materialise(arg) for arg in args],
-                **{key: _materialise(value) for key, value in kwargs.items()},
-            )
+        return _answer(func, args, {} if kwargs is None else kwargs)
 
     @override
     # Tensor takes this argument and nn.Parameter does not: no signature suits both.
@@ -113,6 +105,11 @@ class TableParameter(nn.Parameter):
 
     def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> _Lookup:
         """Fetch the rows of `ids`; `skip` is a row whose gradient is not recorded (padding)."""
+        if ids.dtype not in _ID_TYPES:
+            raise RuntimeError(
+                f"ids of {ids.dtype} cannot name rows of table {self.source.name!r}: expected "
+                "torch.int64 or torch.int32, as in plain PyTorch. Convert them with ids.long()."
+            )
         device = ids.device if ids.device.type != "cpu" else _replica_device()
         found = sort_ids(ids if ids.device.type == "cpu" else ids.cpu())
         unique = found.unique
@@ -131,6 +128,27 @@ class TableParameter(nn.Parameter):
     def _wants_gradient(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and torch.is_grad_enabled()
+
+
+@eagerly
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a torch function gives for a table; rows are fetched as written, also in compiled code."""
+    own = _OWN.get(func)
+    if own is not None:
+        return own(*args, **kwargs)
+    if func in _ABOUT_THE_TENSOR:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if name == "backward" and func is not Tensor.backward:
+        return _backward_to(*args, **kwargs)  # torch.autograd's, whoever has wrapped it
+    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__"):
+        _refuse_writing((*args, *kwargs.values()), name)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(
+            *[_materialise(arg) for arg in args],
+            **{key: _materialise(value) for key, value in kwargs.items()},
+        )
 
 
 def _replica_device() -> torch.device | None:
@@ -344,9 +362,93 @@ def _row_ids(first: Any, rows: int) -> Tensor | None:
     ids = torch.as_tensor(first)
     if ids.dtype == torch.bool:
         return ids.nonzero().flatten() if ids.dim() == 1 and ids.numel() == rows else None
-    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        return None
+    if ids.dtype not in _ID_TYPES:
+        return None  # torch's own indexing says what it thinks of them (bytes are a mask)
     return torch.where(ids < 0, ids + rows, ids)
+
+
+def _differentiate(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with tables among the inputs: each gets a gradient of its whole shape."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    tables = {
+        place: own_leaf(one)[0].gradient.leaves()
+        for place, one in enumerate(given)
+        if isinstance(one, TableParameter)
+    }
+    for place in tables:
+        if not given[place].requires_grad:
+            raise RuntimeError("One of the differentiated Tensors does not require grad")
+    plain = [one for place, one in enumerate(given) if place not in tables]
+    asked = [*plain, *(one.leaf for leaves in tables.values() for one in leaves)]
+    found: list[Tensor | None] = []
+    if asked:
+        found = list(
+            torch.autograd.grad(
+                _materialise(outputs),
+                asked,
+                grad_outputs,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                only_inputs=only_inputs,
+                allow_unused=True,
+                is_grads_batched=is_grads_batched,
+            )
+        )
+    rest, pieces = iter(found[: len(plain)]), iter(found[len(plain) :])
+    results = [
+        _gathered(one, [(leaf.ids, next(pieces)) for leaf in tables[place]], int(is_grads_batched))
+        if place in tables
+        else next(rest)
+        for place, one in enumerate(given)
+    ]
+    for place, (one, result) in enumerate(zip(given, results, strict=True)):
+        if result is None and materialize_grads:
+            results[place] = torch.zeros(one.shape, dtype=one.dtype, device=one.device)
+        elif result is None and not allow_unused:
+            raise RuntimeError(  # in torch's own words
+                f"The differentiated Tensor at index {place} appears to not have been used in the "
+                "graph. Set allow_unused=True if this is the desired behavior."
+            )
+    return tuple(results)
+
+
+def _backward_to(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
+    """``backward(inputs=…)`` with tables among the inputs: to all that stands for them in graphs."""
+    if inputs is not None:
+        reached: list[Any] = []
+        for one in inputs:
+            if isinstance(one, TableParameter):
+                reached += (live.leaf for live in own_leaf(one)[0].gradient.leaves())
+            else:
+                reached.append(one)
+        if not reached:  # none of the tables was used; to torch, no inputs would mean every leaf
+            return
+        kwargs["inputs"] = reached
+    torch.autograd.backward(_materialise(tensors), **kwargs)
+
+
+def _gathered(
+    table: TableParameter, pieces: Sequence[tuple[Tensor | None, Tensor | None]], dim: int
+) -> Tensor | None:
+    """One gradient of the table's shape from those of its leaves; rows are along `dim`."""
+    total: Tensor | None = None
+    for ids, piece in pieces:
+        if piece is None:
+            continue
+        if total is None:
+            total = piece.new_zeros(*piece.shape[:dim], *table.source.shape)
+        total = total + piece if ids is None else total.index_add(dim, ids, piece)
+    return total
 
 
 def _get_grad(table: TableParameter) -> Tensor | None:
@@ -389,6 +491,11 @@ _OWN: dict[Any, Callable[..., Any]] = {
     torch.index_select: _index_select,
     Tensor.index_select: _index_select,
     Tensor.__getitem__: _getitem,
+    torch.autograd.grad: _differentiate,
+    # The stand-in has no memory; where the rows come from is the host.
+    cast("Any", Tensor.device).__get__: lambda table: torch.device("cpu"),
+    cast("Any", Tensor.is_meta).__get__: lambda table: False,
+    Tensor.get_device: lambda table: -1,
     _GRAD.__get__: _get_grad,
     _GRAD.__set__: _set_grad,
     _GRAD.__delete__: lambda table: _set_grad(table, None),
@@ -396,13 +503,12 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 # What can be said of a table without its rows.
 _ABOUT_THE_TENSOR = _getters(
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
+    "shape", "dtype", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
 ) | _getters(
     "_version",
     "_backward_hooks",
     "_post_accumulate_grad_hooks",
     "is_cuda",
-    "is_meta",
     "is_quantized",
     "is_nested",
     "is_mkldnn",
@@ -424,7 +530,6 @@ _ABOUT_THE_TENSOR |= {
     Tensor.__hash__,
     Tensor.requires_grad_,
     _REQUIRES_GRAD.__set__,
-    Tensor.get_device,
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,

@@ -39,8 +39,10 @@ class WorkerBuffer:
     def refresh(self) -> None:
         """Take over the server's value, if it moved."""
         if self._instead is None and self.remote.versions() != self.remote.seen:
-            with torch.no_grad():
-                self.remote.read_into(self.tensor)
+            # Through `.data`: a layer may have kept the buffer for its backward pass (batch normalisation
+            # does), and that others' values show in it is no mistake of the function (a generator
+            # trained after the critic's step, in one function).
+            self.remote.read_into(self.tensor.data)
             self._note()
 
     def take_back(self) -> None:

@@ -365,11 +365,16 @@ class Group(Record, frozen=True):
 
 
 class CreateOptimizer(Message, frozen=True):
-    """Set up an optimizer by the dotted name of its class."""
+    """Set up an optimizer by the dotted name of its class.
+
+    `defaults` are what it was made with, `attributes` what else its class keeps on the object.
+    """
 
     optimizer: int
     class_name: str
     groups: tuple[Group, ...]
+    defaults: dict[str, Setting] = msgspec.field(default_factory=dict)
+    attributes: dict[str, Setting] = msgspec.field(default_factory=dict)
 
 
 class StateItem(Record, frozen=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from meeting import me
 
 import stratagem as sg
-from stratagem._core.context import current_replica
 
 T = torch.tensor
 
@@ -15,10 +15,6 @@ T = torch.tensor
 def two(request):
     with request.param(["cpu:0", "cpu:1"]) as strategy:
         yield strategy
-
-
-def me():
-    return current_replica().id
 
 
 def all_reduce(op, value):

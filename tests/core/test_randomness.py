@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from meeting import me
 from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
@@ -76,10 +77,6 @@ def two():
     with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         strategy.run(lambda: None)  # its threads are the module's, not the first test's
         yield strategy
-
-
-def me():
-    return current_replica().id
 
 
 def seeded(strategy, fn, seed=7):

@@ -9,31 +9,15 @@ import sys
 import threading
 import weakref
 
-import pytest
 import torch
+from meeting import me, meet
 
 import stratagem as sg
-from stratagem._core import context
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.threads import LaneSet
 
 LIMIT_S = 60.0
-
-
-@pytest.fixture
-def two():
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
-        yield made
-
-
-def me() -> int:
-    return context.current_replica().id
-
-
-def meet(value, combine, label="here", **options):
-    replica = context.current_replica()
-    return replica.group.meet(replica.id, label, value, combine, **options)
 
 
 def replica_threads() -> list[threading.Thread]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meeting import me, meet
 
 import stratagem as sg
 from stratagem._core import context
@@ -26,26 +27,11 @@ def strategy(request):
         yield made
 
 
-@pytest.fixture
-def two():
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
 def three():
     with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as made:
         made.run(lambda: None)  # its threads are the module's, not the first test's
         yield made
-
-
-def me() -> int:
-    return context.current_replica().id
-
-
-def meet(value, combine, label="here", **options):
-    replica = context.current_replica()
-    return replica.group.meet(replica.id, label, value, combine, **options)
 
 
 # ------------------------------------------------------------------ side by side

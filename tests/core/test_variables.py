@@ -8,9 +8,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from meeting import me
 
 import stratagem as sg
-from stratagem._core.context import Replica, current_replica
+from stratagem._core.context import Replica
 from stratagem._core.devices import Device
 from stratagem._core.replicas import ReplicaGroup
 
@@ -45,10 +46,6 @@ def central():
 def mirrored():
     with make("mirrored") as made:
         yield made
-
-
-def me():
-    return current_replica().id
 
 
 def variable(strategy, value=10.0, **options):

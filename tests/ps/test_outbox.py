@@ -6,42 +6,26 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from one_server import STEADY, WORKER, W, add_one, listed
 
 from stratagem._ps import outbox as outbox_module
 from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
 from stratagem._ps.server import ParameterServer
 from stratagem.errors import NotFoundError, WriteFenced
 
-W = Place(0, 1, (2,), torch.float32)
-
-
-@pytest.fixture
-def server() -> Iterator[ParameterServer]:
-    with ParameterServer("127.0.0.1:0").start() as made:
-        yield made
-
 
 @pytest.fixture
 def chief(server: ParameterServer) -> Iterator[PsClient]:
-    who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
-    with PsClient([("/job:ps/task:0", server.address)], who) as client:
+    with PsClient(listed(server), STEADY) as client:
         client.create(W, "w", value=torch.zeros(2))
         yield client
 
 
 @pytest.fixture
 def worker(server: ParameterServer, chief: PsClient) -> Iterator[PsClient]:
-    who = Membership(session="s", task="/job:worker/task:0")
-    with PsClient([("/job:ps/task:0", server.address)], who, incarnation=1) as client:
+    with PsClient(listed(server), WORKER, incarnation=1) as client:
         yield client
-
-
-def add_one(client: PsClient) -> None:
-    batch = client.batch()
-    batch.assign(0, 1, "add", torch.ones(2))
-    client.send(batch)
 
 
 def value_of(client: PsClient) -> list[float]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from elementwise import ELEMENTWISE
 from torch import nn
 
 from stratagem._ps import pieces
@@ -11,20 +12,10 @@ STEPS = 3
 
 # Every elementwise class, with options that change what it keeps.
 OPTIMIZERS = [
-    ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1}),
-    ("Adagrad", {"lr": 0.1, "weight_decay": 0.1}),
-    ("Adam", {"lr": 0.1, "amsgrad": True, "betas": (0.8, 0.9)}),
+    *ELEMENTWISE,
     ("Adam", {"lr": 0.1, "fused": True}),
     ("AdamW", {"lr": 0.1, "foreach": True}),
     ("RMSprop", {"lr": 0.1, "centered": True, "momentum": 0.5}),
-    ("Adadelta", {"lr": 0.5}),
-    ("Adamax", {"lr": 0.1}),
-    ("NAdam", {"lr": 0.1}),
-    ("RAdam", {"lr": 0.1}),
-    ("ASGD", {"lr": 0.1, "t0": 2.0}),
-    ("Rprop", {"lr": 0.1}),
 ]
 
 

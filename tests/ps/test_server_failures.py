@@ -10,27 +10,25 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from one_server import CHIEF, STEADY, WORKER, W, add_one, listed
 from waiting import wait_until
 
+import stratagem as sg
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
 from stratagem._ps.server import ParameterServer
-from stratagem.errors import (
-    NotFoundError,
-    ParameterServerLost,
-)
+from stratagem._wire.handshake import ClusterKey
+from stratagem.config import ClusterOptions
+from stratagem.errors import NotFoundError, ParameterServerLost
 
 LIMIT_S = 20.0
-CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s=0.2)
-WORKER = Membership(session="s", task="/job:worker/task:0")
-W = Place(0, 1, (2,), torch.float32)
 
 
 def stop(pid: int) -> None:
@@ -38,29 +36,15 @@ def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
     def states() -> set[str]:
-        return {
-            (task / "stat").read_text().rpartition(")")[2].split()[0]
-            for task in Path(f"/proc/{pid}/task").iterdir()
-        }
+        try:
+            return {
+                (task / "stat").read_text().rpartition(")")[2].split()[0]
+                for task in Path(f"/proc/{pid}/task").iterdir()
+            }
+        except OSError:  # a thread that has just ended
+            return set()
 
     wait_until(lambda: states() == {"T"})
-
-
-def add_one(client: PsClient) -> None:
-    batch = client.batch()
-    batch.assign(0, 1, "add", torch.ones(2))
-    client.send(batch)
-
-
-@pytest.fixture
-def server() -> Iterator[ParameterServer]:
-    """One server."""
-    with ParameterServer("127.0.0.1:0", task="/job:ps/task:0").start() as running:
-        yield running
-
-
-def listed(server: ParameterServer) -> list[tuple[str, str]]:
-    return [(server.task, server.address)]
 
 
 # Sessions.
@@ -123,8 +107,7 @@ def test_writes_are_repeated_after_a_broken_connection_and_count_once(
     server: ParameterServer, shared: bool
 ) -> None:
     """The connection breaks after the server applied the writes, before it was heard."""
-    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
-    with PsClient(listed(server), steady, shared_memory=shared) as client:
+    with PsClient(listed(server), STEADY, shared_memory=shared) as client:
         client.create(W, "w", value=torch.zeros(2))
         for round_number in range(1, 4):
             for _ in range(3):
@@ -142,8 +125,7 @@ def test_writes_are_repeated_after_a_broken_connection_and_count_once(
 
 def test_a_connection_broken_between_steps_is_mended(server: ParameterServer) -> None:
     """Nothing outstanding: the next request finds out and connects again."""
-    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
-    with PsClient(listed(server), steady) as client:
+    with PsClient(listed(server), STEADY) as client:
         client.create(W, "w", value=torch.zeros(2))
         channel = client._links[0]._channel
         assert channel is not None
@@ -155,8 +137,7 @@ def test_a_connection_broken_between_steps_is_mended(server: ParameterServer) ->
 
 def test_a_server_come_back_empty_is_lost(server: ParameterServer) -> None:
     """Another life on the same address has none of the variables: that must not pass unnoticed."""
-    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
-    client = PsClient(listed(server), steady)
+    client = PsClient(listed(server), STEADY)
     try:
         client.create(W, "w", value=torch.zeros(2))
         server.close()
@@ -166,6 +147,39 @@ def test_a_server_come_back_empty_is_lost(server: ParameterServer) -> None:
             assert caught.value.variables == ("w",)
     finally:
         client.close()
+
+
+@contextmanager
+def other_key(address: str) -> Iterator[None]:
+    with ParameterServer(address, key=ClusterKey.random()).start():
+        yield
+
+
+@contextmanager
+def worker(address: str) -> Iterator[None]:
+    with sg.Server({"worker": [address]}):
+        yield
+
+
+@pytest.mark.parametrize("somebody", [other_key, worker])
+def test_a_server_whose_address_somebody_else_has_now_is_lost(
+    server: ParameterServer, somebody: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    """FLT-10: they answer, and refuse; to whoever asks for a variable, pings, or watches."""
+    with ExitStack() as stack:
+        asking, pinging, watching = (
+            stack.enter_context(PsClient(listed(server), STEADY)) for _ in range(3)
+        )
+        asking.create(W, "w", value=torch.zeros(2))
+        server.close()
+        with somebody(server.address):
+            with pytest.raises(ParameterServerLost) as caught:
+                asking.versions(0)
+            assert caught.value.variables == ("w",)
+            with pytest.raises(ParameterServerLost):
+                pinging.ping(0, timeout_s=LIMIT_S)
+            with pytest.raises(ParameterServerLost):
+                watching.look_after_servers(ClusterOptions())
 
 
 SERVER = """
@@ -248,8 +262,7 @@ def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
 ) -> None:
     """Their slots are not filled anew while the server may read them; each counts once."""
     child, address = process
-    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
-    with PsClient([("/job:ps/task:0", address)], steady, shared_memory=shared) as client:
+    with PsClient([("/job:ps/task:0", address)], STEADY, shared_memory=shared) as client:
         client.create(W, "w", value=torch.zeros(2))
         link = client._links[0]
         if applied:  # the server's answers are on their way, but not yet read
@@ -290,7 +303,6 @@ def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
 ) -> None:
     """Hundreds of interruptions, wherever they strike in the wait."""
     _, address = process
-    steady = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     draw, armed, struck = random.Random(11), threading.Event(), []
     main = threading.main_thread().ident
     assert main is not None
@@ -309,7 +321,7 @@ def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
     before = signal.signal(signal.SIGUSR1, strike)
     thread = threading.Thread(target=disturb, name="test-disturb")
     try:
-        with PsClient([("/job:ps/task:0", address)], steady) as client:
+        with PsClient([("/job:ps/task:0", address)], STEADY) as client:
             client.create(W, "w", value=torch.zeros(2))
             thread.start()
             rounds = 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
+from one_server import CHIEF, W, add_one, listed
 from waiting import wait_until
 
 from stratagem._ps import door
@@ -26,25 +26,6 @@ from stratagem.errors import (
 )
 
 LIMIT_S = 20.0
-CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s=0.2)
-W = Place(0, 1, (2,), torch.float32)
-
-
-def add_one(client: PsClient) -> None:
-    batch = client.batch()
-    batch.assign(0, 1, "add", torch.ones(2))
-    client.send(batch)
-
-
-@pytest.fixture
-def server() -> Iterator[ParameterServer]:
-    """One server."""
-    with ParameterServer("127.0.0.1:0", task="/job:ps/task:0").start() as running:
-        yield running
-
-
-def listed(server: ParameterServer) -> list[tuple[str, str]]:
-    return [(server.task, server.address)]
 
 
 # Clients that misbehave.

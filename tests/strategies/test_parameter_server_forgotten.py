@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,9 @@ import stratagem as sg
 from stratagem._wire import messages
 
 
-@pytest.fixture(params=["1", "0"], ids=["shared", "bytes"])
-def coordinator(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[sg.ClusterCoordinator]:
-    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", request.param)
-    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
-        strategy = sg.ParameterServerStrategy(cluster.resolver)
-        with sg.ClusterCoordinator(strategy) as made:
-            yield made
+@pytest.fixture
+def coordinator(either_way: sg.ClusterCoordinator) -> sg.ClusterCoordinator:
+    return either_way
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:

@@ -6,58 +6,23 @@ One worker, asynchronously or not, gives plain PyTorch's numbers (issue 4: "an u
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from scheduling import WAIT_S, run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import stratagem as sg
 
-WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[sg.LocalCluster]:
-    with sg.LocalCluster(workers=1, ps=2) as made:
-        yield made
-
-
-@contextmanager
-def coordinating(
-    cluster: sg.LocalCluster, devices: list[str] | None
-) -> Iterator[sg.ClusterCoordinator]:
-    strategy = sg.ParameterServerStrategy(
-        cluster.resolver, sg.partitioners.FixedShardsPartitioner(2), worker_devices=devices
-    )
-    with sg.ClusterCoordinator(strategy) as made:
-        yield made
-
-
-@pytest.fixture(params=["one replica", "two replicas"])
-def coordinator(
-    request: pytest.FixtureRequest, cluster: sg.LocalCluster
-) -> Iterator[sg.ClusterCoordinator]:
-    devices = ["cpu:0", "cpu:1"] if request.param == "two replicas" else None
-    with coordinating(cluster, devices) as made:
-        yield made
-
 
 @pytest.fixture
-def alone(cluster: sg.LocalCluster) -> Iterator[sg.ClusterCoordinator]:
-    """One replica: for what is not one device's numbers with several."""
-    with coordinating(cluster, None) as made:
-        yield made
-
-
-def run(coordinator: sg.ClusterCoordinator, function: Callable[..., Any], *args: Any) -> Any:
-    value = coordinator.schedule(function, args=args)
-    coordinator.join(timeout_s=WAIT_S)
-    return value.get(timeout_s=WAIT_S)
+def partitioner() -> sg.partitioners.Partitioner:
+    """Everything in two pieces."""
+    return sg.partitioners.FixedShardsPartitioner(2)
 
 
 def train_both(

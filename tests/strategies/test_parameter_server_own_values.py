@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,15 +10,9 @@ import stratagem as sg
 LARGE = 1 << 15
 
 
-@pytest.fixture(params=["1", "0"], ids=["shared", "bytes"])
-def coordinator(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[sg.ClusterCoordinator]:
-    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", request.param)
-    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
-        strategy = sg.ParameterServerStrategy(cluster.resolver)
-        with sg.ClusterCoordinator(strategy) as made:
-            yield made
+@pytest.fixture
+def coordinator(either_way: sg.ClusterCoordinator) -> sg.ClusterCoordinator:
+    return either_way
 
 
 def scribble(one: sg.Variable, neighbour: sg.Variable) -> list[float]:

@@ -6,39 +6,13 @@ silently (issue 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
+from scheduling import run
 from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem._core import structure
-
-WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[sg.LocalCluster]:
-    with sg.LocalCluster(workers=1, ps=2) as made:
-        yield made
-
-
-@pytest.fixture(params=["one replica", "two replicas"])
-def coordinator(
-    request: pytest.FixtureRequest, cluster: sg.LocalCluster
-) -> Iterator[sg.ClusterCoordinator]:
-    devices = ["cpu:0", "cpu:1"] if request.param == "two replicas" else None
-    strategy = sg.ParameterServerStrategy(cluster.resolver, worker_devices=devices)
-    with sg.ClusterCoordinator(strategy) as made:
-        yield made
-
-
-def run(coordinator: sg.ClusterCoordinator, function: Callable[..., Any], *args: Any) -> Any:
-    value = coordinator.schedule(function, args=args)
-    coordinator.join(timeout_s=WAIT_S)
-    return value.get(timeout_s=WAIT_S)
 
 
 def filled(layer: nn.Module, value: float) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from scheduling import run
 from torch import nn
 
 import stratagem as sg
@@ -50,13 +51,6 @@ def stepping(model, optimizer):
         return loss.item()
 
     return step
-
-
-def run(coordinator, fn, *args):
-    """Schedule one call and wait for everything."""
-    value = coordinator.schedule(fn, args=args)
-    coordinator.join(timeout_s=30)
-    return value.get()
 
 
 X = torch.arange(12.0).reshape(4, 3) / 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 from waiting import wait_until
 
-from stratagem._wire import frames
+from stratagem._wire import connecting, frames, stream
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, tensor_from
 from stratagem._wire.connecting import connect, split_address
@@ -287,6 +288,24 @@ def test_a_listener_that_never_answers_is_a_deadline() -> None:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(DeadlineExceeded, match="does not answer"):
             connect(address, timeout_s=0.1)
+
+
+def test_a_listener_that_dies_while_somebody_connects_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A killed process hangs up on those it served before it stops listening: whoever tries again at once is still let
+    into the line, and thrown out of it."""
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+
+        def die(sock: socket.socket) -> None:
+            stream.prepare(sock)
+            dying.close()
+            assert stream.wait_for(sock, select.POLLIN, time.monotonic() + LIMIT_S)
+
+        monkeypatch.setattr(connecting, "prepare", die)
+        address = f"127.0.0.1:{dying.getsockname()[1]}"
+        with pytest.raises(ConnectionLost, match=f"/job:ps/task:0 at '{address}' hung up"):
+            connect(address, timeout_s=LIMIT_S, peer="/job:ps/task:0")
 
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:", "host:port", "host:99999", ""])

@@ -22,7 +22,13 @@ from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Message
 from stratagem._wire.pulse import Silence
 from stratagem.config import ClusterOptions
-from stratagem.errors import ConnectionLost, DeadlineExceeded, ParameterServerLost, ProtocolError
+from stratagem.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    ParameterServerLost,
+    ProtocolError,
+    WireError,
+)
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -160,7 +166,7 @@ class _Line:
             try:
                 channel = self._connected(deadline)
                 return channel.request(message, timeout_s=_left(deadline)).message
-            except (ConnectionLost, DeadlineExceeded) as error:
+            except WireError as error:  # also of somebody else, who got the address after it
                 self._hang_up()
                 # Two things that people look for in different places: a process that hangs, or a
                 # machine that is cut off; and a process that is not there.
@@ -179,7 +185,7 @@ class _Line:
             elif now - self._asked_at >= every_s:  # it stays lost, and is said to be in its time
                 self._asked_at = now
                 raise self.lost_error(self._lost)
-        except (ConnectionLost, DeadlineExceeded) as error:
+        except WireError as error:
             self._hang_up()
             if self.is_closed():  # its strategy was forgotten: no server is lost by that
                 return

@@ -23,7 +23,6 @@ from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem.errors import (
-    AuthenticationError,
     ConnectionLost,
     DeadlineExceeded,
     NotFoundError,
@@ -250,7 +249,7 @@ class Link:
                 assert self._channel is not None
                 pending.was_repeated = True
                 pending.call = self._channel.begin(pending.message, pending.buffers)
-        except (ConnectionLost, DeadlineExceeded, AuthenticationError, NotFoundError) as error:
+        except (WireError, NotFoundError) as error:  # or somebody else is there by now
             raise self._lost_error(f"is gone: {cause}; connecting again failed: {error}") from error
 
     def declare_lost(self, what: str) -> ParameterServerLost:

@@ -169,8 +169,12 @@ def connect(
             # Connecting to a free local port can meet itself; nobody listens there.
             raise ConnectionLost(f"nobody listens at {address!r}, where {name} should be")
         _prove(sock, ClientHandshake(key, who=name), wait, name)
-    except BaseException:  # Ctrl-C too: no channel owns it yet
+    except BaseException as error:  # Ctrl-C too: no channel owns it yet
         sock.close()
+        if isinstance(error, OSError) and not isinstance(error, WireError):
+            # A process that dies hangs up on those it serves before it stops listening: who comes again
+            # at once gets into the line, and is thrown out of it.
+            raise ConnectionLost(f"{name} at {address!r} hung up at once: {error}") from error
         raise
     return Channel(sock, peer=name, limits=limits, may_unpickle=may_unpickle)
 

@@ -1,0 +1,16 @@
+"""What tests of replicas share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import stratagem as sg
+
+
+@pytest.fixture
+def two() -> Iterator[sg.MirroredStrategy]:
+    """Two replicas, with threads of their own for each test."""
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
+        yield made

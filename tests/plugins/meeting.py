@@ -1,0 +1,22 @@
+"""What the replicas of a test ask: who am I, and what do the others say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stratagem._core import context
+
+
+def me() -> int:
+    """The number of the replica that calls."""
+    replica = context.current_replica()
+    assert replica is not None
+    return replica.id
+
+
+def meet(value: Any, combine: Callable[..., Any], label: str = "here", **options: Any) -> Any:
+    """Meets the other replicas of the run (contract 2)."""
+    replica = context.current_replica()
+    assert replica is not None
+    return replica.group.meet(replica.id, label, value, combine, **options)

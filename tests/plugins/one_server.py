@@ -1,0 +1,31 @@
+"""One parameter server without a cluster around it, and its clients: what tests of servers and of those who talk to them begin with."""
+
+from __future__ import annotations
+
+import torch
+
+from stratagem._ps.client import PsClient
+from stratagem._ps.link import Membership
+from stratagem._ps.mapping import Place
+from stratagem._ps.server import ParameterServer
+
+CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s=0.2)
+"""Whose session ends soon after it is gone."""
+
+STEADY = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+WORKER = Membership(session="s", task="/job:worker/task:0")
+
+W = Place(0, 1, (2,), torch.float32)
+"""The variable of these tests."""
+
+
+def listed(server: ParameterServer) -> list[tuple[str, str]]:
+    """The server as clients are told of it."""
+    return [(server.task, server.address)]
+
+
+def add_one(client: PsClient) -> None:
+    """Sends a write to `W`, whose acknowledgement nobody waits for."""
+    batch = client.batch()
+    batch.assign(0, 1, "add", torch.ones(2))
+    client.send(batch)

@@ -425,10 +425,12 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
 
     from stratagem._cluster.tasks import make_task
     from stratagem._ps.heap import keep_freed_memory
+    from stratagem._wire import shared_heap
 
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()
+        shared_heap.install()
     with make_task(order.job, order.index, order.address, key=order.key or None) as task:
         ready(task.address)
         task.serve()

@@ -19,6 +19,7 @@ from stratagem._cluster.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.heap import keep_freed_memory
 from stratagem._ps.server import ParameterServer
+from stratagem._wire import shared_heap
 from stratagem._wire.connecting import split_address
 from stratagem._wire.listener import is_loopback
 from stratagem.config import ClusterOptions, log_as_environment_says
@@ -113,6 +114,7 @@ class Server(Owner):
         self.start()
         if self._worker is not None:
             keep_freed_memory()
+            shared_heap.install()
             self._worker.forward_output(echo=True)
         if timeout_s is not None:
             self._closed.wait(timeout_s)

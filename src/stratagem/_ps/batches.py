@@ -2,11 +2,13 @@
 
 A `WriteBatch` comes from `PsClient.batch()`, is filled by whoever steps, and is sent by `PsClient.send`: one message per
 server, whatever the number of variables. Tensors are copied into the client's gradient slots (shared memory the
-servers map, or the source of the bytes sent), all in one go, when the batch is sent.
+servers map, or the source of the bytes sent), all in one go, when the batch is sent. Large tensors of a worker lie in shared memory
+themselves (`_wire/shared_heap.py`): whoever waits for the servers anyway may lend them instead.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._wire import codec, messages, shm
+from stratagem._wire import codec, messages, shared_heap, shm
 from stratagem._wire.arenas import Arena, Budget, memory_of_machine
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Operation, Setting, TensorRef
@@ -43,6 +45,7 @@ class Slots:
     def __init__(self) -> None:
         self.arena = Arena(Budget(memory_of_machine()), writable_by_peers=True)
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._heap = shared_heap.installed()
         self._refs: tuple[messages.SegmentRef, ...] = ()
         self._known: list[shm.Segment] = []
 
@@ -65,6 +68,14 @@ class Slots:
         name = codec.dtype_name(dtype)
         return view, TensorRef(name, shape, segment=segment.number, offset=offset)
 
+    def lend(self, tensor: Tensor) -> TensorRef | None:
+        """How a server on this host finds a tensor where it lies; None if it must be copied."""
+        offset = None if self._heap is None else self._heap.offset_of(tensor)
+        if offset is None:
+            return None
+        name = codec.dtype_name(tensor.dtype)
+        return TensorRef(name, tuple(tensor.shape), segment=shared_heap.NUMBER, offset=offset)
+
     def reset(self) -> None:
         """Everything sent has arrived: start again."""
         if len(self.arena.segments()) > 1:
@@ -76,7 +87,8 @@ class Slots:
         segments = self.arena.segments()
         if segments != self._known:
             self._known = segments
-            self._refs = tuple(segment.ref() for segment in segments)
+            heap = () if self._heap is None else (self._heap.ref(),)
+            self._refs = (*(segment.ref() for segment in segments), *heap)
         return self._refs
 
     def close(self) -> None:
@@ -108,19 +120,30 @@ class Outgoings:
 class WriteBatch:
     """Operations of one step on any number of servers, applied at most once.
 
-    Tensors given to it must not change until it is sent. Example: see `PsClient`.
+    Tensors given to it must not change until it is sent; those in `lent` not until it is settled. Example: see
+    `PsClient`.
+
+    Args:
+        slots: where tensors are copied to.
+        shares_memory: by server, whether it can read the slots.
+        lends_from: tensors of so many bytes that servers can read where they lie are not copied.
     """
 
-    def __init__(self, slots: Slots, shares_memory: Sequence[bool]) -> None:
+    def __init__(
+        self, slots: Slots, shares_memory: Sequence[bool], *, lends_from: float = math.inf
+    ) -> None:
         self._slots = slots
         self._shares_memory = shares_memory
+        self._lends_from = lends_from
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
-        self._filled: list[Tensor] = []  # what `again` fills anew
+        self._tensors: list[Tensor | int] = []  # in order: the slot of each, or where a lent one lies
         self._placed: tuple[messages.SegmentRef, ...] = ()
         self._position: dict[int, int] = {}  # how far the slots were taken with it
         self.parts: dict[int, Outgoings] = {}
+        self.lent: list[Tensor] = []
         self.nbytes = 0
+        """Bytes that are copied."""
 
     def assign(self, server: int, variable: int, operation: str, value: Tensor) -> None:
         """``set``, ``add`` or ``sub`` a value of the variable's shape."""
@@ -177,23 +200,31 @@ class WriteBatch:
             tensors: as given at first, in the same order, without those that have no elements.
 
         Returns:
-            None if the slots have moved, or are shared with other servers than before.
+            None if the slots have moved, a tensor that was lent lies elsewhere, or slots are shared with
+            other servers than before.
         """
-        if self._slots.refs() != self._placed or len(tensors) != len(self._filled):
+        if self._slots.refs() != self._placed or len(tensors) != len(self._tensors):
             return None
         for server, part in self.parts.items():
             if part.shares_memory != self._shares_memory[server]:
                 return None
-        twin = WriteBatch(self._slots, self._shares_memory)
-        twin.parts, twin.nbytes = self.parts, self.nbytes
-        twin._to, twin._from = self._filled, list(tensors)
+        twin = WriteBatch(self._slots, self._shares_memory, lends_from=self._lends_from)
+        twin.parts, twin.nbytes, twin._tensors = self.parts, self.nbytes, self._tensors
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            if isinstance(place, Tensor):
+                twin._to.append(place)
+                twin._from.append(tensor)
+            elif tensor.data_ptr() == place and tensor.is_contiguous():
+                twin.lent.append(tensor)
+            else:
+                return None
         # If it is interrupted, what follows must not be placed over it.
         self._slots.arena.advance(self._position)
         return twin
 
     def copy_in(self) -> None:
         """Copies all tensors into the slots; called by the client when it sends."""
-        self._filled, self._placed = self._to, self._slots.refs()
+        self._placed = self._slots.refs()
         self._position = self._slots.arena.position()
         if len(self._to) == 1:
             self._to[0].copy_(self._from[0])
@@ -219,13 +250,19 @@ class WriteBatch:
                 f"a tensor with layout {tensor.layout} cannot be written as it is: give rows (ids "
                 f"and values) instead"
             )
-        shape = tuple(tensor.shape)
+        shape, size = tuple(tensor.shape), tensor.nbytes
+        if size >= self._lends_from and part.shares_memory:
+            lent = self._slots.lend(tensor)
+            if lent is not None:
+                self.lent.append(tensor)
+                self._tensors.append(tensor.data_ptr())
+                return lent
         view, ref = self._slots.place(shape, tensor.dtype)
-        size = tensor.nbytes
         if size:
             self.nbytes += size
             self._to.append(view)
             self._from.append(tensor.detach() if tensor.requires_grad else tensor)
+            self._tensors.append(view)
         if part.shares_memory:
             return ref
         part.buffers.append(codec.bytes_of(view))

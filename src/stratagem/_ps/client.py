@@ -8,6 +8,7 @@ connection. Where a variable lives is the caller's knowledge: servers are given 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -255,10 +256,15 @@ class PsClient(Owner):
         """To be held from `batch` to `settle` where several threads write; reads take it too."""
         return self._lock
 
-    def batch(self) -> WriteBatch:
-        """A new batch of writes. One at a time: fill it, send it, then ask for the next."""
+    def batch(self, *, lends_from: float = math.inf) -> WriteBatch:
+        """A new batch of writes. One at a time: fill it, send it, then ask for the next.
+
+        Args:
+            lends_from: of so many bytes on, servers on this host read tensors where they lie if they can,
+                and the caller must `settle` before anybody may change them.
+        """
         with self._lock:
-            return self.outbox.batch()
+            return self.outbox.batch(lends_from=lends_from)
 
     def send(self, batch: WriteBatch) -> None:
         """Sends a batch to its servers and returns; `settle` waits for the acknowledgements.
@@ -285,9 +291,9 @@ class PsClient(Owner):
         with self._lock:
             return {} if self.outbox.is_settled else self.outbox.settle(timeout_s=timeout_s)
 
-    def settle_if_due(self) -> None:
-        """As `settle`, where a write is waited for at once: not inside a scheduled function."""
-        if not self.outbox.defers:
+    def settle_if_due(self, batch: WriteBatch) -> None:
+        """As `settle`, where a write is waited for at once: if it lent anything, or outside a scheduled function."""
+        if batch.lent or not self.outbox.defers:
             self.settle()
 
     def progress(self) -> None:

@@ -10,10 +10,12 @@ Not for several threads at once: `client.py` has the lock.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
+from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps.batches import Outgoings, Slots, WriteBatch
@@ -37,6 +39,7 @@ class _Write(NamedTuple):
     server: int
     pending: Pending
     owner: int | None  # the closure it belongs to
+    lent: Sequence[Tensor]  # what the server reads where it lies: not freed before it has answered
 
 
 @final
@@ -95,13 +98,13 @@ class Outbox:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def batch(self) -> WriteBatch:
+    def batch(self, *, lends_from: float = math.inf) -> WriteBatch:
         """A new batch of writes. One at a time: fill it, send it, then ask for the next."""
         if self._unsettled_bytes > UNSETTLED_BYTES or len(self._unsettled) >= UNSETTLED_WRITES:
             self.settle()
         if not self._unsettled:
             self.slots.reset()
-        return WriteBatch(self.slots, self.shares_memory)
+        return WriteBatch(self.slots, self.shares_memory, lends_from=lends_from)
 
     def send(self, batch: WriteBatch) -> None:
         """Sends a batch to its servers.
@@ -114,15 +117,17 @@ class Outbox:
             if part.buffers or self._once is not None:
                 pieces[server] = self._pieces(server, part)
         batch.copy_in()
-        later = self._gathers and batch.nbytes <= GATHERED_BYTES
+        later = self._gathers and batch.nbytes <= GATHERED_BYTES and not batch.lent
         for server, part in batch.parts.items():
             if part.shares_memory:
                 self.announce_slots(server)
             for piece in pieces.get(server) or (part,):
-                self._send_one(server, piece, later=later)
+                self._send_one(server, piece, batch.lent, later=later)
         self._unsettled_bytes += batch.nbytes
 
-    def _send_one(self, server: int, piece: Outgoings | Piece, *, later: bool) -> None:
+    def _send_one(
+        self, server: int, piece: Outgoings | Piece, lent: Sequence[Tensor], *, later: bool
+    ) -> None:
         link = self._links[server]
         link.sequence += 1
         nth = 0
@@ -134,7 +139,7 @@ class Outbox:
         pending = Pending(message, piece.buffers)
         # Noted first: whatever interrupts the sending, its slots are not used again before the
         # server has answered.
-        self._unsettled.append(_Write(server, pending, self._owner))
+        self._unsettled.append(_Write(server, pending, self._owner, lent))
         self.sent += 1
         try:
             link.send(pending, later=later)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from stratagem._ps.mapping import MappedVariable, Place
 from stratagem._ps.placement import Description, device_name
 from stratagem._ps.store import InitOp
 from stratagem.errors import ConnectionLost
+
+LENT_BYTES: Final = 1 << 20
+"""From this size on a scheduled function waits for its write rather than copying what it writes."""
 
 _read_time = metrics.timer("ps.read")
 
@@ -204,12 +208,12 @@ class RemoteVariable:
         return torch.split_with_sizes(value, self.layout.sizes)
 
     def assign(self, operation: str, value: Tensor) -> None:
-        """``set``, ``add`` or ``sub`` all rows; in a scheduled function without waiting for it."""
+        """``set``, ``add`` or ``sub`` all rows; in a scheduled function waited for only if it is large."""
         with self._client.lock:
-            batch = self._client.batch()
+            batch = self._client.batch(lends_from=LENT_BYTES)
             self.add_assign(batch, operation, value)
             self._client.send(batch)
-            self._client.settle_if_due()
+            self._client.settle_if_due(batch)
 
     def add_assign(self, batch: WriteBatch, operation: str, value: Tensor) -> None:
         """The same, as part of a batch."""
@@ -219,11 +223,11 @@ class RemoteVariable:
     def scatter(self, operation: str, ids: Tensor, values: Tensor) -> None:
         """Combine rows (``add sub mul div min max update``), duplicates and all."""
         with self._client.lock:
-            batch = self._client.batch()
+            batch = self._client.batch(lends_from=LENT_BYTES)
             self._add_scatter(batch, operation, ids, values)
             if not batch.is_empty:
                 self._client.send(batch)
-                self._client.settle_if_due()
+                self._client.settle_if_due(batch)
 
     def _add_scatter(self, batch: WriteBatch, operation: str, ids: Tensor, values: Tensor) -> None:
         if len(self.places) == 1:

@@ -34,6 +34,7 @@ from stratagem._ps.remote import RemoteVariable
 from stratagem._ps.settings import Settings, changed_settings
 from stratagem._ps.tables import TableParameter
 from stratagem._ps.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
+from stratagem._wire import shared_heap
 from stratagem.errors import ForeignParameterError, NotFoundError
 
 WATCHED = 16
@@ -120,6 +121,8 @@ class WorkerVariables:
 
     def __init__(self, client: PsClient, registry: metrics.Registry | None = None) -> None:
         self.client = client
+        self.heap = shared_heap.installed()
+        """Where large tensors of scheduled functions lie, if this process has one."""
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
         self._copies: list[DenseParameter] = []  # those of them that must be refreshed
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
@@ -280,7 +283,7 @@ class WorkerVariables:
             plain = None if changed else self._plain_gradients(optimizer)
             batch = None if plain is None else self._repeated(number, plain, settings)
             if batch is None:
-                batch = self.client.batch()
+                batch = self.client.batch(lends_from=shared_heap.LEAST_BYTES)
                 touched = self._fill(batch, number, optimizer, settings)
                 for buffer in changed:
                     buffer.add_change(batch)
@@ -434,7 +437,7 @@ class WorkerClosure:
     Written out, not an ``ExitStack``: this is around every closure, and some take 50 µs.
     """
 
-    __slots__ = ("_exactly_once", "_gathers", "_number", "_scope", "_variables")
+    __slots__ = ("_exactly_once", "_gathers", "_heap", "_number", "_scope", "_variables")
 
     def __init__(
         self,
@@ -450,6 +453,7 @@ class WorkerClosure:
         self._scope = scope
         self._exactly_once = exactly_once
         self._gathers = gathers
+        self._heap = variables.heap
 
     def __enter__(self) -> None:
         outbox = self._variables.client.outbox
@@ -459,6 +463,8 @@ class WorkerClosure:
                 self._number, exactly_once=self._exactly_once, gathers=self._gathers
             )
             self._variables._begin_closure()
+            if self._heap is not None:
+                self._heap.enter()
         except BaseException as error:  # Ctrl-C included: what was entered is left, whatever came
             outbox.end_closure()
             self._scope.__exit__(type(error), error, error.__traceback__)
@@ -470,6 +476,8 @@ class WorkerClosure:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._heap is not None:
+            self._heap.leave()
         try:
             self._variables._end_closure(succeeded=exc is None, wait=self._exactly_once)
         finally:

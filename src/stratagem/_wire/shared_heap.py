@@ -1,0 +1,161 @@
+"""A worker's large tensors lie in memory that servers of the same host can map.
+
+What a step writes to a server is then read where it lies, without a copy. The allocator is C (`shared_heap.c`, which says how
+torch comes to use it), built when the package is installed. Without a C compiler then, or with a torch that gets
+its memory in another way, there is no heap, and writes are copied into slots as they are for small tensors.
+
+One heap per process, for good. Only threads that ask for it get memory from it, while they ask (`SharedHeap.enter`): others'
+tensors, and everything small, lie where they always do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import threading
+from typing import Final, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._wire.arenas import memory_of_machine
+from stratagem._wire.messages import SegmentRef
+from stratagem._wire.shm import ALIGNMENT, HEADER_BYTES, Segment
+
+_log = logging.getLogger("stratagem.wire")
+
+NUMBER: Final = 1 << 30
+"""What messages call the heap's segment; slots count from 1."""
+
+LEAST_BYTES: Final = 1 << 17
+"""Smaller tensors are copied in less time than it takes to think about them."""
+
+KEPT_BYTES: Final = 1 << 28
+"""How much freed memory at most stays with the process."""
+
+_LIBRARY: Final = b"libc10.so"
+_REASONS: Final = {
+    1: "there is no memory for it",
+    2: "this torch does not free memory by free()",
+    3: "this torch does not get memory by posix_memalign()",
+}
+
+
+@final
+class SharedHeap:
+    """The heap of this process; made by `install`.
+
+    Example:
+        >>> from stratagem._wire import shared_heap
+        >>> heap = shared_heap.installed()
+        >>> heap is None or heap.used_bytes >= 0
+        True
+    """
+
+    def __init__(self, native: ctypes.PyDLL, segment: Segment) -> None:
+        self._native = native
+        self._segment = segment  # never closed: tensors lie in it until the process ends
+        self._base: int = native.shared_heap_base()
+        self._end = self._base + segment.size
+        self.enter = native.shared_heap_enter
+        """Tensors this thread makes may lie in the heap from now on."""
+        self.leave = native.shared_heap_leave
+        """Until now."""
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where in the heap's segment a tensor's elements lie, in order and without gaps; else None."""
+        offset: int = tensor.data_ptr() - self._base
+        if not 0 < offset < self._end - self._base or offset % ALIGNMENT:
+            return None
+        return offset if tensor.is_contiguous() else None
+
+    def ref(self) -> SegmentRef:
+        """How servers on this host find it."""
+        return self._segment.ref()
+
+    def trim(self) -> None:
+        """Gives what is free back to the kernel."""
+        self._native.shared_heap_trim()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the tensors in it."""
+        return int(self._native.shared_heap_used())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are free, but not the kernel's."""
+        return int(self._native.shared_heap_kept())
+
+    @override
+    def __repr__(self) -> str:
+        return f"<SharedHeap {self.used_bytes} bytes in use, {self.kept_bytes} kept>"
+
+
+_lock = threading.Lock()
+_heap: SharedHeap | None = None
+_why_not = "no worker runs in this process"
+
+
+def installed() -> SharedHeap | None:
+    """The heap of this process, if it has one."""
+    return _heap
+
+
+def why_not() -> str:
+    """Why this process has none."""
+    return _why_not
+
+
+def is_built() -> bool:
+    """Whether the C part was built when the package was installed."""
+    return _library_path() is not None
+
+
+def install() -> SharedHeap | None:
+    """Makes the heap, once per process; None if there can be none here (`why_not`)."""
+    global _heap, _why_not  # noqa: PLW0603 - one allocator per process is what it is
+    with _lock:
+        if _heap is None:
+            try:
+                _heap = _install()
+            except OSError as error:
+                _why_not = str(error)
+                _log.debug("tensors stay in private memory: %s", error)
+        return _heap
+
+
+def _install() -> SharedHeap:
+    path = _library_path()
+    if path is None:
+        raise OSError("its C part was not built: there was no compiler at installation")
+    native = _load(path)
+    # Room for everything the machine has; pages cost memory once written.
+    segment = Segment(NUMBER, memory_of_machine(), writable_by_peers=True)
+    missing = native.shared_heap_install(
+        _LIBRARY, segment.ref().fd, segment.size, HEADER_BYTES, LEAST_BYTES, KEPT_BYTES
+    )
+    if missing:
+        segment.close()
+        raise OSError(f"{_REASONS[missing]} (torch {torch.__version__})")
+    return SharedHeap(native, segment)
+
+
+def _load(path: str) -> ctypes.PyDLL:
+    # PyDLL keeps Python's lock: the calls take less time than giving it away.
+    native = ctypes.PyDLL(path)
+    size = ctypes.c_size_t
+    native.shared_heap_install.argtypes = [ctypes.c_char_p, ctypes.c_int, size, size, size, size]
+    native.shared_heap_base.restype = size
+    native.shared_heap_used.restype = size
+    native.shared_heap_kept.restype = size
+    for name in ("enter", "leave", "trim"):
+        getattr(native, f"shared_heap_{name}").restype = None
+    return native
+
+
+def _library_path() -> str | None:
+    spec = importlib.util.find_spec("stratagem._wire._shared_heap")
+    return None if spec is None else spec.origin

@@ -246,11 +246,29 @@ def shared_memory_allowed() -> bool:
         >>> config.shared_memory_allowed()
         True
     """
-    text = environment("STRATAGEM_SHARED_MEMORY", "1")
+    return _switch("STRATAGEM_SHARED_MEMORY", "share memory wherever tasks run on one host")
+
+
+def shared_heap_allowed() -> bool:
+    """Whether large tensors of a worker may lie where servers on its host can read them.
+
+    ``STRATAGEM_SHARED_HEAP=0`` keeps them in private memory, from which writes are copied.
+
+    Example:
+        >>> from stratagem import config
+        >>> config.shared_heap_allowed()
+        True
+    """
+    wanted = _switch("STRATAGEM_SHARED_HEAP", "let servers read large tensors where they lie")
+    return wanted and shared_memory_allowed()
+
+
+def _switch(name: str, purpose: str) -> bool:
+    """A switch of the environment that is on unless it is turned off."""
+    text = environment(name, "1")
     if text not in ("0", "1"):
         raise ValueError(
-            f"STRATAGEM_SHARED_MEMORY={text!r} is not a switch: expected 0 or 1. Unset it to share "
-            f"memory wherever tasks run on one host."
+            f"{name}={text!r} is not a switch: expected 0 or 1. Unset it to {purpose}."
         )
     return text == "1"
 

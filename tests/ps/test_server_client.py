@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem._ps import mapping
-from stratagem._ps.batches import PushedGradient
+from stratagem._ps.batches import PushedGradient, Sharing
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
@@ -65,7 +65,7 @@ def value_of(client: PsClient, *places: Place) -> list[list[float]]:
 def test_sharing_is_what_was_asked_for(worker: PsClient, shared: bool) -> None:
     """The parametrisation of this file is real: one half of it does not share memory."""
     assert worker.shares_memory(0) == shared
-    assert (worker.outbox.shares_memory == [True, True]) == shared
+    assert (worker.outbox.sharing == [Sharing.SLOTS] * 2) == shared
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem._ps.batches import PushedGradient
+from stratagem._ps.batches import PushedGradient, Sharing
 from stratagem._ps.client import PsClient
 from stratagem._ps.link import Membership
 from stratagem._ps.mapping import Place
@@ -155,7 +155,7 @@ def test_a_large_step_comes_in_several_messages_and_counts_once(
         )
         chief.create_optimizer(0, 1, "torch.optim.Adam", [group])
         with client_of(server, WORKER.format(0), shared=shares, incarnation=1) as first:
-            assert first.outbox.shares_memory == [shares]
+            assert (first.outbox.sharing == [Sharing.SLOTS]) == shares
             push(first, 5)
             assert first.outbox.sent == 3  # three variables fit into a message
         with client_of(server, WORKER.format(1), shared=repeats, incarnation=1) as second:

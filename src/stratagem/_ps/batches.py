@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
 from typing import final
 
 import torch
@@ -82,13 +84,17 @@ class Slots:
             self._views.clear()  # the arena joins its segments into one
         self.arena.reset()
 
+    @cached_property
+    def heap_refs(self) -> tuple[messages.SegmentRef, ...]:
+        """How servers on this host find what is lent; nothing if nothing can be."""
+        return () if self._heap is None else (self._heap.ref(),)
+
     def refs(self) -> tuple[messages.SegmentRef, ...]:
         """How servers on this host find the slots."""
         segments = self.arena.segments()
         if segments != self._known:
             self._known = segments
-            heap = () if self._heap is None else (self._heap.ref(),)
-            self._refs = (*(segment.ref() for segment in segments), *heap)
+            self._refs = tuple(segment.ref() for segment in segments)
         return self._refs
 
     def close(self) -> None:
@@ -97,14 +103,22 @@ class Slots:
         self.arena.close()
 
 
+class Sharing(Enum):
+    """What a server reads in this process's memory."""
+
+    NOTHING = auto()  # bytes go over the connection
+    SLOTS = auto()
+    HEAP = auto()  # the slots, and large tensors where they lie
+
+
 @final
 class Outgoings:
     """What goes to one server: operations, and for a server that shares no memory their bytes."""
 
-    __slots__ = ("_encoded", "buffers", "operations", "shares_memory")
+    __slots__ = ("_encoded", "buffers", "operations", "sharing")
 
-    def __init__(self, *, shares_memory: bool) -> None:
-        self.shares_memory = shares_memory
+    def __init__(self, sharing: Sharing) -> None:
+        self.sharing = sharing
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
         self._encoded: messages.Operations | None = None
@@ -120,28 +134,30 @@ class Outgoings:
 class WriteBatch:
     """Operations of one step on any number of servers, applied at most once.
 
-    Tensors given to it must not change until it is sent; those in `lent` not until it is settled. Example: see
-    `PsClient`.
+    Tensors given to it must not change until it is sent; if it `lends` some, not until it is settled. Example:
+    see `PsClient`.
 
     Args:
         slots: where tensors are copied to.
-        shares_memory: by server, whether it can read the slots.
+        sharing: by server, what it can read.
         lends_from: tensors of so many bytes that servers can read where they lie are not copied.
     """
 
     def __init__(
-        self, slots: Slots, shares_memory: Sequence[bool], *, lends_from: float = math.inf
+        self, slots: Slots, sharing: Sequence[Sharing], *, lends_from: float = math.inf
     ) -> None:
         self._slots = slots
-        self._shares_memory = shares_memory
+        self._sharing = sharing
         self._lends_from = lends_from
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
-        self._tensors: list[Tensor | int] = []  # in order: the slot of each, or where a lent one lies
+        self._tensors: list[Tensor | int] = []  # in order: each one's slot, or where a lent one lies
         self._placed: tuple[messages.SegmentRef, ...] = ()
         self._position: dict[int, int] = {}  # how far the slots were taken with it
         self.parts: dict[int, Outgoings] = {}
-        self.lent: list[Tensor] = []
+        self._lent: list[Tensor] = []
+        self.lends = False
+        """Whether servers read some of the tensors where they lie."""
         self.nbytes = 0
         """Bytes that are copied."""
 
@@ -206,16 +222,16 @@ class WriteBatch:
         if self._slots.refs() != self._placed or len(tensors) != len(self._tensors):
             return None
         for server, part in self.parts.items():
-            if part.shares_memory != self._shares_memory[server]:
+            if part.sharing is not self._sharing[server]:
                 return None
-        twin = WriteBatch(self._slots, self._shares_memory, lends_from=self._lends_from)
+        twin = WriteBatch(self._slots, self._sharing, lends_from=self._lends_from)
         twin.parts, twin.nbytes, twin._tensors = self.parts, self.nbytes, self._tensors
         for place, tensor in zip(self._tensors, tensors, strict=True):
             if isinstance(place, Tensor):
                 twin._to.append(place)
                 twin._from.append(tensor)
             elif tensor.data_ptr() == place and tensor.is_contiguous():
-                twin.lent.append(tensor)
+                twin._lend(tensor)
             else:
                 return None
         # If it is interrupted, what follows must not be placed over it.
@@ -232,6 +248,12 @@ class WriteBatch:
             torch._foreach_copy_(self._to, self._from)
         self._to, self._from = [], []
 
+    def take_lent(self) -> Sequence[Tensor]:
+        """The tensors that are lent, for who sends the batch: they must stay until it is settled."""
+        lent = self._lent
+        self._lent = []  # whoever keeps the batch to fill it again shall not keep them
+        return lent
+
     @override
     def __repr__(self) -> str:
         count = sum(len(part.operations) for part in self.parts.values())
@@ -240,9 +262,13 @@ class WriteBatch:
     def _part(self, server: int) -> Outgoings:
         part = self.parts.get(server)
         if part is None:
-            part = Outgoings(shares_memory=self._shares_memory[server])
+            part = Outgoings(self._sharing[server])
             self.parts[server] = part
         return part
+
+    def _lend(self, tensor: Tensor) -> None:
+        self._lent.append(tensor)
+        self.lends = True
 
     def _put(self, part: Outgoings, tensor: Tensor) -> TensorRef:
         if tensor.layout != torch.strided:
@@ -251,10 +277,10 @@ class WriteBatch:
                 f"and values) instead"
             )
         shape, size = tuple(tensor.shape), tensor.nbytes
-        if size >= self._lends_from and part.shares_memory:
+        if size >= self._lends_from and part.sharing is Sharing.HEAP:
             lent = self._slots.lend(tensor)
             if lent is not None:
-                self.lent.append(tensor)
+                self._lend(tensor)
                 self._tensors.append(tensor.data_ptr())
                 return lent
         view, ref = self._slots.place(shape, tensor.dtype)
@@ -263,7 +289,7 @@ class WriteBatch:
             self._to.append(view)
             self._from.append(tensor.detach() if tensor.requires_grad else tensor)
             self._tensors.append(view)
-        if part.shares_memory:
+        if part.sharing is not Sharing.NOTHING:
             return ref
         part.buffers.append(codec.bytes_of(view))
         return TensorRef(ref.dtype, shape, len(part.buffers) - 1)

@@ -36,7 +36,7 @@ from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.messages import Frame, Message, Setting, TensorRef
 from stratagem.config import ClusterOptions
-from stratagem.errors import NotFoundError, ParameterServerLost
+from stratagem.errors import ParameterServerLost
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -293,7 +293,7 @@ class PsClient(Owner):
 
     def settle_if_due(self, batch: WriteBatch) -> None:
         """As `settle`, where a write is waited for at once: if it lent anything, or outside a scheduled function."""
-        if batch.lent or not self.outbox.defers:
+        if batch.lends or not self.outbox.defers:
             self.settle()
 
     def progress(self) -> None:
@@ -536,13 +536,7 @@ class PsClient(Owner):
         """Finds out whether the server can map this client's slots."""
         link = self._links[server]
         self._shares_reads[server] &= link.server_shares_memory
-        self.outbox.shares_memory[server] &= link.server_shares_memory
-        if self.outbox.shares_memory[server]:
-            self.outbox.slots.prepare()
-            try:
-                self.outbox.announce_slots(server)
-            except NotFoundError:  # another host, container or user: bytes go over the connection
-                self.outbox.shares_memory[server] = False
+        self.outbox.try_sharing(server, allowed=link.server_shares_memory)
 
     def _map_more(self, server: int, places: Sequence[Place]) -> None:
         message = messages.Locate(variables=tuple(place.variable for place in places))

@@ -18,11 +18,11 @@ from typing import Final, NamedTuple, final
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._ps.batches import Outgoings, Slots, WriteBatch
+from stratagem._ps.batches import Outgoings, Sharing, Slots, WriteBatch
 from stratagem._ps.link import Link, Pending
 from stratagem._ps.splitting import Piece, TooLargeError, size_of, size_of_operations, split
 from stratagem._wire import messages
-from stratagem.errors import ProtocolError
+from stratagem.errors import NotFoundError, ProtocolError
 
 UNSETTLED_BYTES: Final = 1 << 22
 """Bytes written ahead of their acknowledgements; more would only leave the caches."""
@@ -50,7 +50,8 @@ class Outbox:
         links: the servers.
         writer: name under which servers know who writes.
         incarnation: which life of its task this is; part of every write.
-        shares_memory: by server, whether it can read this client's slots.
+        shares_memory: whether servers may read this client's memory at all; who can is found out by
+            `try_sharing`.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Outbox:
         self._links = links
         self._writer = writer
         self._incarnation = incarnation
-        self.shares_memory = [shares_memory] * len(links)
+        self._may_share = shares_memory
+        self.sharing = [Sharing.NOTHING] * len(links)
+        """By server, what it reads in this process's memory."""
         self.slots = Slots()
         self.duplicates = 0
         """Writes a server answered it had applied before."""
@@ -104,7 +107,7 @@ class Outbox:
             self.settle()
         if not self._unsettled:
             self.slots.reset()
-        return WriteBatch(self.slots, self.shares_memory, lends_from=lends_from)
+        return WriteBatch(self.slots, self.sharing, lends_from=lends_from)
 
     def send(self, batch: WriteBatch) -> None:
         """Sends a batch to its servers.
@@ -117,12 +120,13 @@ class Outbox:
             if part.buffers or self._once is not None:
                 pieces[server] = self._pieces(server, part)
         batch.copy_in()
-        later = self._gathers and batch.nbytes <= GATHERED_BYTES and not batch.lent
+        later = self._gathers and batch.nbytes <= GATHERED_BYTES and not batch.lends
+        lent = batch.take_lent()
         for server, part in batch.parts.items():
-            if part.shares_memory:
-                self.announce_slots(server)
+            if part.sharing is not Sharing.NOTHING:
+                self._announce(server)
             for piece in pieces.get(server) or (part,):
-                self._send_one(server, piece, batch.lent, later=later)
+                self._send_one(server, piece, lent, later=later)
         self._unsettled_bytes += batch.nbytes
 
     def _send_one(
@@ -202,13 +206,22 @@ class Outbox:
         """Whether every write sent so far is acknowledged, so that the slots are free."""
         return not self._unsettled
 
-    def announce_slots(self, server: int) -> None:
-        """Tells a server on this host about slots it has not mapped yet."""
-        link = self._links[server]
-        refs = self.slots.refs()
-        if refs != link.announced:
-            link.request(messages.OpenSegments(segments=refs))
-            link.announced = refs
+    def try_sharing(self, server: int, *, allowed: bool) -> None:
+        """Finds out what a server can map of this process's memory; `allowed`: whether it wants to."""
+        if not allowed or not self._may_share:
+            return
+        self.slots.prepare()
+        # A limit of its address space may keep it from mapping a whole heap. If it cannot map slots either it
+        # is on another host, in another container, or another user's: bytes go over the connection.
+        for sharing in (Sharing.HEAP, Sharing.SLOTS):
+            if sharing is Sharing.HEAP and not self.slots.heap_refs:
+                continue
+            self.sharing[server] = sharing
+            try:
+                self._announce(server)
+                return
+            except NotFoundError:
+                self.sharing[server] = Sharing.NOTHING
 
     def close(self) -> None:
         """Gives the slots up. Repeatable."""
@@ -220,6 +233,16 @@ class Outbox:
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _announce(self, server: int) -> None:
+        """Tells a server on this host about memory it has not mapped yet."""
+        link = self._links[server]
+        refs = self.slots.refs()
+        if self.sharing[server] is Sharing.HEAP:
+            refs = self.slots.heap_refs + refs
+        if refs != link.announced:
+            link.request(messages.OpenSegments(segments=refs))
+            link.announced = refs
+
     def _pieces(self, server: int, part: Outgoings) -> Sequence[Outgoings | Piece]:
         """What is sent to a server that shares no memory, in one message or, if it is large, several.
 
@@ -227,7 +250,8 @@ class Outbox:
         same places if memory is shared.
         """
         link = self._links[server]
-        size = size_of_operations(part.operations) if part.shares_memory else size_of(part.buffers)
+        apart = part.sharing is not Sharing.NOTHING
+        size = size_of_operations(part.operations) if apart else size_of(part.buffers)
         if size <= link.frame_bytes:
             return (part,)
         try:

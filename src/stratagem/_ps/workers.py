@@ -40,6 +40,9 @@ from stratagem.errors import ForeignParameterError, NotFoundError
 WATCHED = 16
 """Variables by which staleness is measured: those of one step move together, so a few tell it."""
 
+VARIANTS = 4
+"""Batches kept of every optimizer, to be sent again."""
+
 _NO_SCOPE = nullcontext()
 
 
@@ -130,7 +133,7 @@ class WorkerVariables:
         self._by_tensor: dict[int, WorkerBuffer] = {}
         self.new_buffers = NewBuffers()
         self._turn = 0  # whose memory is looked at next for hidden writes
-        self._batches: dict[int, _Repeatable] = {}
+        self._batches: dict[int, list[_Repeatable]] = {}  # by optimizer, the latest first
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
         self._push_time = counting.timer("ps.push")
@@ -290,10 +293,10 @@ class WorkerVariables:
                 if batch.is_empty:
                     return
                 if plain is not None:
-                    self._batches[number] = _Repeatable(plain.key, settings, batch, touched)
+                    self._remember(number, _Repeatable(plain.key, settings, batch, touched))
             self.client.send(batch)
             versions = self.client.settle()
-            touched = self._batches[number].touched if plain is not None else touched
+            touched = self._batches[number][0].touched if plain is not None else touched
         self._note_staleness(touched, versions)
         self.refresh()
         self._note_reads()
@@ -336,10 +339,23 @@ class WorkerVariables:
         self, number: int, plain: PlainGradients, settings: Settings
     ) -> WriteBatch | None:
         """The last step's batch with this step's gradients, if only they differ."""
-        known = self._batches.get(number)
-        if known is None or known.key != plain.key or known.settings != settings:
+        variants = self._batches.get(number)
+        if variants is None or not self.client.outbox.is_settled:
             return None
-        return known.batch.again(plain.tensors) if self.client.outbox.is_settled else None
+        for index, known in enumerate(variants):
+            if known.key == plain.key and known.settings == settings:
+                again = known.batch.again(plain.tensors)
+                if again is not None:
+                    if index:
+                        variants.insert(0, variants.pop(index))
+                    return again
+        return None
+
+    def _remember(self, number: int, made: _Repeatable) -> None:
+        """Keeps a batch to be sent again, and a few more: what is lent may lie in turns here and there."""
+        variants = self._batches.setdefault(number, [])
+        variants.insert(0, made)
+        del variants[VARIANTS:]
 
     def forget(self, tensor: Tensor) -> None:
         """Let go of one parameter or buffer."""
@@ -466,6 +482,8 @@ class WorkerClosure:
             if self._heap is not None:
                 self._heap.enter()
         except BaseException as error:  # Ctrl-C included: what was entered is left, whatever came
+            if self._heap is not None:
+                self._heap.leave()
             outbox.end_closure()
             self._scope.__exit__(type(error), error, error.__traceback__)
             raise

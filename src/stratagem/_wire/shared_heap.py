@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem import config
 from stratagem._wire.arenas import memory_of_machine
+from stratagem._wire.frames import ALIGNMENT
 from stratagem._wire.messages import SegmentRef
-from stratagem._wire.shm import ALIGNMENT, HEADER_BYTES, Segment
+from stratagem._wire.shm import HEADER_BYTES, Segment
 
 _log = logging.getLogger("stratagem.wire")
 
@@ -116,7 +118,7 @@ def is_built() -> bool:
 
 def install() -> SharedHeap | None:
     """Makes the heap, once per process; None if there can be none here (`why_not`)."""
-    global _heap, _why_not  # noqa: PLW0603 - one allocator per process is what it is
+    global _heap, _why_not
     with _lock:
         if _heap is None:
             try:
@@ -128,6 +130,8 @@ def install() -> SharedHeap | None:
 
 
 def _install() -> SharedHeap:
+    if not config.shared_heap_allowed():
+        raise OSError("it is switched off (STRATAGEM_SHARED_HEAP=0 or STRATAGEM_SHARED_MEMORY=0)")
     path = _library_path()
     if path is None:
         raise OSError("its C part was not built: there was no compiler at installation")

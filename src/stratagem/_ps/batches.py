@@ -151,7 +151,7 @@ class WriteBatch:
         self._lends_from = lends_from
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
-        self._tensors: list[Tensor | int] = []  # in order: each one's slot, or where a lent one lies
+        self._tensors: list[Tensor | int] = []  # each one's slot, or where a lent one lies
         self._placed: tuple[messages.SegmentRef, ...] = ()
         self._position: dict[int, int] = {}  # how far the slots were taken with it
         self.parts: dict[int, Outgoings] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import resource
 import threading
 from typing import Final, final
 
@@ -132,6 +133,10 @@ def install() -> SharedHeap | None:
 def _install() -> SharedHeap:
     if not config.shared_heap_allowed():
         raise OSError("it is switched off (STRATAGEM_SHARED_HEAP=0 or STRATAGEM_SHARED_MEMORY=0)")
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        raise OSError(
+            "addresses are limited here (ulimit -v), and it takes as many as there is memory"
+        )
     path = _library_path()
     if path is None:
         raise OSError("its C part was not built: there was no compiler at installation")

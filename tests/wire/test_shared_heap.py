@@ -180,6 +180,36 @@ def test_children_of_a_dataloader_read_what_they_inherit() -> None:
     assert run(script) == "True"
 
 
+def test_it_is_given_up_with_its_last_user_and_can_be_made_again() -> None:
+    """While tensors lie in it, it stays."""
+    script = """
+    def mapped():
+        return sum("memfd:stratagem" in line for line in open("/proc/self/maps"))
+    for _ in range(3):
+        assert shared_heap.install() is shared_heap.installed()
+        shared_heap.release()
+        heap = shared_heap.installed()
+        heap.enter()
+        kept = torch.ones(MB)
+        heap.leave()
+        shared_heap.release()
+        assert shared_heap.installed() is heap and mapped()
+        assert shared_heap.install() is heap
+        del kept
+        shared_heap.release()
+        assert shared_heap.installed() is None and not mapped()
+        heap.enter()
+        assert heap.offset_of(torch.ones(MB)) is None
+        heap.leave()
+        if os.fork() == 0:
+            os._exit(0)
+        assert os.wait()[1] == 0
+        heap = shared_heap.install()
+    print("well")
+    """
+    assert run(script) == "well"
+
+
 def test_other_programs_are_started_as_always() -> None:
     script = """
     import subprocess

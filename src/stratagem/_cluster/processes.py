@@ -430,7 +430,7 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()
-        shared_heap.install()
+        shared_heap.install()  # for as long as the process lives
     with make_task(order.job, order.index, order.address, key=order.key or None) as task:
         ready(task.address)
         task.serve()

@@ -83,6 +83,7 @@ class Server(Owner):
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
+        self._has_heap = False
         if start:
             self.start()
 
@@ -114,7 +115,8 @@ class Server(Owner):
         self.start()
         if self._worker is not None:
             keep_freed_memory()
-            shared_heap.install()
+            if not self._has_heap:
+                self._has_heap = shared_heap.install() is not None
             self._worker.forward_output(echo=True)
         if timeout_s is not None:
             self._closed.wait(timeout_s)
@@ -152,6 +154,9 @@ class Server(Owner):
             self._task.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(10.0)
+        if self._has_heap:
+            self._has_heap = False
+            shared_heap.release()
 
     @classmethod
     def create_local_server(cls, config: ClusterOptions | None = None, start: bool = True) -> Self:

@@ -70,6 +70,7 @@ static struct {
 static volatile int is_open;       /* new tensors may come from here */
 static __thread int is_wanted;     /* by this thread, now */
 static int copied[2] = {-1, -1};   /* a pipe by which a forked child says that it has its copy */
+static int handles_fork;
 
 static block **bucket_of(size_t begin) { return &heap.buckets[(begin / ALIGNMENT) % BUCKETS]; }
 
@@ -197,7 +198,7 @@ static int is_ours(const void *memory) {
 static int take(void **memory, size_t alignment, size_t size) {
   if (is_wanted && is_open && size >= heap.least && alignment <= ALIGNMENT) {
     pthread_mutex_lock(&heap.lock);
-    char *found = take_block(size);
+    char *found = is_open ? take_block(size) : NULL;
     pthread_mutex_unlock(&heap.lock);
     if (found != NULL) {
       *memory = found;
@@ -327,9 +328,9 @@ static int import_instead(const char *library, const char *symbol, void *now) {
 
 /* -- the interface of shared_heap.py -------------------------------------------------------------- */
 
-/* Once per process: tensors of `library` of at least `least` bytes may lie in the memory of `fd` from now on, but for
- * its first `head` bytes. Up to `kept_limit` free bytes keep their pages. Mapped here for good: tensors live until the
- * process ends. 0, or the reason why nothing has changed. */
+/* Tensors of `library` of at least `least` bytes may lie in the memory of `fd` from now on, but for its first `head`
+ * bytes. Up to `kept_limit` free bytes keep their pages. There must be no other heap. 0, or the reason why nothing
+ * has changed. */
 int shared_heap_install(const char *library, int fd, size_t size, size_t head, size_t least,
                         size_t kept_limit) {
   block *all = calloc(1, sizeof *all);
@@ -340,8 +341,9 @@ int shared_heap_install(const char *library, int fd, size_t size, size_t head, s
   /* Who gives back first, then who takes; until the end of this both do as before. */
   else if (import_instead(library, "free", (void *)give_back) == 0) missing = NO_FREE;
   else if (import_instead(library, "posix_memalign", (void *)take) == 0) missing = NO_POSIX_MEMALIGN;
-  else if (pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) != 0)
+  else if (!handles_fork && pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child))
     missing = NO_MEMORY;
+  else handles_fork = 1; /* for good */
   if (missing) {
     if (base != MAP_FAILED) munmap(base, size);
     if (own >= 0) close(own);
@@ -361,6 +363,26 @@ int shared_heap_install(const char *library, int fd, size_t size, size_t head, s
   list_free(all);
   is_open = 1;
   return 0;
+}
+
+/* Undoes it, if no tensor lies there any more: 1. Else nothing has changed: 0. */
+int shared_heap_close(void) {
+  pthread_mutex_lock(&heap.lock);
+  int closes = is_open && heap.used == 0;
+  if (closes) {
+    is_open = 0;
+    munmap(heap.base, heap.size);
+    heap.base = NULL;
+    close(heap.fd);
+    while (heap.lowest != NULL) {
+      block *next = heap.lowest->after;
+      free(heap.lowest);
+      heap.lowest = next;
+    }
+    heap.kept = 0;
+  }
+  pthread_mutex_unlock(&heap.lock);
+  return closes;
 }
 
 /* Tensors this thread makes from now on may lie there; until it says otherwise. */

@@ -4,8 +4,8 @@ What a step writes to a server is then read where it lies, without a copy. The a
 torch comes to use it), built when the package is installed. Without a C compiler then, or with a torch that gets
 its memory in another way, there is no heap, and writes are copied into slots as they are for small tensors.
 
-One heap per process, for good. Only threads that ask for it get memory from it, while they ask (`SharedHeap.enter`): others'
-tensors, and everything small, lie where they always do.
+One heap per process, while a worker runs in it. Only threads that ask for it get memory from it, while they ask
+(`SharedHeap.enter`): others' tensors, and everything small, lie where they always do.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class SharedHeap:
 
     def __init__(self, native: ctypes.PyDLL, segment: Segment) -> None:
         self._native = native
-        self._segment = segment  # never closed: tensors lie in it until the process ends
+        self._segment = segment
+        self.users = 0
         self._base: int = native.shared_heap_base()
         self._end = self._base + segment.size
         self.enter = native.shared_heap_enter
@@ -73,6 +74,14 @@ class SharedHeap:
         if not 0 < offset < self._end - self._base or offset % ALIGNMENT:
             return None
         return offset if tensor.is_contiguous() else None
+
+    def close(self) -> bool:
+        """Gives the memory up; False, and nothing has changed, if tensors lie in it."""
+        if not self._native.shared_heap_close():
+            return False
+        self._end = self._base  # its addresses may soon be somebody else's
+        self._segment.close()
+        return True
 
     def ref(self) -> SegmentRef:
         """How servers on this host find it."""
@@ -118,7 +127,10 @@ def is_built() -> bool:
 
 
 def install() -> SharedHeap | None:
-    """Makes the heap, once per process; None if there can be none here (`why_not`)."""
+    """Makes the heap if there is none yet; None if there can be none here (`why_not`).
+
+    Whoever does this says when it is not needed any more: `release`.
+    """
     global _heap, _why_not
     with _lock:
         if _heap is None:
@@ -127,7 +139,19 @@ def install() -> SharedHeap | None:
             except OSError as error:
                 _why_not = str(error)
                 _log.debug("tensors stay in private memory: %s", error)
+                return None
+        _heap.users += 1
         return _heap
+
+
+def release() -> None:
+    """Undoes one `install`. With the last the memory is given up; if tensors lie in it, when the process ends."""
+    global _heap
+    with _lock:
+        if _heap is not None:
+            _heap.users -= 1
+            if _heap.users == 0 and _heap.close():
+                _heap = None
 
 
 def _install() -> SharedHeap:

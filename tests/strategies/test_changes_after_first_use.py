@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import stratagem as sg
 
@@ -263,6 +264,9 @@ def test_a_layer_that_is_on_no_server_is_sent_when_it_is_written(
     assert run(alone, apply) == 1.0
     nn.init.constant_(body.weight, 5.0)
     assert run(alone, apply) == 5.0
+    assert run(alone, lambda: model[0].weight.requires_grad) is False
+    body.requires_grad_()
+    assert run(alone, lambda: model[0].weight.requires_grad) is True
 
 
 # ------------------------------------------------------------------ hooks
@@ -514,6 +518,44 @@ def test_lists_and_dicts_of_modules_are_as_on_the_coordinator(
     assert run(alone, apply) == 202.0
     del model.head
     assert run(alone, apply) == 101.0
+
+
+class Doubled(nn.Linear):
+    """Another class for a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_layer_parametrized_or_of_another_class_later_is_so_on_workers(
+    coordinator: sg.ClusterCoordinator,
+) -> None:
+    """And trains: its weight is computed from parameters that were made then."""
+    strategy = coordinator.strategy
+    with strategy.scope():
+        model = nn.Sequential(layer(3.0))
+
+    def apply() -> float:
+        return float(model(torch.ones(1)))
+
+    assert run(coordinator, apply) == 3.0
+    with strategy.scope():
+        parametrizations.weight_norm(model[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def one_step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    assert run(coordinator, apply) == 3.0
+    run(coordinator, lambda: strategy.run(one_step))
+    assert run(coordinator, apply) == pytest.approx(2.0)
+    with strategy.scope():
+        parametrize.remove_parametrizations(model[0], "weight")
+    assert run(coordinator, apply) == pytest.approx(2.0)
+    model[0].__class__ = Doubled
+    assert run(coordinator, apply) == pytest.approx(4.0)
 
 
 # ------------------------------------------------------------------ buffers made by functions

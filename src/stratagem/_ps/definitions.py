@@ -150,6 +150,7 @@ class AddGroup:
 
 
 ATTRIBUTE = "attribute"
+CLASS = "class"
 HOOKS = "hooks"
 ORDER = "order"
 """Kinds of what moved, beside the dicts modules keep their members in."""
@@ -159,8 +160,7 @@ ORDER = "order"
 class Moved:
     """An attribute or member of a module, or the hooks on an object, are others now.
 
-    Which, is asked when it is told, as `SetAttribute`, `SetMember`, `SetOrder` or `SetHooks`; this stays
-    on the coordinator. So the log of updates keeps no model alive.
+    Which, is asked when it is told, as `SetAttribute`, `SetMember` and so on; this stays on the coordinator. So the log of updates keeps no model alive.
     """
 
     token: Token
@@ -179,6 +179,15 @@ class SetMember:
     name: str
     value: Any
     is_there: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetClass:
+    """A module is of another class now, or others of its tensors are computed (parametrized)."""
+
+    token: Hashable
+    plain: type[nn.Module]
+    computed: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +217,7 @@ class Forget:
 TokenUpdate = SetAttribute | SetRequiresGrad | SetHyperparameters | AddGroup
 """About one object."""
 
-SetPart = SetMember | SetOrder | SetHooks
+SetPart = SetClass | SetMember | SetOrder | SetHooks
 """About what an object is made of: definitions made afterwards have it already."""
 
 Update = TokenUpdate | Moved | SetPart | Forget

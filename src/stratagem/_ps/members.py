@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from stratagem._core import structure
 from stratagem._core.homes import version_of
-from stratagem._ps.definitions import ATTRIBUTE, HOOKS, ORDER, Moved, Token
+from stratagem._ps.definitions import ATTRIBUTE, CLASS, HOOKS, ORDER, Moved, Token
 from stratagem._ps.glimpses import Glimpse
 from stratagem._ps.homes import CoordinatorHome
-from stratagem._ps.taking_apart import Hooked, attributes_of, hook_dicts_of
+from stratagem._ps.taking_apart import Hooked, attributes_of, class_of, hook_dicts_of
 
 KINDS = ("_parameters", "_buffers", "_modules")
 """The dicts a module keeps its members in."""
@@ -42,6 +42,8 @@ class _Told:
     object: weakref.ref[Any]
     hooks: HookKeys
     was_table: bool = False
+    kind: tuple[weakref.ref[type], tuple[str, ...]] | None = None
+    """A module's class, and which of its tensors are computed (parametrized)."""
     members: Members = field(default_factory=dict)
     attributes: Attributes = field(default_factory=dict)
     loose: tuple[str, ...] = ()
@@ -123,22 +125,36 @@ class ToldMembers:
         if told is None or obj is None:
             return
         if all(name in told.attributes and name in vars(obj) for name in names):
-            # Nothing else was touched: train() and eval() of large models come here.
-            attributes = {**told.attributes, **self._attributes_of(obj, names)}
-            yield from _moved_attributes(token, told.attributes, attributes, names)
-            told.attributes = attributes
-            told.loose = _loose(attributes)
-        else:
-            now = self._look_at(obj)
-            now.was_table = told.was_table
-            if now.hooks != told.hooks:
-                _refuse_hooks_of_tables(obj, now)
-                yield Moved(token, HOOKS, "")
-            yield from _moved_members(token, told.members, now.members)
-            yield from _moved_attributes(token, told.attributes, now.attributes, names)
-            told = now
+            yield from self._moved_attributes(token, told, obj, names)
+            return
+        now = self._look_at(obj)
+        now.was_table = told.was_table
+        if now.hooks != told.hooks:
+            _refuse_hooks_of_tables(obj, now)
+            yield Moved(token, HOOKS, "")
+        if now.kind != told.kind:
+            yield Moved(token, CLASS, "")
+        yield from _moved_members(token, told.members, now.members)
+        for name in {**told.attributes, **now.attributes}:
+            before, after = told.attributes.get(name), now.attributes.get(name)
+            if _differ(before, after, was_assigned=name in names):
+                yield _moved_attribute(token, name, before, after)
         self.forget((token,))
-        self._keep(token, told)
+        self._keep(token, now)
+
+    def _moved_attributes(
+        self, token: Token, told: _Told, obj: object, names: set[str]
+    ) -> Iterator[Moved]:
+        """Nothing else was touched: train() and eval() of large models come here."""
+        for name in names:
+            before, after = told.attributes[name], Glimpse(vars(obj)[name], self._is_handle)
+            if _differ(before, after, was_assigned=True):
+                told.attributes[name] = after
+                yield _moved_attribute(token, name, before, after)
+            if before.may_change or after.may_change:
+                told.loose = _loose(told.attributes)
+                self.forget((token,))
+                self._keep(token, told)
 
     def _look_at(self, obj: Hooked) -> _Told:
         dicts = hook_dicts_of(obj)
@@ -152,6 +168,8 @@ class ToldMembers:
             for part in held["_modules"].values():
                 if part is not None:
                     self._name_part(part)
+            plain, computed = class_of(obj)
+            found.kind = weakref.ref(plain), computed
             found.members = self._members_of(obj)
             found.foreign = tuple(one for one in found.members.values() if one[1] >= 0)
             found.attributes = self._attributes_of(obj)
@@ -189,7 +207,7 @@ class ToldMembers:
         home = self._buffer_home(value)
         if home is not None:
             return weakref.ref(home), -1
-        return weakref.ref(value), -1 if self._is_handle(value) else version_of(value)
+        return weakref.ref(value), -1 if self._is_handle(value) else _version_of_foreign(value)
 
     @override
     def __repr__(self) -> str:
@@ -209,9 +227,14 @@ def _is_loosely_as_told(told: _Told) -> bool:
             return False
     for reference, version in told.foreign:
         tensor: Any = reference()
-        if tensor is None or version_of(tensor) != version:
+        if tensor is None or _version_of_foreign(tensor) != version:
             return False
     return True
+
+
+def _version_of_foreign(tensor: Tensor) -> int:
+    """Another number when the tensor was written, frozen or thawed."""
+    return 2 * version_of(tensor) + tensor.requires_grad
 
 
 def _loose(attributes: Attributes) -> tuple[str, ...]:
@@ -241,19 +264,19 @@ def _is_same(told: tuple[Reference, int] | None, found: tuple[Reference, int] | 
     return told[0]() is found[0]() and told[1] == found[1]
 
 
-def _moved_attributes(
-    token: Token, told: Attributes, now: Attributes, names: set[str]
-) -> Iterator[Moved]:
-    """Those that differ; of those that cannot be looked into, the ones that were assigned."""
-    for name in {**told, **now}:
-        before, after = told.get(name), now.get(name)
-        if before is not None and after is not None:
-            is_unsure = after.is_opaque and name in names
-            if not is_unsure and (before is after or before.is_same(after)):
-                continue
-        # Lives that come later hear of numbers by updates alone: those may change at every step.
-        is_plain = all(one is None or one.is_plain for one in (before, after))
-        yield Moved(token, ATTRIBUTE, name, is_plain=is_plain)
+def _differ(before: Glimpse | None, after: Glimpse | None, *, was_assigned: bool) -> bool:
+    """Whether an attribute is another; one that cannot be looked into is, when it was assigned."""
+    if before is None or after is None:
+        return before is not after
+    return (after.is_opaque and was_assigned) or not before.is_same(after)
+
+
+def _moved_attribute(
+    token: Token, name: str, before: Glimpse | None, after: Glimpse | None
+) -> Moved:
+    # Lives that come later hear of numbers by updates alone: those may change at every step.
+    is_plain = (before is None or before.is_plain) and (after is None or after.is_plain)
+    return Moved(token, ATTRIBUTE, name, is_plain=is_plain)
 
 
 def _no_member() -> None:

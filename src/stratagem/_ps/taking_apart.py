@@ -33,23 +33,41 @@ def define_module(module: nn.Module) -> Sequence[object]:
     return made, definitions.ModuleState(reduced[2])
 
 
-def _define_parametrized(module: Any) -> Sequence[object]:
+def _define_parametrized(module: nn.Module) -> Sequence[object]:
     """torch refuses to pickle these, since their class is made on the fly: it is made again there."""
-    plain = parametrize.type_before_parametrizations(module)
-    plain = getattr(plain, "_plain_class", plain)  # one of `special_modules`
-    names = tuple(module.parametrizations)
-    made = definitions.ModuleDefinition(make_parametrized, (plain, names))
+    made = definitions.ModuleDefinition(make_parametrized, class_of(module))
     return made, definitions.ModuleState(dict(vars(module)))
+
+
+def class_of(module: Any) -> tuple[type[nn.Module], tuple[str, ...]]:
+    """A module's class, as its author wrote it, and which of its tensors are computed.
+
+    Example:
+        >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 1))
+        >>> class_of(layer)[0].__name__, class_of(layer)[1]
+        ('Linear', ('weight',))
+    """
+    if parametrize.is_parametrized(module):
+        plain = parametrize.type_before_parametrizations(module)
+        computed = tuple(module.parametrizations)
+    else:
+        plain, computed = type(module), ()
+    return getattr(plain, "_plain_class", plain), computed  # one of `special_modules`
 
 
 def make_parametrized(plain: type[nn.Module], names: Sequence[str]) -> nn.Module:
     """An empty module of a class whose tensors of these names are computed."""
     module: nn.Module = vars(copyreg)["__newobj__"](plain)
+    compute(module, names)
+    return module
+
+
+def compute(module: nn.Module, names: Sequence[str]) -> None:
+    """Let a module's tensors of these names be computed, by what its ``parametrizations`` say."""
     torch_parametrize: Any = parametrize
     torch_parametrize._inject_new_class(module)
     for name in names:
         torch_parametrize._inject_property(module, name)
-    return module
 
 
 Hooked = CoordinatorHome | Optimizer | nn.Module
@@ -151,9 +169,11 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def part_now(
     module: nn.Module, moved: definitions.Moved
-) -> definitions.SetAttribute | definitions.SetMember | definitions.SetOrder | None:
+) -> definitions.SetAttribute | definitions.SetPart | None:
     """The attribute or member that moved, as it is now; None if its class keeps it out of pickles."""
     held: dict[str, Any] = vars(module)
+    if moved.kind == definitions.CLASS:
+        return definitions.SetClass(moved.token, *class_of(module))
     if moved.kind == definitions.ORDER:
         return definitions.SetOrder(moved.token, moved.name, tuple(held[moved.name]))
     if moved.kind != definitions.ATTRIBUTE:

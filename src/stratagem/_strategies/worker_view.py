@@ -30,6 +30,7 @@ from stratagem._ps.link import Membership
 from stratagem._ps.placement import device_name
 from stratagem._ps.replicated_tables import ReplicatedTable
 from stratagem._ps.tables import TableParameter
+from stratagem._ps.taking_apart import compute
 from stratagem._ps.variables import ReadCache, RemotePlace
 from stratagem._ps.workers import WorkerClosure, WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
@@ -154,6 +155,8 @@ class WorkerViews:
             self._set_member(found, update)
         elif isinstance(update, definitions.SetAttribute):
             _set_attribute(found, update)
+        elif isinstance(update, definitions.SetClass):
+            _set_class(found, update)
         elif isinstance(update, definitions.SetOrder):
             _set_order(vars(found)[update.kind], update.names)
         elif isinstance(update, definitions.SetHooks):
@@ -337,6 +340,19 @@ def _set_attribute(module: nn.Module, update: definitions.SetAttribute) -> None:
         vars(module)[update.name] = update.value
     else:
         vars(module).pop(update.name, None)
+
+
+def _set_class(module: nn.Module, update: definitions.SetClass) -> None:
+    """Parametrized since, or no longer: its members follow."""
+    module.__class__ = update.plain
+    if update.computed:
+        for held in (module._parameters, module._buffers):
+            for name in update.computed:
+                held.pop(name, None)  # torch wants their places free
+        compute(module, update.computed)
+    if isinstance(module._parameters, modules.ParametersByReplica):
+        for name, home in module._parameters.homes.items():
+            special_modules.prepare(module, home, name)
 
 
 def _set_order(held: dict[str, Any], names: Sequence[str]) -> None:

@@ -255,6 +255,29 @@ def test_a_function_may_fork_with_tensors_alive(strategy: Any) -> None:
         assert torch.equal(v.read_value(), torch.full((NUMBERS,), 4.0))
 
 
+def test_data_sets_lie_in_private_memory(strategy: Any) -> None:
+    """A loader's children would have to copy them; what functions make of them is lent all the same."""
+
+    def rows() -> sg.data.Dataset:
+        from stratagem._wire import shared_heap
+
+        made = torch.ones(4, NUMBERS)
+        heap = shared_heap.installed()
+        assert heap is not None
+        assert heap.offset_of(made) is None
+        return sg.data.Dataset.from_tensor_slices(made).repeat()
+
+    def step(iterator: Any) -> bool:
+        from stratagem._wire import shared_heap
+
+        heap = shared_heap.installed()
+        return heap is not None and heap.offset_of(next(iterator)) is not None
+
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        iterator = iter(coordinator.create_per_worker_dataset(rows))
+        assert coordinator.schedule(step, args=(iterator,)).fetch(timeout_s=60)
+
+
 REFUSING = """
 import torch
 from stratagem._ps import sessions

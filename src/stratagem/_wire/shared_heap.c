@@ -390,6 +390,8 @@ void shared_heap_enter(void) { is_wanted = 1; }
 
 void shared_heap_leave(void) { is_wanted = 0; }
 
+int shared_heap_is_entered(void) { return is_wanted; }
+
 char *shared_heap_base(void) { return is_open ? heap.base : NULL; }
 
 size_t shared_heap_used(void) { return heap.used; }

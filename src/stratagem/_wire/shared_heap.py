@@ -15,6 +15,8 @@ import importlib.util
 import logging
 import resource
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, final
 
 import torch
@@ -67,6 +69,8 @@ class SharedHeap:
         """Tensors this thread makes may lie in the heap from now on."""
         self.leave = native.shared_heap_leave
         """Until now."""
+        self.is_entered = native.shared_heap_is_entered
+        """Whether they may."""
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where in the heap's segment a tensor's elements lie, in order and without gaps; else None."""
@@ -142,6 +146,20 @@ def install() -> SharedHeap | None:
                 return None
         _heap.users += 1
         return _heap
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What this thread makes inside lies in private memory: data sets, which forked loaders would have to copy."""
+    heap = _heap
+    if heap is None or not heap.is_entered():
+        yield
+        return
+    heap.leave()
+    try:
+        yield
+    finally:
+        heap.enter()
 
 
 def release() -> None:

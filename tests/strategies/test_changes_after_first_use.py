@@ -6,6 +6,7 @@ and a worker that comes later sees what there is now.
 
 from __future__ import annotations
 
+import copy
 import threading
 import types
 from collections import OrderedDict
@@ -610,19 +611,20 @@ def test_a_buffer_outside_the_state_dict_first_registered_in_a_function_is_its_w
     assert not hasattr(model, "count")
 
 
+@pytest.mark.parametrize("made", ["new", "copied"])
 def test_a_functions_own_module_may_have_what_buffers_it_likes(
-    alone: sg.ClusterCoordinator,
+    coordinator: sg.ClusterCoordinator, made: str
 ) -> None:
-    with alone.strategy.scope():
-        model = Counting(persistent=True)
+    """Made in it, or a copy of the coordinator's."""
+    with coordinator.strategy.scope():
+        model = nn.Sequential(Counting(persistent=True), nn.BatchNorm1d(1))
 
     def apply() -> float:
-        own = Counting(persistent=True)
-        with torch.no_grad():
-            own(model.weight)
+        own = Counting(persistent=True) if made == "new" else copy.deepcopy(model)[0]
+        own(torch.ones(1))
         return float(own.count)
 
-    assert run(alone, apply) == 1.0
+    assert run(coordinator, apply) == 1.0
 
 
 # ------------------------------------------------------------------ lives that come later

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stratagem._core.homes import version_of
-from stratagem._core.modules import BuffersByReplica
 from stratagem._ps.batches import WriteBatch
 from stratagem._ps.remote import RemoteVariable
 
@@ -110,18 +109,23 @@ class NewBuffers:
 
     One that is not part of the state dict may stay the worker's own: a cache, mostly. Any other would be
     missing on the coordinator and different on every worker, silently, so it is refused.
+
+    Attributes:
+        is_view: whether a module is the worker's view of one of the coordinator's; any other is the
+            function's own.
     """
 
-    __slots__ = ("_noted",)
+    __slots__ = ("_noted", "is_view")
 
     def __init__(self) -> None:
+        self.is_view: Callable[[nn.Module], bool] = _is_no_view
         self._noted: list[tuple[nn.Module, str]] = []
 
     def note(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """A function registers a buffer, or gives a tensor to a name that was registered as None."""
+        if not self.is_view(module):
+            return
         held: Any = module._buffers
-        if not isinstance(held, WatchedBuffers | BuffersByReplica):
-            return  # a module of the function's own
         if isinstance(held, WatchedBuffers) and held.keeps(name):
             return  # the function itself has set it to None, or deleted it
         if name not in held:
@@ -152,6 +156,11 @@ class NewBuffers:
                     f"would stay this worker's own. {_INSTEAD}"
                 )
         return found
+
+
+def _is_no_view(module: nn.Module) -> bool:
+    del module
+    return False
 
 
 _INSTEAD = (

@@ -174,7 +174,7 @@ class WorkerVariables:
             for name, value in buffers.items()
             if id(value) in self._by_tensor
         }
-        return WatchedBuffers(buffers, found)
+        return WatchedBuffers(buffers, found) if buffers else buffers
 
     # -------------------------------------------------------------- around a closure
 

@@ -76,6 +76,7 @@ class WorkerViews:
         self._cache = ReadCache()
         self._strategy = WorkerStrategy(setup, self._variables, self._cache)
         self._objects: dict[Hashable, Any] = {("strategy", 0): self._strategy}
+        self._variables.new_buffers.is_view = self._is_view
         # What moved on with objects that are not defined here, until they are.
         self._waiting: dict[Hashable, dict[Hashable, definitions.TokenUpdate]] = {}
         self._steppers: dict[Hashable, _Stepper] = {}
@@ -203,6 +204,9 @@ class WorkerViews:
         self._client.close()
 
     # -------------------------------------------------------------- rebuilding
+
+    def _is_view(self, module: nn.Module) -> bool:
+        return any(module is one for one in self._objects.values())
 
     def _parameter(self, definition: definitions.ParameterDefinition) -> nn.Parameter:
         parameter = self._variables.parameter(

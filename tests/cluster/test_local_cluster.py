@@ -147,6 +147,34 @@ def test_children_of_a_worker_end_with_it(cluster: LocalCluster, connect: Any) -
     wait_until(lambda: not is_running(child))
 
 
+def test_workers_are_replaced_while_one_has_closed_its_pipe(connect: Any) -> None:
+    """A task's pipe may end before the task does: its number is then that of another one's."""
+
+    def close_pipe() -> int:
+        import os
+
+        for number in range(3, 64):
+            try:
+                is_pipe = os.readlink(f"/proc/self/fd/{number}").startswith("pipe:")
+            except FileNotFoundError:
+                continue
+            if is_pipe:
+                os.close(number)
+        return os.getpid()
+
+    with LocalCluster(workers=3, ps=1) as cluster:
+        coordinator = connect(cluster)
+        known = f"/proc/{cluster._fork_server.pid}/fd"
+        before = len(os.listdir(known))
+        closed = coordinator.schedule(close_pipe).fetch(timeout_s=30)
+        wait_until(lambda: len(os.listdir(known)) < before)
+        pids = [cluster.pid("worker", index) for index in range(3)]
+        for index, pid in enumerate(pids):
+            if pid != closed:
+                cluster.kill_worker(index)
+                assert cluster.wait_restarted(index, pid) != pid
+
+
 def test_torch_computes_with_many_threads_after_the_fork(connect: Any) -> None:
     """OpenMP works in forked tasks, with as many threads as asked for."""
     with LocalCluster(workers=1, ps=1, threads=2) as cluster:

@@ -314,8 +314,9 @@ class _Server:
         for descriptor in (self._command, self._events, self._wake_read, self._wake_write):
             os.close(descriptor)
         for child in self._children.values():
-            os.close(child.output)
-            os.close(child.status)
+            # Those still open: the number of one that has been closed may be that of our own pipe.
+            for descriptor in child.pending:
+                os.close(descriptor)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)

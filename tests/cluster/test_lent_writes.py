@@ -15,7 +15,7 @@ from torch import nn
 
 import stratagem as sg
 
-NUMBERS = 1 << 19  # 2 MB: lent; smaller writes of scheduled functions are copied
+NUMBERS = 1 << 19  # 2 MB: lent; smaller assignments of scheduled functions are copied
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),

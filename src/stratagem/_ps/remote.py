@@ -24,7 +24,7 @@ from stratagem._ps.placement import Description, device_name
 from stratagem._ps.store import InitOp
 from stratagem.errors import ConnectionLost
 
-LENT_BYTES: Final = 1 << 20
+LENT_BYTES: Final = 1 << 21
 """From this size on a scheduled function waits for its write rather than copying what it writes."""
 
 _read_time = metrics.timer("ps.read")

@@ -107,6 +107,34 @@ def test_what_cannot_be_lent_is_copied(strategy: Any) -> None:
         assert torch.equal(v.read_value(), wanted)
 
 
+def test_what_is_conjugated_or_negated_lazily_arrives_as_it_reads(strategy: Any) -> None:
+    """Its memory holds something else; the gradient of ``z.conj()`` is such a tensor."""
+    with strategy.scope():
+        z = sg.Variable(torch.zeros(NUMBERS, dtype=torch.complex64))
+        v = sg.Variable(torch.zeros(NUMBERS))
+        model = nn.Linear(NUMBERS, 1, bias=False, dtype=torch.complex64)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> list[bool]:
+        z.assign_add(torch.full((NUMBERS,), 1 + 2j).conj())
+        v.assign_add(torch._neg_view(torch.ones(NUMBERS)))
+        weight, found = model.weight, []
+        for used in (weight, weight.conj(), weight, weight.conj()):
+            optimizer.zero_grad()
+            (used * torch.full((1, NUMBERS), 1 + 2j)).real.sum().backward()
+            found.append(weight.grad is not None and weight.grad.is_conj())
+            optimizer.step()
+        return found
+
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        assert True in coordinator.schedule(step).fetch(timeout_s=60)
+        assert torch.equal(z.read_value(), torch.full((NUMBERS,), 1 - 2j))
+        assert torch.equal(v.read_value(), torch.full((NUMBERS,), -1.0))
+        # Each of four steps takes away 1 - 2j, or with the conjugate 1 + 2j.
+        assert torch.equal(model.weight.detach(), torch.full((1, NUMBERS), -4 + 0j))
+
+
 class Net(nn.Module):
     """Weights of 256 KB to 1 MB, and small ones."""
 

@@ -230,7 +230,7 @@ class WriteBatch:
             if isinstance(place, Tensor):
                 twin._to.append(place)
                 twin._from.append(tensor)
-            elif tensor.data_ptr() == place and tensor.is_contiguous():
+            elif tensor.data_ptr() == place and shared_heap.lies_as_it_reads(tensor):
                 twin._lend(tensor)
             else:
                 return None

@@ -77,7 +77,7 @@ class SharedHeap:
         offset: int = tensor.data_ptr() - self._base
         if not 0 < offset < self._end - self._base or offset % ALIGNMENT:
             return None
-        return offset if tensor.is_contiguous() else None
+        return offset if lies_as_it_reads(tensor) else None
 
     def close(self) -> bool:
         """Gives the memory up; False, and nothing has changed, if tensors lie in it."""
@@ -108,6 +108,14 @@ class SharedHeap:
     @override
     def __repr__(self) -> str:
         return f"<SharedHeap {self.used_bytes} bytes in use, {self.kept_bytes} kept>"
+
+
+def lies_as_it_reads(tensor: Tensor) -> bool:
+    """Whether a tensor's memory holds its elements in order, without gaps, and as they are.
+
+    What is conjugated or negated lazily (gradients of ``z.conj()`` are) has others in memory.
+    """
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 _lock = threading.Lock()

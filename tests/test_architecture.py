@@ -54,6 +54,7 @@ UPWARD: dict[tuple[str, str], str] = {
 
 # file -> why it imports modules whose names are not written in it.
 IMPORTS_BY_NAME: dict[str, str] = {
+    "_core/inside_torch.py": "names of torch are looked for where they may be missing",
     "_ps/stepping.py": "optimizer classes arrive as dotted names and are checked against a list",
     "_strategies/base.py": "`extended` and old spellings answer on the object but live in compat",
 }
@@ -85,6 +86,13 @@ DOORS: dict[str, set[str]] = {
     "os.putenv": set(),
     "contextvars": {"_core/context.py"},
     "threading.local": {"_core/context.py"},
+    # Names that torch may move without notice.
+    "torch._C": {"_core/inside_torch.py"},
+    "torch._GLOBAL_DEVICE_CONTEXT": {"_core/inside_torch.py"},
+    "torch._compile": {"_core/inside_torch.py"},
+    "torch._dynamo": {"_core/compiling.py"},
+    "torch._functorch": {"_core/inside_torch.py"},
+    "torch._inductor": set(),
 }
 
 # Lines of code: docstrings, comments and blank lines are not held against a file.

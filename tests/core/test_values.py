@@ -190,7 +190,9 @@ def test_other_containers():
         left: object
         right: object
 
-    torch.utils._pytree.register_dataclass(Pair)
+    torch.utils._pytree.register_pytree_node(
+        Pair, lambda pair: ([pair.left, pair.right], None), lambda parts, _: Pair(*parts)
+    )
     ordered = collections.OrderedDict(b=sg.PerReplica([1, 2]), a=3)
     assert split(ordered, 2) == [
         collections.OrderedDict(b=1, a=3),

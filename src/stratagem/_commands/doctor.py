@@ -110,12 +110,33 @@ def _torch() -> Iterator[Finding]:
         verdict=Verdict.GOOD,
         found=f"{torch.__version__}, {torch.get_num_threads()} threads",
     )
+    yield _inside_torch()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
     yield Finding(
         subject="devices",
         verdict=Verdict.GOOD,
         found=f"{os.cpu_count()} CPU cores, {gpus} GPUs{': ' + names if names else ''}",
+    )
+
+
+def _inside_torch() -> Finding:
+    from stratagem._core import inside_torch
+
+    lacking = list(inside_torch.missing())
+    good = not lacking
+    replaced = all(instead for _, _, instead in lacking)
+    return Finding(
+        subject="torch's inside",
+        verdict=Verdict.GOOD if good else Verdict.WARNING if replaced else Verdict.BAD,
+        found="everything needed is there"
+        if good
+        else "missing: " + ", ".join(f"{path} ({purpose})" for path, purpose, _ in lacking),
+        remedy=""
+        if good
+        else "Everything works, some of it slower."
+        if replaced
+        else f"Use a release of torch that was tried ({inside_torch.TRIED}), or a newer Stratagem.",
     )
 
 

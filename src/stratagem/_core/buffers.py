@@ -19,11 +19,11 @@ from stratagem._core.context import Replica, current_replica
 from stratagem._core.homes import (
     BLANK,
     Journal,
-    in_transform,
     journal_of,
     outside_transforms,
     version_of,
 )
+from stratagem._core.inside_torch import in_transform
 
 
 class BufferCopy:

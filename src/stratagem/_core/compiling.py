@@ -17,9 +17,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_here
-from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
+
+from stratagem._core.inside_torch import compiler_here, disable_compiler
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,7 +44,7 @@ def eagerly(fn: Callable[_P, _R]) -> Callable[_P, _R]:
         >>> seen
         [False]
     """
-    alone: Callable[_P, _R] = _disable_dynamo(fn)
+    alone: Callable[_P, _R] = disable_compiler(fn)
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -66,7 +66,9 @@ def tell_compiler() -> None:
     cannot say so: it would have to import the compiler.
     """
     if _unknown and "torch._dynamo" in sys.modules:
-        skip: Any = importlib.import_module("torch._dynamo.eval_frame").skip_code
-        for code in tuple(_unknown):
-            skip(code)
+        compiler: Any = importlib.import_module("torch._dynamo.eval_frame")
+        skip = getattr(compiler, "skip_code", None)
+        if skip is not None:
+            for code in tuple(_unknown):
+                skip(code)
         _unknown.clear()

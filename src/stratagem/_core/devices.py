@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
+from stratagem._core import inside_torch
 from stratagem.errors import DeviceNotFound
 
 # "/job:x/replica:0/task:0/device:CPU:1", any part missing; "cpu:1", "/cpu:1", "CPU" for short.
@@ -142,15 +143,22 @@ def parse_device(device: object) -> Device:
 
 def _known_kinds() -> frozenset[str]:
     kinds = {"CPU", "GPU", "XPU", "MPS"}
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     if accelerator is not None and accelerator.type != "cuda":
         kinds.add(accelerator.type.upper())
     return frozenset(kinds)
 
 
+def current_accelerator() -> torch.device | None:
+    """The kind of accelerator that torch can use here; None if there is none, where torch 2.6 raises."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
+
+
 def accelerators() -> tuple[Device, ...]:
     """Every accelerator of this machine that torch can use."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = current_accelerator()
     if found is None:
         return ()
     kind = "GPU" if found.type == "cuda" else found.type.upper()
@@ -205,6 +213,6 @@ def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
 
 def current_device() -> torch.device:
     """Where results of reductions go: the device scope around the call, else the CPU (RED-12)."""
-    if torch._C._len_torch_function_stack() == 0:
+    if inside_torch.function_modes() == 0:
         return torch.device("cpu")
-    return torch.get_default_device()
+    return torch.empty(0).device  # get_default_device() does not see scopes in torch 2.6

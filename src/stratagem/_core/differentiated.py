@@ -16,6 +16,7 @@ programs import by name before there is any strategy: docs/design/0004-wrapped-t
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,10 @@ from torch import Tensor
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import current_replica
 from stratagem._core.homes import home_of
+from stratagem._core.inside_torch import ENGINE, explain
 from stratagem._core.leaves import ReplicatedHome
+
+_log = logging.getLogger("stratagem.torch")
 
 
 def own_leaf(tensor: Any) -> tuple[Any, Tensor | None]:
@@ -80,7 +84,11 @@ def install() -> None:
     if _INSTALLED:
         return
     autograd: Any = torch.autograd  # which does not export the name
-    plain = autograd._engine_run_backward
+    plain = getattr(autograd, "_engine_run_backward", None)
+    if plain is None:
+        _INSTALLED.append(None)
+        _log.warning("%s", explain(ENGINE, "torch.autograd.grad of parameters taken outside run()"))
+        return
 
     @eagerly
     @functools.wraps(plain)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from stratagem._core import gradients
+from stratagem._core import gradients, inside_torch
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica, thread_notes
 from stratagem._core.differentiated import own_leaf
@@ -44,8 +44,6 @@ REMEDY = (
 
 KINDS_KEPT = 256
 """How many kinds of passes a thread remembers; a program with more searches some of them again."""
-
-_nodes_so_far = torch._C._autograd._get_sequence_nr  # of this thread
 
 
 class _Passes:
@@ -65,7 +63,7 @@ def after_backward(replica: Replica, roots: Any, inputs: Any) -> None:
     passes: _Passes | None = notes.get("passes")
     if passes is None or passes.strategy() is not replica.strategy:
         passes = notes["passes"] = _Passes(replica.strategy)
-    nodes = _nodes_so_far()
+    nodes = inside_torch.graph_nodes()
     journal = replica.journal
     ours = 0
     if journal is not None:

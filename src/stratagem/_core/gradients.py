@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from stratagem._core import inside_torch
 from stratagem._core.homes import Journal
 from stratagem.errors import ReplicaError
 
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 
 BACKWARD = "the end of backward()"
 """Where replicas meet; it stands in messages."""
-
-_queue_callback = cast(
-    "Callable[[Callable[[], None]], None]",
-    Variable._execution_engine.queue_callback,
-)
-
 
 # ------------------------------------------------------------------ noticing
 
@@ -104,7 +98,7 @@ def _put_base_aside(leaf: Leaf, journal: Journal) -> None:
 
 def _queue(journal: Journal) -> None:
     journal.queued = True
-    _queue_callback(lambda: _end_of_backward(journal))
+    inside_torch.queue_callback(lambda: _end_of_backward(journal))
 
 
 # ------------------------------------------------------------------ meeting
@@ -325,7 +319,7 @@ def _has_own_memory(grad: Tensor) -> bool:
     gradient of ``p.view(-1).backward(g)`` is the caller's `g`, those of stacked parameters lie in one block.
     """
     storage = grad.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)  # the gradient, and `storage`
+    users = inside_torch.storage_users(storage._cdata)  # the gradient, and `storage`
     return users <= 2 and storage.nbytes() == grad.nbytes
 
 

@@ -23,11 +23,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from stratagem._core.context import Replica
+from stratagem._core.inside_torch import outside_all_transforms
 
 if TYPE_CHECKING:
     from stratagem._core.buffers import BufferCopy, BufferHome
@@ -158,16 +157,12 @@ def home_by_id(tensor: Tensor) -> ParameterHome | None:
     return None if reference is None else reference()
 
 
-in_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""Not None inside ``torch.func.grad``, ``vmap`` and the like."""
-
-
 def outside_transforms(ask: Callable[[Replica], Tensor], replica: Replica) -> Tensor:
     """Have a tensor brought up to date as it would be outside ``torch.func.grad``, ``vmap`` and the like.
 
     What a replica is given stays after the transform has ended; made inside, it would be a wrapper of it.
     """
-    with temporarily_clear_interpreter_stack():
+    with outside_all_transforms():
         return ask(replica)
 
 

@@ -21,11 +21,11 @@ from stratagem._core.homes import (
     Journal,
     ParameterHome,
     central_gradient,
-    in_transform,
     journal_of,
     outside_transforms,
     version_of,
 )
+from stratagem._core.inside_torch import in_transform
 from stratagem.errors import ReplicaError
 
 _Agreed = tuple["weakref.ref[Tensor]", int] | None

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica
+from stratagem._core.inside_torch import refresh_scaler_state
 
 # ------------------------------------------------------------------ schedulers
 
@@ -112,7 +113,7 @@ def _shadow(scaler: GradScaler, replica: Replica) -> _Shadow:
         shadow = object.__new__(_Shadow)  # not copy.copy: a scaler's copy forgets its scale
         shadow.__dict__.update(scaler.__dict__)
         shadow._per_optimizer_states = defaultdict(
-            _refresh_per_optimizer_state, copy.deepcopy(dict(scaler._per_optimizer_states))
+            refresh_scaler_state, copy.deepcopy(dict(scaler._per_optimizer_states))
         )
         notes[key] = shadow
         # After the run the scaler knows what a replica with rows knew, for an update() outside.
@@ -153,7 +154,7 @@ def _update(self: GradScaler, new_scale: Any = None) -> None:
         lead = next((i for i in here if group.row_weights[i] > 0), here[0])
         brought[lead].update(new_scale)
         for i in here:
-            brought[i]._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            brought[i]._per_optimizer_states = defaultdict(refresh_scaler_state)
         return [None] * len(brought)
 
     group.meet(replica.id, "scaler.update()", _shadow(self, replica), combine)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from stratagem._core import gradients
+from stratagem._core import gradients, inside_torch
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.foreign import REMEDY
@@ -248,7 +248,7 @@ def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         or kwargs  # set_to_none, or what a user's optimizer takes
         or current_replica() is None
         or kind.zero_grad is not Optimizer.zero_grad
-        or torch.autograd.profiler._is_profiler_enabled
+        or inside_torch.profiling()
     ):
         return kind.zero_grad(self, *args, **kwargs)
     # torch's own does this inside an annotation for its profiler, which costs a replica whose

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from stratagem._core import context
+from stratagem._core import context, inside_torch
 from stratagem._core.context import Replica, current_replica
 
 _KEY = "TESTING_ONLY_GenericMode"
@@ -53,7 +53,7 @@ class Streams:
         """Held by a replica's thread while its function runs."""
         if not _installed:
             install()
-        guard: AbstractContextManager[object] = torch._C._IncludeDispatchKeyGuard(_installed[0])
+        guard: AbstractContextManager[object] = inside_torch.IncludeKey(_installed[0])
         return guard
 
     def generator(self, replica_id: int, device: torch.device) -> torch.Generator:
@@ -74,7 +74,7 @@ class Streams:
 
 def _draw() -> int:
     # Replicas are the only ones here now, and the first to come draws for all.
-    with torch._C._DisableFuncTorch():  # the first draw may come from inside vmap
+    with inside_torch.WithoutTransforms():  # the first draw may come from inside vmap
         number = torch.empty((), dtype=torch.int64, device="cpu")
         return int(number.random_(generator=torch.default_generator))
 
@@ -112,7 +112,7 @@ class Drawing:
         if not _installed:
             install()
         self._before = context.swap_stream(self._stream)
-        self._guard: Any = torch._C._IncludeDispatchKeyGuard(_installed[0])
+        self._guard: Any = inside_torch.IncludeKey(_installed[0])
         self._guard.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -134,13 +134,13 @@ def install() -> None:
     with _installing:
         if _installed:
             return
-        key: Any = torch._C._parse_dispatch_key(_KEY)
+        key: Any = inside_torch.parse_key(_KEY)
         library: Any = torch.library.Library
         others = library("_", "IMPL", _KEY)
         others.fallback(torch.library.fallthrough_kernel, _KEY)
         random = library("aten", "IMPL", _KEY)
-        keys = torch._C.DispatchKeySet(key)
-        for schema in torch._C._jit_get_all_schemas():
+        keys = inside_torch.KeySet(key)
+        for schema in inside_torch.all_schemas():
             place = _generator_place(schema)
             if place is None:
                 continue
@@ -176,7 +176,7 @@ class _Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In a meeting (cross-replica) the default generator is meant. While torch.compile traces,
         # a generator object must not end up in its graph.
-        if not torch._C._len_torch_dispatch_stack():
+        if not inside_torch.dispatch_modes():
             place = self._place
             if 0 <= place < len(args):
                 if args[place] is None:
@@ -184,7 +184,7 @@ class _Kernel:
                     args = (*args[:place], generator, *args[place + 1 :])
             elif kwargs.get("generator") is None:
                 kwargs["generator"] = _current_generator(_device_of(args, kwargs))
-        with torch._C._ExcludeDispatchKeyGuard(self._keys):
+        with inside_torch.ExcludeKeys(self._keys):
             return self._operator(*args, **kwargs)
 
 

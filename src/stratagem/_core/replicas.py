@@ -17,9 +17,9 @@ import torch
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, randomness, threads, values
+from stratagem._core import context, inside_torch, randomness, threads, values
 from stratagem._core.advice import advice
-from stratagem._core.devices import Device
+from stratagem._core.devices import Device, current_accelerator
 from stratagem.errors import ReplicaMismatch, ReplicaTimeout
 
 _Combine = Callable[[list[Any]], Sequence[Any]]
@@ -46,12 +46,12 @@ class Ambient:
         self.variables = context.caller_variables()  # each replica runs in a copy of it
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.modes = torch._C._len_torch_function_stack() > 0
+        self.modes = inside_torch.function_modes() > 0
         self.intra_op_threads = torch.get_num_threads()
         self.autocast: list[tuple[str, torch.dtype, bool]] = []
-        if torch._C._is_any_autocast_enabled():
+        if inside_torch.any_autocast():
             kinds = ["cpu"]
-            accelerator = torch.accelerator.current_accelerator()
+            accelerator = current_accelerator()
             if accelerator is not None:
                 kinds.append(accelerator.type)
             cache = torch.is_autocast_cache_enabled()
@@ -61,7 +61,7 @@ class Ambient:
 
     def enter(self, device: torch.device) -> contextlib.ExitStack | None:
         """Make this thread like the caller's; the stack to close, or None if nothing is open."""
-        torch._C._set_grad_enabled(self.grad)
+        inside_torch.set_grad_enabled(self.grad)
         if not (self.inference or self.autocast or device.type != "cpu"):
             return None
         stack = contextlib.ExitStack()
@@ -199,7 +199,7 @@ class ReplicaGroup:
         """Run the only replica of a group of one on the calling thread."""
         replica = self.replicas[0]
         with context.entered(self._strategy, replica):
-            if replica.device.type == "cpu" and torch._C._len_torch_function_stack() == 0:
+            if replica.device.type == "cpu" and inside_torch.function_modes() == 0:
                 result = fn(*args, **kwargs)
             else:
                 with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from stratagem._core import context
+from stratagem._core import context, inside_torch
 from stratagem._core.reduction import ReduceOp
 from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators, to_numpy
 from stratagem.errors import ContextError, StratagemError, StrategyMismatch
@@ -81,7 +81,7 @@ class VariableRequest:
         """The initial value as a tensor of the type and shape asked for; places copy it."""
         value = self.initial_value
         # The strategy places variables, not a device scope around their creation (VAR-1).
-        scoped = torch._C._len_torch_function_stack() > 0
+        scoped = inside_torch.function_modes() > 0
         with torch.device("cpu") if scoped else nullcontext():
             if callable(value):
                 value = value()

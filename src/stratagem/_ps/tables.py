@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from stratagem._core import inside_torch
 from stratagem._core.compiling import eagerly
 from stratagem._core.context import current_replica
 from stratagem._core.differentiated import own_leaf
@@ -62,7 +63,7 @@ class TableParameter(nn.Parameter):
         # (torch.func wraps it in C++) then has no numbers to go wrong with: torch says so, at the
         # latest where a value is wanted.
         stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        with torch._C.DisableTorchFunctionSubclass():
+        with inside_torch.WithoutSubclasses():
             table: TableParameter = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
         table.source = source
         table.gradient = RowGradient(source)
@@ -82,7 +83,7 @@ class TableParameter(nn.Parameter):
     # Tensor takes this argument and nn.Parameter does not: no signature suits both.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        with torch._C.DisableTorchFunctionSubclass():
+        with inside_torch.WithoutSubclasses():
             return f"<TableParameter {self.source.name!r} {tuple(self.shape)} {self.dtype}>"
 
     @override
@@ -126,7 +127,7 @@ class TableParameter(nn.Parameter):
         return _Lookup(found, leaf, device)
 
     def _wants_gradient(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():
+        with inside_torch.WithoutSubclasses():
             return self.requires_grad and torch.is_grad_enabled()
 
 
@@ -137,14 +138,14 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if own is not None:
         return own(*args, **kwargs)
     if func in _ABOUT_THE_TENSOR:
-        with torch._C.DisableTorchFunctionSubclass():
+        with inside_torch.WithoutSubclasses():
             return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     if name == "backward" and func is not Tensor.backward:
         return _backward_to(*args, **kwargs)  # torch.autograd's, whoever has wrapped it
     if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__"):
         _refuse_writing((*args, *kwargs.values()), name)
-    with torch._C.DisableTorchFunctionSubclass():
+    with inside_torch.WithoutSubclasses():
         return func(
             *[_materialise(arg) for arg in args],
             **{key: _materialise(value) for key, value in kwargs.items()},

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
+from stratagem._core import inside_torch
 from stratagem._ps import definitions
 from stratagem._ps.homes import CoordinatorHome
 
@@ -64,10 +65,9 @@ def make_parametrized(plain: type[nn.Module], names: Sequence[str]) -> nn.Module
 
 def compute(module: nn.Module, names: Sequence[str]) -> None:
     """Let a module's tensors of these names be computed, by what its ``parametrizations`` say."""
-    torch_parametrize: Any = parametrize
-    torch_parametrize._inject_new_class(module)
+    inside_torch.inject_class(module)
     for name in names:
-        torch_parametrize._inject_property(module, name)
+        inside_torch.inject_property(module, name)
 
 
 Hooked = CoordinatorHome | Optimizer | nn.Module

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from stratagem import metrics
+from stratagem._cluster.checks import Check, CountCheck
 from stratagem._cluster.marks import (
     BY_VALUE,
     ChangeableError,
-    Check,
     Look,
     Marker,
     is_installed,
@@ -61,7 +61,8 @@ class _Recent:
 
     function: weakref.ref[Any]
     shipment: Shipment
-    checks: list[Check]
+    checks: list[Check | CountCheck]
+    epoch: int  # of the marker
 
     def still_holds(self) -> list[object] | None:
         """What it captures that must live as long as its closure; None if something changed."""
@@ -106,7 +107,11 @@ class Shipper:
         is done. Nothing here keeps them alive, so that a model nobody has any more is freed.
         """
         recent = self._recent.get(id(function))
-        if recent is not None and recent.function() is function:
+        if (
+            recent is not None
+            and recent.function() is function
+            and recent.epoch == self._marker.epoch
+        ):
             held = recent.still_holds()
             if held is not None:
                 return recent.shipment, held
@@ -114,10 +119,11 @@ class Shipper:
             self._known.pop(self._stale.popleft(), None)
         look = Look()
         try:
-            mark = self._marker.mark(function, look)
+            mark: Hashable = self._marker.mark(function, look)
         except ChangeableError:
             self._packed_again.add()
             return self._pack_function(function)
+        mark = mark, self._marker.epoch
         known = self._known.get(mark)
         if known is not None:
             shipment = known[0]
@@ -135,7 +141,8 @@ class Shipper:
                 self._recent.clear()
             forget = functools.partial(_pop, self._recent, id(function))
             reference = weakref.ref(function, forget)
-            self._recent[id(function)] = _Recent(reference, shipment, look.checks)
+            epoch = self._marker.epoch
+            self._recent[id(function)] = _Recent(reference, shipment, look.checks, epoch)
         return shipment, look.handles
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Shipment:
@@ -208,7 +215,9 @@ class Shipper:
         finally:
             self._holding = False
         held, shipment.holds = shipment.holds, ()  # the shipment may outlive the closure by far
-        shipment.digest = digest_of(shipment.packed, shipment.buffers)
+        # Told of its classes in this state, whatever it was told of before.
+        epoch = self._marker.epoch.to_bytes(8, "little")
+        shipment.digest = digest_of(shipment.packed, (*shipment.buffers, epoch))
         shipment.name = describe_function(function)
         same = self._by_digest.get(shipment.digest)
         if same is not None:

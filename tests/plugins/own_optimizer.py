@@ -28,6 +28,25 @@ class SignDescent(torch.optim.Optimizer):
                 parameter.sub_(state["mean"].sign(), alpha=group["lr"])
 
 
+class GradientKeeper(torch.optim.Optimizer):
+    """Descent by this gradient and the last one; clips in place, and keeps the gradient itself."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                grad = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
+                (grad._values() if grad.is_sparse else grad).clamp_(-0.5, 0.5)
+                last = self.state[parameter].get("last", grad)
+                parameter.sub_(grad + last, alpha=group["lr"])
+                self.state[parameter]["last"] = grad
+
+
 class LockKeeper(torch.optim.Optimizer):
     """Plain descent; each step holds Python's lock for `seconds` without a break, as native code can."""
 

@@ -1,8 +1,11 @@
 """The real optimizer classes on shards give plain PyTorch's numbers, dense and by rows."""
 
+import inspect
+
 import pytest
 import torch
 from elementwise import ELEMENTWISE
+from own_optimizer import GradientKeeper
 from torch import nn
 
 from stratagem._ps.stepping import (
@@ -174,3 +177,55 @@ def test_only_allowed_modules_are_imported():
     for name in ("torch.optim.lr_scheduler", "torch.optim.Nothing", "torch.optim.Optimizers"):
         with pytest.raises(UnsupportedOptimizer, match=r"not a torch\.optim\.Optimizer"):
             resolve_optimizer_class(name)
+
+
+def settings_of(kind):
+    """Settings that lead through a class's ways of stepping: all at once, by itself, fused."""
+    known = inspect.signature(kind).parameters
+    asked = {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "centered": True}
+    for how in ("foreach", "fused", None):
+        if how is not None and how not in known:
+            continue
+        for maximize in (False, True):
+            for decays in (False, True):
+                settings = {"lr": 0.01, "maximize": maximize, how: True, "amsgrad": True, **asked}
+                if not decays:
+                    settings["weight_decay"] = 0.0
+                yield {key: value for key, value in settings.items() if key in known}
+
+
+def memory_of(tensor):
+    parts = [tensor._values(), tensor._indices()] if tensor.is_sparse else [tensor]
+    return {part.untyped_storage().data_ptr() for part in parts}
+
+
+CLASSES = [
+    f"{kind.__module__}.{kind.__name__}"
+    for kind in (*(getattr(torch.optim, name) for name in torch.optim.__all__), GradientKeeper)
+    if isinstance(kind, type) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS)
+]
+
+
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_no_step_writes_or_keeps_a_gradient(class_name):
+    """It is a worker's memory: the worker uses it again as soon as the step is over."""
+    kind = resolve_optimizer_class(class_name, ["own_optimizer"])
+    ids = torch.tensor([1, 5])
+    steps = 0
+    for settings in settings_of(kind):
+        groups = [GroupSpec(variables=(1,), hyperparameters=settings)]
+        for rows, given in ((8, None), (40_000, None), (8, ids)):
+            weight = torch.ones(rows, 8)
+            stepper = ServerOptimizer(class_name, groups, {1: weight}, modules=["own_optimizer"])
+            for sparse in (False, True) if given is not None else (False,):
+                values = torch.ones(len(given) if given is not None else rows, 8)
+                try:
+                    stepper.step([Gradient(variable=1, values=values, ids=given, sparse=sparse)])
+                except RuntimeError:
+                    continue  # a class that takes no sparse gradients, or only these
+                steps += 1
+                assert torch.equal(values, torch.ones_like(values)), settings
+                kept = [value for _, _, value in stepper.state_entries()]
+                for tensor in [one for one in kept if isinstance(one, torch.Tensor)]:
+                    assert not memory_of(tensor) & (memory_of(values) | memory_of(ids)), settings
+    assert steps >= 4

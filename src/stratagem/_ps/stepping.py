@@ -21,7 +21,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -179,12 +179,16 @@ class ServerOptimizer:
         large: list[Gradient] = []
         compact: list[Gradient] = []
         plain: list[Gradient] = []
-        suffice = [self._rows_suffice(group) for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        suffice = [self._rows_suffice(group) for group in groups]
+        writes = [self._may_write_gradients(group) for group in groups]
         is_sgd, is_adagrad = (self._class is one for one in (torch.optim.SGD, torch.optim.Adagrad))
         for gradient in gradients:
             parameter = self._find(gradient.variable)
             _check_shape(parameter, gradient)
             may_be_rows = suffice[self._group_of[gradient.variable]]
+            if writes[self._group_of[gradient.variable]]:
+                gradient = replace(gradient, values=gradient.values.clone())
             if may_be_rows and gradient.ids is not None:
                 compact.append(gradient)
             elif may_be_rows and is_sgd:  # works in place, whatever the size
@@ -254,6 +258,15 @@ class ServerOptimizer:
             # Without eps an untouched row with an empty accumulator would be 0/0.
             return not group["weight_decay"] and bool(group["eps"])
         return bool(self._class is torch.optim.SparseAdam)
+
+    def _may_write_gradients(self, group: Mapping[str, Any]) -> bool:
+        """True if a step may change the gradient it is given, or keep it: then it gets a copy.
+
+        The memory is a worker's, who goes on using it.
+        """
+        if self._class is torch.optim.SGD:
+            return bool(group["nesterov"] and group.get("foreach"))
+        return not self._class.__module__.startswith("torch.optim.")
 
     def _goes_in_pieces(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
         return parameter.nbytes > PIECE_BYTES and self._class in ELEMENTWISE and not gradient.sparse

@@ -354,3 +354,52 @@ def test_a_server_that_cannot_map_the_heap_still_reads_the_slots() -> None:
         "[<Sharing.HEAP: 3>] True True",
         "[<Sharing.SLOTS: 2>] False True",
     ]
+
+
+HALF_SENT = """
+import torch
+from stratagem._ps.client import PsClient
+from stratagem._ps.link import Membership
+from stratagem._ps.mapping import Place
+from stratagem._ps.server import ParameterServer
+from stratagem._wire import shared_heap
+from stratagem.errors import ParameterServerLost
+
+heap = shared_heap.install()
+places = [Place(server, 1, (1 << 22,), torch.float32) for server in (0, 1)]
+who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+with ParameterServer("127.0.0.1:0").start() as one, ParameterServer("127.0.0.1:0").start() as two:
+    servers = [("/job:ps/task:0", one.address), ("/job:ps/task:1", two.address)]
+    with PsClient(servers, who) as client:
+        for place in places:
+            client.create(place, f"w{place.server}", value=torch.zeros(1 << 22))
+        heap.enter()
+        delta = torch.ones(1 << 22)
+        heap.leave()
+        client.outbox.begin_closure(1, exactly_once=False, gathers=True)
+        batch = client.batch(lends_from=1)
+        for place in places:
+            batch.assign(place.server, 1, "add", delta)
+        client._links[1].declare_lost("is gone")  # as who looks after servers does
+        try:
+            client.send(batch)
+            client.settle()
+        except ParameterServerLost as error:
+            print(error.task, client.outbox.is_settled)
+        delta.fill_(100.0)  # nobody reads it any more
+        client.outbox.end_closure()
+        (value, _), = client.read(places[:1])
+        print(batch.lends, set(value.tolist()))
+"""
+
+
+def test_what_one_server_was_lent_is_read_before_another_ones_loss_is_told() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HALF_SENT)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["/job:ps/task:1 True", "True {1.0}"]

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from stratagem._wire import shared_heap
 
@@ -165,6 +166,26 @@ def test_a_forked_child_has_a_copy_of_its_own() -> None:
     print(os.waitstatus_to_exitcode(status), float(mine.mean()), {float(one.mean()) for one in again})
     """
     assert run(script) == "0 7.0 {8.0}"
+
+
+def test_a_forked_child_lends_nothing_and_has_no_heap() -> None:
+    """What it inherited is private to it: under the same offset servers would find the parent's tensors."""
+    script = """
+    heap.enter()
+    mine = torch.ones(MB)
+    assert heap.offset_of(mine) is not None
+    if os.fork() == 0:
+        told = heap.offset_of(mine), shared_heap.installed(), shared_heap.install(), shared_heap.why_not()
+        print(*told, float(mine.sum()) == MB, flush=True)
+        del mine
+        os._exit(0)
+    assert os.wait()[1] == 0
+    assert heap.offset_of(mine) is not None and shared_heap.install() is heap
+    """
+    assert run(script) == (
+        "None None None this process was forked from one that has a heap "
+        "(torch " + torch.__version__ + ") True"
+    )
 
 
 def test_children_of_a_dataloader_read_what_they_inherit() -> None:

@@ -122,12 +122,17 @@ class Outbox:
         batch.copy_in()
         later = self._gathers and batch.nbytes <= GATHERED_BYTES and not batch.lends
         lent = batch.take_lent()
-        for server, part in batch.parts.items():
-            if part.sharing is not Sharing.NOTHING:
-                self._announce(server)
-            for piece in pieces.get(server) or (part,):
-                self._send_one(server, piece, lent, later=later)
         self._unsettled_bytes += batch.nbytes
+        try:
+            for server, part in batch.parts.items():
+                if part.sharing is not Sharing.NOTHING:
+                    self._announce(server)
+                for piece in pieces.get(server) or (part,):
+                    self._send_one(server, piece, lent, later=later)
+        except Exception as error:
+            if lent:  # the caller will not wait for those that got it, and use its tensors again
+                self._settle_after(error)
+            raise
 
     def _send_one(
         self, server: int, piece: Outgoings | Piece, lent: Sequence[Tensor], *, later: bool
@@ -179,6 +184,12 @@ class Outbox:
         if first is not None:
             raise first
         return versions
+
+    def _settle_after(self, error: Exception) -> None:
+        try:
+            self.settle()
+        except Exception as another:  # noqa: BLE001 - the first one is raised by the caller
+            error.add_note(f"also: {type(another).__name__}: {another}")
 
     def progress(self) -> None:
         """Sends what was gathered and takes in what has been acknowledged; never waits."""

@@ -45,7 +45,7 @@ enum {
   COPY_LIMIT_MS = 60000,
 };
 
-enum { NO_MEMORY = 1, NO_FREE = 2, NO_POSIX_MEMALIGN = 3 }; /* why it cannot be installed */
+enum { NO_MEMORY = 1, NO_FREE = 2, NO_POSIX_MEMALIGN = 3, IS_CHILD = 4 }; /* why it cannot be installed */
 
 typedef struct block {
   size_t begin, size; /* offset into the heap, bytes */
@@ -220,14 +220,13 @@ static void give_back(void *memory) {
 
 /* -- fork ----------------------------------------------------------------------------------------- */
 
+/* The lock is taken whether the heap is open or not: who opens it meanwhile waits. */
 static void before_fork(void) {
-  if (!is_open) return;
   pthread_mutex_lock(&heap.lock);
-  if (heap.used == 0 || pipe2(copied, O_CLOEXEC) != 0) copied[0] = copied[1] = -1;
+  if (!is_open || heap.used == 0 || pipe2(copied, O_CLOEXEC) != 0) copied[0] = copied[1] = -1;
 }
 
 static void after_fork_in_parent(void) {
-  if (!is_open) return;
   if (copied[0] >= 0) {
     struct pollfd ready = {.fd = copied[0], .events = POLLIN};
     close(copied[1]);
@@ -239,9 +238,9 @@ static void after_fork_in_parent(void) {
 }
 
 static void after_fork_in_child(void) {
+  pthread_mutex_unlock(&heap.lock);
   if (!is_open) return;
   is_open = 0;
-  pthread_mutex_unlock(&heap.lock);
   size_t end = 0, page = (size_t)sysconf(_SC_PAGESIZE);
   for (block *one = heap.lowest; one != NULL; one = one->after)
     if (!one->is_free) end = (one->begin + one->size + page - 1) / page * page;
@@ -333,6 +332,7 @@ static int import_instead(const char *library, const char *symbol, void *now) {
  * has changed. */
 int shared_heap_install(const char *library, int fd, size_t size, size_t head, size_t least,
                         size_t kept_limit) {
+  if (heap.base != NULL) return IS_CHILD; /* forked: its parent's tensors lie at these addresses */
   block *all = calloc(1, sizeof *all);
   int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   char *base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -350,6 +350,7 @@ int shared_heap_install(const char *library, int fd, size_t size, size_t head, s
     free(all);
     return missing;
   }
+  pthread_mutex_lock(&heap.lock);
   heap.base = base;
   heap.size = size;
   heap.least = least;
@@ -362,6 +363,7 @@ int shared_heap_install(const char *library, int fd, size_t size, size_t head, s
   all->is_clean = 1;
   list_free(all);
   is_open = 1;
+  pthread_mutex_unlock(&heap.lock);
   return 0;
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ _REASONS: Final = {
     1: "there is no memory for it",
     2: "this torch does not free memory by free()",
     3: "this torch does not get memory by posix_memalign()",
+    4: "this process was forked from one that has a heap",
 }
 
 
@@ -83,9 +85,13 @@ class SharedHeap:
         """Gives the memory up; False, and nothing has changed, if tensors lie in it."""
         if not self._native.shared_heap_close():
             return False
-        self._end = self._base  # its addresses may soon be somebody else's
+        self.forget()
         self._segment.close()
         return True
+
+    def forget(self) -> None:
+        """No tensor lies in it from now on: its addresses may soon be somebody else's."""
+        self._end = self._base
 
     def ref(self) -> SegmentRef:
         """How servers on this host find it."""
@@ -178,6 +184,18 @@ def release() -> None:
             _heap.users -= 1
             if _heap.users == 0 and _heap.close():
                 _heap = None
+
+
+def _forget_in_child() -> None:
+    """What a forked process has of the heap is a copy, and private: a server would read the parent's tensors."""
+    global _heap, _lock, _why_not
+    _lock = threading.Lock()  # another thread may have had it
+    if _heap is not None:
+        _heap.forget()
+        _heap, _why_not = None, _REASONS[4]
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _install() -> SharedHeap:

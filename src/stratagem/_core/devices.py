@@ -143,22 +143,15 @@ def parse_device(device: object) -> Device:
 
 def _known_kinds() -> frozenset[str]:
     kinds = {"CPU", "GPU", "XPU", "MPS"}
-    accelerator = current_accelerator()
+    accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type != "cuda":
         kinds.add(accelerator.type.upper())
     return frozenset(kinds)
 
 
-def current_accelerator() -> torch.device | None:
-    """The kind of accelerator that torch can use here; None if there is none, where torch 2.6 raises."""
-    if not torch.accelerator.is_available():
-        return None
-    return torch.accelerator.current_accelerator()
-
-
 def accelerators() -> tuple[Device, ...]:
     """Every accelerator of this machine that torch can use."""
-    found = current_accelerator()
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None:
         return ()
     kind = "GPU" if found.type == "cuda" else found.type.upper()
@@ -215,4 +208,4 @@ def current_device() -> torch.device:
     """Where results of reductions go: the device scope around the call, else the CPU (RED-12)."""
     if inside_torch.function_modes() == 0:
         return torch.device("cpu")
-    return torch.empty(0).device  # get_default_device() does not see scopes in torch 2.6
+    return torch.get_default_device()

@@ -19,7 +19,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._core import context, inside_torch, randomness, threads, values
 from stratagem._core.advice import advice
-from stratagem._core.devices import Device, current_accelerator
+from stratagem._core.devices import Device
 from stratagem.errors import ReplicaMismatch, ReplicaTimeout
 
 _Combine = Callable[[list[Any]], Sequence[Any]]
@@ -51,7 +51,7 @@ class Ambient:
         self.autocast: list[tuple[str, torch.dtype, bool]] = []
         if inside_torch.any_autocast():
             kinds = ["cpu"]
-            accelerator = current_accelerator()
+            accelerator = torch.accelerator.current_accelerator()
             if accelerator is not None:
                 kinds.append(accelerator.type)
             cache = torch.is_autocast_cache_enabled()

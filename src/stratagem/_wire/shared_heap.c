@@ -26,6 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #if __SIZEOF_POINTER__ != 8 || !(defined(__x86_64__) || defined(__aarch64__))
@@ -64,6 +65,8 @@ static struct {
   block first_free; /* head of the list of free blocks */
   block *buckets[BUCKETS];
   size_t used, kept; /* bytes in use; bytes free with their pages */
+  size_t peak, peak_before; /* the most in use, in this period and in the one before */
+  time_t period_s, since;   /* how long a period is; when this one began */
   pthread_mutex_t lock;
 } heap = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -143,6 +146,25 @@ static void clean_all(void) {
       join(one, one->after);
 }
 
+/* How much may stay free with its pages: a little, or all that was in use lately. Steps that need a gigabyte would
+ * else fetch it from the kernel, page by page, every time. */
+static size_t kept_limit(void) {
+  size_t peak = heap.peak > heap.peak_before ? heap.peak : heap.peak_before;
+  return peak > heap.used + heap.kept_limit ? peak - heap.used : heap.kept_limit;
+}
+
+/* Begins a new period if it is time: what nobody has needed since the last but one is the kernel's again. */
+static void note_time(void) {
+  struct timespec now;
+  if (clock_gettime(CLOCK_MONOTONIC_COARSE, &now) != 0 || now.tv_sec - heap.since < heap.period_s)
+    return;
+  heap.since = now.tv_sec;
+  heap.peak_before = heap.peak;
+  heap.peak = heap.used;
+  for (block *one = heap.lowest; one != NULL && heap.kept > kept_limit(); one = one->after)
+    if (one->is_free) clean(one);
+}
+
 static char *take_block(size_t size) {
   size = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + STAGGER;
   block *found = find(size);
@@ -170,6 +192,7 @@ static char *take_block(size_t size) {
   found->same_bucket = *bucket_of(found->begin);
   *bucket_of(found->begin) = found;
   heap.used += found->size;
+  if (heap.used > heap.peak) heap.peak = heap.used;
   return heap.base + found->begin;
 }
 
@@ -182,7 +205,8 @@ static void give_back_block(char *memory) {
   *place = one->same_bucket;
   heap.used -= one->size;
   list_free(one);
-  if (heap.kept > heap.kept_limit) clean(one);
+  note_time();
+  if (heap.kept > kept_limit()) clean(one);
   block *before = one->before;
   join(one, one->after);
   join(before, one);
@@ -328,10 +352,10 @@ static int import_instead(const char *library, const char *symbol, void *now) {
 /* -- the interface of shared_heap.py -------------------------------------------------------------- */
 
 /* Tensors of `library` of at least `least` bytes may lie in the memory of `fd` from now on, but for its first `head`
- * bytes. Up to `kept_limit` free bytes keep their pages. There must be no other heap. 0, or the reason why nothing
- * has changed. */
+ * bytes. Up to `kept_limit` free bytes keep their pages, and so does what was in use within the last `period_s`. There
+ * must be no other heap. 0, or the reason why nothing has changed. */
 int shared_heap_install(const char *library, int fd, size_t size, size_t head, size_t least,
-                        size_t kept_limit) {
+                        size_t kept_limit, size_t period_s) {
   if (heap.base != NULL) return IS_CHILD; /* forked: its parent's tensors lie at these addresses */
   block *all = calloc(1, sizeof *all);
   int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -355,6 +379,8 @@ int shared_heap_install(const char *library, int fd, size_t size, size_t head, s
   heap.size = size;
   heap.least = least;
   heap.kept_limit = kept_limit;
+  heap.period_s = (time_t)period_s;
+  heap.peak = heap.peak_before = 0;
   heap.fd = own;
   heap.first_free.free_before = heap.first_free.free_after = &heap.first_free;
   heap.lowest = all;

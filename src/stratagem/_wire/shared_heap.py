@@ -39,7 +39,10 @@ LEAST_BYTES: Final = 1 << 17
 """Smaller tensors are copied in less time than it takes to think about them."""
 
 KEPT_BYTES: Final = 1 << 28
-"""How much freed memory at most stays with the process."""
+"""How much freed memory stays with the process in any case."""
+
+KEPT_S: Final = 30
+"""What was in use so long ago, or up to twice as long, stays, too: the next step needs it again."""
 
 _LIBRARY: Final = b"libc10.so"
 _REASONS: Final = {
@@ -212,7 +215,7 @@ def _install() -> SharedHeap:
     # Room for everything the machine has; pages cost memory once written.
     segment = Segment(NUMBER, memory_of_machine(), writable_by_peers=True)
     missing = native.shared_heap_install(
-        _LIBRARY, segment.ref().fd, segment.size, HEADER_BYTES, LEAST_BYTES, KEPT_BYTES
+        _LIBRARY, segment.ref().fd, segment.size, HEADER_BYTES, LEAST_BYTES, KEPT_BYTES, KEPT_S
     )
     if missing:
         segment.close()
@@ -224,7 +227,7 @@ def _load(path: str) -> ctypes.PyDLL:
     # PyDLL keeps Python's lock: the calls take less time than giving it away.
     native = ctypes.PyDLL(path)
     size = ctypes.c_size_t
-    native.shared_heap_install.argtypes = [ctypes.c_char_p, ctypes.c_int, size, size, size, size]
+    native.shared_heap_install.argtypes = [ctypes.c_char_p, ctypes.c_int, *[size] * 5]
     native.shared_heap_base.restype = size
     native.shared_heap_used.restype = size
     native.shared_heap_kept.restype = size

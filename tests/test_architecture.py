@@ -54,8 +54,8 @@ UPWARD: dict[tuple[str, str], str] = {
 
 # file -> why it imports modules whose names are not written in it.
 IMPORTS_BY_NAME: dict[str, str] = {
-    "_core/inside_torch.py": "names of torch are looked for where they may be missing",
-    "_ps/stepping.py": "optimizer classes arrive as dotted names and are checked against a list",
+    "_core/torch_patches/private_api.py": "names of torch are looked for where they may be missing",
+    "_ps/server/shard_optimizer.py": "optimizer classes arrive as dotted names and are checked against a list",
     "_strategies/base.py": "`extended` and old spellings answer on the object but live in compat",
 }
 
@@ -74,24 +74,24 @@ DOORS: dict[str, set[str]] = {
     "marshal": set(),
     "mmap": {"_wire/shm.py"},
     "os.memfd_create": {"_wire/shm.py"},
-    "multiprocessing": {"_cluster/processes.py"},
-    "torch.multiprocessing": {"_cluster/processes.py"},
-    "subprocess": {"_cluster/processes.py"},
-    "signal": {"_cluster/processes.py"},
-    "os.fork": {"_cluster/processes.py"},
-    "os.kill": {"_cluster/processes.py"},
-    "os.killpg": {"_cluster/processes.py"},
+    "multiprocessing": {"_cluster/launch/fork_server.py"},
+    "torch.multiprocessing": {"_cluster/launch/fork_server.py"},
+    "subprocess": {"_cluster/launch/fork_server.py"},
+    "signal": {"_cluster/launch/fork_server.py"},
+    "os.fork": {"_cluster/launch/fork_server.py"},
+    "os.kill": {"_cluster/launch/fork_server.py"},
+    "os.killpg": {"_cluster/launch/fork_server.py"},
     "os.environ": {"config.py"},
     "os.getenv": {"config.py"},
     "os.putenv": set(),
     "contextvars": {"_core/context.py"},
     "threading.local": {"_core/context.py"},
     # Names that torch may move without notice.
-    "torch._C": {"_core/inside_torch.py"},
-    "torch._GLOBAL_DEVICE_CONTEXT": {"_core/inside_torch.py"},
-    "torch._compile": {"_core/inside_torch.py"},
-    "torch._dynamo": {"_core/compiling.py"},
-    "torch._functorch": {"_core/inside_torch.py"},
+    "torch._C": {"_core/torch_patches/private_api.py"},
+    "torch._GLOBAL_DEVICE_CONTEXT": {"_core/torch_patches/private_api.py"},
+    "torch._compile": {"_core/torch_patches/private_api.py"},
+    "torch._dynamo": {"_core/torch_patches/compiling.py"},
+    "torch._functorch": {"_core/torch_patches/private_api.py"},
     "torch._inductor": set(),
 }
 
@@ -99,8 +99,8 @@ DOORS: dict[str, set[str]] = {
 MOST_LINES = 400
 # file -> why it is one room although it is longer.
 LONG: dict[str, str] = {
-    "_ps/client.py": "the one face of all servers; links, batches and mappings have their own files",
-    "_cluster/worker.py": "two threads and the session they meet in; apart they could not be read",
+    "_ps/client/ps_client.py": "the one face of all servers; links, batches and mappings have their own files",
+    "_cluster/worker/worker.py": "two threads and the session they meet in; apart they could not be read",
 }
 
 
@@ -265,7 +265,7 @@ def test_no_module_is_too_long_without_a_reason() -> None:
 def test_all_is_exact() -> None:
     """Every name of the front door is there, is listed once, and nothing else is listed."""
     assert sorted(set(sg.__all__)) == sorted(sg.__all__)
-    assert set(sg.__all__) == {*sg._HOME_OF, "__version__"}
+    assert set(sg.__all__) == {*sg._MODULE_OF, "__version__"}
     for name in sg.__all__:
         assert getattr(sg, name) is not None
     assert dir(sg) == sg.__all__
@@ -286,14 +286,14 @@ def test_type_checkers_see_the_same_front_door() -> None:
         assert isinstance(node, ast.ImportFrom)
         assert node.module is not None
         for alias in node.names:
-            home = node.module.removeprefix("stratagem").removeprefix(".")
+            managed = node.module.removeprefix("stratagem").removeprefix(".")
             assert alias.asname == alias.name
-            seen[alias.name] = home
-    assert seen == sg._HOME_OF
+            seen[alias.name] = managed
+    assert seen == sg._MODULE_OF
 
 
 def public_modules() -> list[ModuleType]:
-    names = [name for name, home in sg._HOME_OF.items() if home == ""]
+    names = [name for name, managed in sg._MODULE_OF.items() if managed == ""]
     return [importlib.import_module(f"stratagem.{name}") for name in sorted(names)]
 
 
@@ -310,8 +310,8 @@ def listed_by(module: ModuleType) -> list[str]:
 
 def public_objects() -> Iterator[tuple[str, object]]:
     """Everything a user can name: the front door's names and those of the public modules."""
-    for name, home in sg._HOME_OF.items():
-        if home:
+    for name, managed in sg._MODULE_OF.items():
+        if managed:
             yield f"sg.{name}", getattr(sg, name)
     for module in public_modules():
         for name in listed_by(module):
@@ -357,14 +357,14 @@ def test_every_public_name_is_in_the_reference() -> None:
     documented = [
         line.removeprefix("::: ").strip() for line in page.splitlines() if line.startswith("::: ")
     ]
-    expected = {f"stratagem.{name}" for name in sg._HOME_OF}
+    expected = {f"stratagem.{name}" for name in sg._MODULE_OF}
     assert sorted(documented) == sorted(expected)
 
 
 def test_every_public_name_is_in_the_changelog() -> None:
     """Whoever adds a name tells the people who upgrade."""
     page = (SOURCE.parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert [name for name in sg._HOME_OF if f"`{name}`" not in page] == []
+    assert [name for name in sg._MODULE_OF if f"`{name}`" not in page] == []
 
 
 # Loading.

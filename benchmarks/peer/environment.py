@@ -16,24 +16,24 @@ class PeerMissing(Exception):
     """The peer cannot be measured here; the text says why."""
 
 
-def interpreter(home: Path = HOME) -> Path:
+def interpreter(managed: Path = HOME) -> Path:
     """Where the peer's Python stands once the environment is made."""
-    return home / "bin" / "python"
+    return managed / "bin" / "python"
 
 
-def prepare(home: Path = HOME, *, requirement: str = REQUIREMENT) -> Path:
+def prepare(managed: Path = HOME, *, requirement: str = REQUIREMENT) -> Path:
     """Return the peer's Python, making its environment first when it is not there.
 
     Raises:
         PeerMissing: the environment cannot be made (no network, no such package, no room).
     """
-    stamp = home / "ready"
+    stamp = managed / "ready"
     if stamp.exists() and stamp.read_text() == requirement:
-        return interpreter(home)
-    _run([sys.executable, "-m", "venv", str(home)])
-    _run([str(interpreter(home)), "-m", "pip", "install", "--quiet", requirement])
+        return interpreter(managed)
+    _run([sys.executable, "-m", "venv", str(managed)])
+    _run([str(interpreter(managed)), "-m", "pip", "install", "--quiet", requirement])
     stamp.write_text(requirement)
-    return interpreter(home)
+    return interpreter(managed)
 
 
 def _run(command: list[str]) -> None:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from stratagem import nn as nn
     from stratagem import partitioners as partitioners
     from stratagem import testing as testing
-    from stratagem._cluster.coordinator import ClusterCoordinator as ClusterCoordinator
-    from stratagem._cluster.local import LocalCluster as LocalCluster
-    from stratagem._cluster.remote import PerWorkerValues as PerWorkerValues
-    from stratagem._cluster.remote import RemoteValue as RemoteValue
-    from stratagem._cluster.server import Server as Server
-    from stratagem._cluster.spec import ClusterSpec as ClusterSpec
+    from stratagem._cluster.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
+    from stratagem._cluster.coordinator.remote_values import PerWorkerValues as PerWorkerValues
+    from stratagem._cluster.coordinator.remote_values import RemoteValue as RemoteValue
+    from stratagem._cluster.discovery.cluster_spec import ClusterSpec as ClusterSpec
+    from stratagem._cluster.launch.local_cluster import LocalCluster as LocalCluster
+    from stratagem._cluster.launch.task_server import Server as Server
     from stratagem._core.context import function as function
     from stratagem._core.context import get_current_worker_index as get_current_worker_index
     from stratagem._core.context import get_replica_context as get_replica_context
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from stratagem._core.variables import Variable as Variable
     from stratagem._core.variables import VariableAggregation as VariableAggregation
     from stratagem._core.variables import VariableSynchronization as VariableSynchronization
-    from stratagem._ps.sharded import ShardedVariable as ShardedVariable
+    from stratagem._ps.tables.sharded_variable import ShardedVariable as ShardedVariable
     from stratagem._strategies.base import Strategy as Strategy
     from stratagem._strategies.central_storage import (
         CentralStorageStrategy as CentralStorageStrategy,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Name -> module that defines it; "" marks a public module of the package itself.
-_HOME_OF = {
+_MODULE_OF = {
     # strategies
     "Strategy": "_strategies.base",
     "OneDeviceStrategy": "_strategies.one_device",
@@ -90,15 +90,15 @@ _HOME_OF = {
     "Variable": "_core.variables",
     "VariableAggregation": "_core.variables",
     "VariableSynchronization": "_core.variables",
-    "ShardedVariable": "_ps.sharded",
+    "ShardedVariable": "_ps.tables.sharded_variable",
     "ReduceOp": "_core.reduction",
     # clusters
-    "ClusterCoordinator": "_cluster.coordinator",
-    "RemoteValue": "_cluster.remote",
-    "PerWorkerValues": "_cluster.remote",
-    "LocalCluster": "_cluster.local",
-    "ClusterSpec": "_cluster.spec",
-    "Server": "_cluster.server",
+    "ClusterCoordinator": "_cluster.coordinator.coordinator",
+    "RemoteValue": "_cluster.coordinator.remote_values",
+    "PerWorkerValues": "_cluster.coordinator.remote_values",
+    "LocalCluster": "_cluster.launch.local_cluster",
+    "ClusterSpec": "_cluster.discovery.cluster_spec",
+    "Server": "_cluster.launch.task_server",
     # options and errors
     "RunOptions": "config",
     "InputOptions": "config",
@@ -116,16 +116,16 @@ _HOME_OF = {
     "testing": "",
 }
 
-__all__ = sorted([*_HOME_OF, "__version__"])
+__all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
-    if home == "":
+    if module == "":
         return importlib.import_module(f"stratagem.{name}")
-    value = getattr(importlib.import_module(f"stratagem.{home}"), name)
+    value = getattr(importlib.import_module(f"stratagem.{module}"), name)
     globals()[name] = value
     return value
 

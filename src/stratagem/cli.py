@@ -177,7 +177,7 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _server(options: argparse.Namespace) -> int:
-    from stratagem._commands.server import serve
+    from stratagem._commands.serve import serve
 
     return serve(job=options.job, index=options.index, cluster=options.cluster)
 

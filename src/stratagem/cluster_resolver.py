@@ -1,22 +1,22 @@
 """`sg.cluster_resolver`: ways to find a cluster and this task's place in it.
 
-Only names; the classes live in `_cluster/resolvers.py`, `platforms.py` and `spec.py`.
+Only names; the classes live in `_cluster/discovery/resolvers.py`, `platforms.py` and `spec.py`.
 """
 
-from stratagem._cluster.platforms import (
+from stratagem._cluster.discovery.cluster_spec import ClusterDeviceFilters, ClusterSpec
+from stratagem._cluster.discovery.platform_resolvers import (
     ExecutableLocation,
     GCEClusterResolver,
     KubernetesClusterResolver,
     SageMakerClusterResolver,
     SlurmClusterResolver,
 )
-from stratagem._cluster.resolvers import (
+from stratagem._cluster.discovery.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
 )
-from stratagem._cluster.spec import ClusterDeviceFilters, ClusterSpec
 
 __all__ = [
     "ClusterDeviceFilters",

@@ -77,8 +77,8 @@ def _jobs(tf_config: str) -> set[str]:
 
 
 def _from_tf_config() -> Strategy:
-    from stratagem._cluster.resolvers import TFConfigClusterResolver
-    from stratagem._cluster.server import Server
+    from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
+    from stratagem._cluster.launch.task_server import Server
     from stratagem._strategies.parameter_server import ParameterServerStrategy
 
     resolver = TFConfigClusterResolver()

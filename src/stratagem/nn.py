@@ -6,7 +6,7 @@ Example:
     tensor([[0., 1., 0.]])
 """
 
-from stratagem._ps.embedding import (
+from stratagem._ps.tables.lookup import (
     embedding_lookup,
     embedding_lookup_sparse,
     safe_embedding_lookup_sparse,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._cluster.views import PlainViews
+from stratagem._cluster.contract import PlainOnCoordinator
 from stratagem.config import ClusterOptions
 
 
@@ -18,14 +18,14 @@ class PlainStrategy:
 
     def __init__(self, cluster_resolver: Any, views: Any = None) -> None:
         self.cluster_resolver = cluster_resolver
-        self.views = views or PlainViews()
+        self.views = views or PlainOnCoordinator()
         self._cluster_coordinator: Any = None
 
     def _cluster_views(self) -> Any:
         return self.views
 
 
-class CountingViews(PlainViews):
+class CountingViews(PlainOnCoordinator):
     """Plain views that note what the coordinator asks of the servers."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 from waiting import wait_until
 
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._wire.pulse import Pulse, own_process
+from stratagem._wire.process_probe import CpuProbe, own_process
 from stratagem.errors import ClosurePoisonous
 
 LIMIT_S = 30.0
@@ -23,7 +23,7 @@ LIMIT_S = 30.0
 # A process that says who it is, then computes or sleeps: to be idle is what the second is for.
 CHILD = """
 import sys, time
-from stratagem._wire.pulse import own_process
+from stratagem._wire.process_probe import own_process
 print(own_process(), flush=True)
 while True:
     time.sleep(3600) if sys.argv[1] == "sleep" else pow(3, 100_000)
@@ -31,17 +31,17 @@ while True:
 
 
 @pytest.fixture
-def child() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Pulse]]]:
+def child() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], CpuProbe]]]:
     """Starts such a process, and feels its pulse."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(what: str) -> tuple[subprocess.Popen[str], Pulse]:
+    def start(what: str) -> tuple[subprocess.Popen[str], CpuProbe]:
         process = subprocess.Popen(
             [sys.executable, "-c", CHILD, what], stdout=subprocess.PIPE, text=True
         )
         started.append(process)
         assert process.stdout is not None
-        return process, Pulse(process.stdout.readline().strip())
+        return process, CpuProbe(process.stdout.readline().strip())
 
     try:
         yield start
@@ -51,7 +51,7 @@ def child() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Pulse]]]:
             process.communicate(timeout=LIMIT_S)
 
 
-def wait_for_pulse(pulse: Pulse, wanted: bool) -> None:
+def wait_for_pulse(pulse: CpuProbe, wanted: bool) -> None:
     """Feels again and again until it is as wanted."""
     wait_until(lambda: pulse.computes(time.monotonic(), window_s=0.1) is wanted, LIMIT_S)
 
@@ -79,10 +79,10 @@ def test_a_process_that_sleeps_does_not_compute(child: Any) -> None:
 def test_processes_of_other_hosts_containers_and_lives_cannot_be_felt() -> None:
     """The same number may be another process there, or by now."""
     boot, numbering, pid, started = own_process().split(" ")
-    assert not Pulse(f"other {numbering} {pid} {started}").can_be_felt
-    assert not Pulse(f"{boot} pid:[1] {pid} {started}").can_be_felt
-    assert not Pulse("").can_be_felt
-    later = Pulse(f"{boot} {numbering} {pid} {int(started) + 1}")
+    assert not CpuProbe(f"other {numbering} {pid} {started}").can_be_felt
+    assert not CpuProbe(f"{boot} pid:[1] {pid} {started}").can_be_felt
+    assert not CpuProbe("").can_be_felt
+    later = CpuProbe(f"{boot} {numbering} {pid} {int(started) + 1}")
     assert later.can_be_felt
     assert later._ticks() is None
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from orders import Events, orders
 
-from stratagem._cluster.closures import ClosureQueue, Fate, Fence, Recall, Settle
+from stratagem._cluster.coordinator.closure_queue import (
+    ClosureQueue,
+    Fate,
+    FenceWorker,
+    RecallClosures,
+    ResolveClosure,
+)
 
 
 def two_workers(**options: int) -> ClosureQueue:
@@ -47,7 +53,7 @@ def test_lost_worker_s_closures_wait_for_the_fence_then_go_to_the_end() -> None:
     for closure in range(5):
         queue.add(closure)
     queue.take(0)
-    assert queue.worker_lost(0) == [Fence(0, 1)]
+    assert queue.worker_lost(0) == [FenceWorker(0, 1)]
     assert queue.take(1) == [2, 3]
     assert not queue.quiet
     assert queue.fenced(0) == []
@@ -80,11 +86,11 @@ def test_closure_lost_with_three_workers_is_poisonous_and_its_neighbours_are_not
     queue.add(1)
     queue.add(2)
     assert queue.take(0) == [1, 2]
-    settled: list[Settle] = []
+    settled: list[ResolveClosure] = []
     finished = []
     for life in range(2, 12):
         queue.worker_lost(0)
-        settled += [action for action in queue.fenced(0) if isinstance(action, Settle)]
+        settled += [action for action in queue.fenced(0) if isinstance(action, ResolveClosure)]
         queue.worker_up(0, incarnation=life)
         while taken := queue.take(0):
             if taken == [2]:
@@ -92,7 +98,7 @@ def test_closure_lost_with_three_workers_is_poisonous_and_its_neighbours_are_not
             assert taken == [1]
             queue.completed(0, 1)
             finished.append(1)
-    assert settled == [Settle(2, Fate.POISONED, (0, 0, 0))]
+    assert settled == [ResolveClosure(2, Fate.POISONED, (0, 0, 0))]
     assert finished == [1]
 
 
@@ -106,14 +112,14 @@ def test_first_error_stops_the_queue_at_once_and_cancels_what_waits() -> None:
     error = ValueError("first")
     actions = queue.failed(0, 0, error)
     assert actions == [
-        Settle(4, Fate.CANCELLED),
-        Settle(5, Fate.CANCELLED),
-        Recall(0, (1,)),
-        Recall(1, (2, 3)),
+        ResolveClosure(4, Fate.CANCELLED),
+        ResolveClosure(5, Fate.CANCELLED),
+        RecallClosures(0, (1,)),
+        RecallClosures(1, (2, 3)),
     ]
     assert queue.take(0) == queue.take(1) == []
-    assert queue.returned(0, [1]) == [Settle(1, Fate.CANCELLED)]
-    assert queue.returned(1, [3]) == [Settle(3, Fate.CANCELLED)]
+    assert queue.returned(0, [1]) == [ResolveClosure(1, Fate.CANCELLED)]
+    assert queue.returned(1, [3]) == [ResolveClosure(3, Fate.CANCELLED)]
     assert not queue.quiet, "closure 2 is running and is waited for"
     assert queue.failed(1, 2, ValueError("second")) == []
     assert queue.quiet
@@ -130,12 +136,12 @@ def test_put_back_after_an_error_is_cancelled_instead() -> None:
     queue.take(0)
     queue.worker_lost(0)
     queue.stop(ValueError())
-    assert queue.fenced(0) == [Settle(0, Fate.CANCELLED, (0,))]
+    assert queue.fenced(0) == [ResolveClosure(0, Fate.CANCELLED, (0,))]
     queue.clear_error()
     queue.add(1)
     queue.take(1)
     queue.stop(ValueError())
-    assert queue.retry(1, 1) == [Settle(1, Fate.CANCELLED)]
+    assert queue.retry(1, 1) == [ResolveClosure(1, Fate.CANCELLED)]
 
 
 def test_resources_come_first_are_not_counted_and_are_aborted_with_their_worker() -> None:
@@ -148,11 +154,11 @@ def test_resources_come_first_are_not_counted_and_are_aborted_with_their_worker(
     assert queue.idle
     queue.add_resource(11, 0)
     assert queue.worker_lost(0) == [
-        Fence(0, 1),
-        Settle(10, Fate.ABORTED),
-        Settle(11, Fate.ABORTED),
+        FenceWorker(0, 1),
+        ResolveClosure(10, Fate.ABORTED),
+        ResolveClosure(11, Fate.ABORTED),
     ]
-    assert queue.add_resource(12, 0) == [Settle(12, Fate.ABORTED)]
+    assert queue.add_resource(12, 0) == [ResolveClosure(12, Fate.ABORTED)]
     queue.fenced(0)
     assert queue.idle
 
@@ -175,7 +181,7 @@ def test_idle_worker_gets_what_waits_behind_a_long_closure() -> None:
     assert queue.take(1) == [2]
     assert queue.rebalance() == []
     queue.completed(1, 2)
-    assert queue.rebalance() == [Recall(0, (0, 1))]
+    assert queue.rebalance() == [RecallClosures(0, (0, 1))]
     assert queue.rebalance() == [], "asked once"
     queue.returned(0, [1])
     assert queue.take(1) == [1]
@@ -212,12 +218,12 @@ class World:
 
     def act(self, actions: list[object] | None) -> None:
         for action in actions or ():
-            if isinstance(action, Settle):
+            if isinstance(action, ResolveClosure):
                 self.settle(action.closure)
                 if action.fate is Fate.POISONED:
                     assert len(action.workers) == 3
                     self.act(self.queue.stop(RuntimeError("poison")))
-            elif isinstance(action, Recall):
+            elif isinstance(action, RecallClosures):
                 assert self.alive[action.worker]
                 self.recalled.add(action.worker)
 
@@ -233,7 +239,7 @@ class World:
     # What happens; each reads from the events what it needs to know.
 
     def nothing(self, events: Events) -> None:
-        self.queue.hungriest()
+        self.queue.least_loaded_worker()
 
     def schedule(self, events: Events) -> None:
         for _ in range(1 + events.below(4)):
@@ -269,7 +275,7 @@ class World:
         self.held[worker] += taken
 
     def feed_the_hungriest(self, events: Events) -> None:
-        worker = self.queue.hungriest()
+        worker = self.queue.least_loaded_worker()
         if worker is not None:
             self.take_for(worker)
 
@@ -305,7 +311,7 @@ class World:
     def lose_one(self, worker: int) -> None:
         actions = self.queue.worker_lost(worker)
         if self.alive[worker]:
-            assert actions[0] == Fence(worker, self.lives[worker])
+            assert actions[0] == FenceWorker(worker, self.lives[worker])
             self.limbo.add(worker)
         else:
             assert actions == []

@@ -14,8 +14,8 @@ from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster, RemoteValue
-from stratagem._cluster.coordinator import ClosureRecord
-from stratagem._cluster.remote import PerWorkerValues, RemoteValueStatus
+from stratagem._cluster.coordinator.coordinator import ClosureRecord
+from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValueStatus
 from stratagem.errors import ClosureCancelled, ClosureInputError, DeadlineExceeded
 
 

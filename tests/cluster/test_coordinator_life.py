@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import stratagem as sg
-from stratagem._cluster.engine import Engine
+from stratagem._cluster.coordinator.engine import Engine
 from stratagem.config import ClusterOptions
 from stratagem.errors import UnavailableError
 

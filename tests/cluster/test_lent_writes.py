@@ -47,9 +47,9 @@ def strategy(cluster: sg.LocalCluster) -> Iterator[sg.ParameterServerStrategy]:
 
 def lent_so_far() -> int:
     """How many tensors this worker has lent; counted from the first call on."""
-    from stratagem._ps import batches
+    from stratagem._ps.client.ps_client import write_batch
 
-    plain = batches.WriteBatch.take_lent
+    plain = write_batch.WriteBatch.take_lent
     if not hasattr(plain, "count"):
 
         def counted(self: Any) -> Any:
@@ -58,8 +58,8 @@ def lent_so_far() -> int:
             return lent
 
         counted.count = 0
-        batches.WriteBatch.take_lent = counted
-    return batches.WriteBatch.take_lent.count
+        write_batch.WriteBatch.take_lent = counted
+    return write_batch.WriteBatch.take_lent.count
 
 
 def test_what_was_written_may_be_changed_at_once(strategy: Any) -> None:
@@ -309,11 +309,11 @@ def test_data_sets_lie_in_private_memory(strategy: Any) -> None:
 REFUSING = """
 import torch
 from stratagem._ps import sessions
-from stratagem._ps.batches import Sharing
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.client.write_batch import Sharing
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.client.mapping import Place
+from stratagem._ps.server.loop import ParameterServer
 from stratagem._wire import shared_heap, shm
 
 class Door:
@@ -358,10 +358,10 @@ def test_a_server_that_cannot_map_the_heap_still_reads_the_slots() -> None:
 
 HALF_SENT = """
 import torch
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.client.mapping import Place
+from stratagem._ps.server.loop import ParameterServer
 from stratagem._wire import shared_heap
 from stratagem.errors import ParameterServerLost
 

@@ -22,10 +22,10 @@ import pytest
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._cluster import watch
-from stratagem._cluster.engine import Engine
-from stratagem._cluster.sending import Closure
-from stratagem._cluster.spec import ClusterSpec
+from stratagem._cluster.coordinator.coordinator import watch_threads
+from stratagem._cluster.coordinator.engine import Engine
+from stratagem._cluster.coordinator.sender import Closure
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
 
@@ -125,7 +125,7 @@ def check_found_by_silence(log: str) -> None:
 
 def test_the_usual_limit_is_noticed_in_time() -> None:
     """Issue 4, section 4: missed heartbeats in at most 5 s, the look itself included."""
-    assert ClusterOptions().heartbeat_limit_s + 5 * watch.TICK_S <= NOTICED_S
+    assert ClusterOptions().heartbeat_limit_s + 5 * watch_threads.TICK_S <= NOTICED_S
 
 
 def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(

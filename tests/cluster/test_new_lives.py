@@ -14,7 +14,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._cluster.views import PlainViews
+from stratagem._cluster.contract import PlainOnCoordinator
 
 
 def test_a_new_life_sees_what_moved_before_it_began() -> None:
@@ -63,7 +63,7 @@ def _welcome(refuses: str) -> Unwelcome:
     return Unwelcome(refuses)
 
 
-class MovingViews(PlainViews):
+class MovingViews(PlainOnCoordinator):
     """Plain views with one update that says no more than that something moved."""
 
     def __init__(self, refuses: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._cluster.views import Applied, PlainViews, PlainWorkerViews
+from stratagem._cluster.contract import Applied, PlainOnCoordinator, PlainOnWorker
 
 
 def test_after_close_the_cluster_serves_the_next_and_old_variables_are_freed() -> None:
@@ -33,7 +33,7 @@ def test_after_close_the_cluster_serves_the_next_and_old_variables_are_freed() -
             assert server.session_count == 0  # type: ignore[attr-defined]
 
 
-class BrokenFence(PlainViews):
+class BrokenFence(PlainOnCoordinator):
     """A strategy whose fence fails in a way nobody foresaw."""
 
     def fence(self, worker_index: int, incarnation: int) -> None:
@@ -56,7 +56,7 @@ def test_a_fence_that_fails_is_raised_not_waited_for(connect: Callable[..., Any]
         assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
 
 
-class Moving(PlainViews):
+class Moving(PlainOnCoordinator):
     """A strategy with one thing that moves: a number every closure must see as it was."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class MovingSetup:
         return MovingWorker()
 
 
-class MovingWorker(PlainWorkerViews):
+class MovingWorker(PlainOnWorker):
     """Keeps the number where closures find it."""
 
     def apply(self, updates: Sequence[Any]) -> Applied:

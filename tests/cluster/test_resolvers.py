@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import stratagem as sg
-from stratagem._cluster.platforms import expand_hostlist, expand_tasks_per_node
+from stratagem._cluster.discovery.platform_resolvers import expand_hostlist, expand_tasks_per_node
 from stratagem.cluster_resolver import (
     ClusterDeviceFilters,
     ExecutableLocation,

@@ -13,8 +13,8 @@ from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._cluster.link import WorkerLink
-from stratagem._cluster.remote import RemoteValueStatus
+from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
+from stratagem._cluster.coordinator.worker_link import WorkerLink
 from stratagem.config import ClusterOptions
 from stratagem.errors import (
     ClosureCancelled,

@@ -15,7 +15,7 @@ import pytest
 from waiting import wait_until
 
 import stratagem as sg
-from stratagem._cluster.spec import ClusterSpec
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.errors import NotFoundError, UnavailableError
 

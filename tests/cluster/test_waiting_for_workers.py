@@ -14,7 +14,7 @@ from addresses import NO_ADDRESSES
 from waiting import wait_until
 
 import stratagem as sg
-from stratagem._cluster import reaching
+from stratagem._cluster.coordinator import startup
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost, UnavailableError
@@ -56,7 +56,7 @@ def test_workers_may_come_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever waits learns once for whom, where and why, and then that all have come."""
-    monkeypatch.setattr(reaching, "TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(startup, "TELL_AFTER_S", 0.2)
     with sg.Server({"worker": ["127.0.0.1:0"]}) as there:
         with starting(connect, On(there.address, nobody[0])) as made:
             wait_until(lambda: "waiting for workers" in caplog.text)
@@ -78,7 +78,7 @@ def test_a_worker_s_name_may_become_known_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind a headless service, names appear when their pods are ready."""
-    monkeypatch.setattr(reaching, "TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(startup, "TELL_AFTER_S", 0.2)
     with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
         with starting(connect, On("worker-0.training.invalid:2222")) as made:
             wait_until(lambda: "waiting for workers" in caplog.text)

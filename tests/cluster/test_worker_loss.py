@@ -15,8 +15,8 @@ from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._cluster.remote import RemoteValueStatus
-from stratagem._cluster.spec import ClusterSpec
+from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.errors import (
     ClosureAborted,

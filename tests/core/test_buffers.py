@@ -140,7 +140,7 @@ def test_buffers_set_outside_reach_the_replicas(two):
 
 def test_untouched_buffers_cost_nothing_at_the_end_of_a_run(two):
     """No per-step cost that grows with the number of modules when nothing changed."""
-    from stratagem._core import homes
+    from stratagem._core import managed
 
     with two.scope():
         modules = [nn.BatchNorm1d(3) for _ in range(20)]
@@ -148,7 +148,7 @@ def test_untouched_buffers_cost_nothing_at_the_end_of_a_run(two):
 
     def use(x):
         modules[7](x)
-        journal = homes.journal_of(sg._core.context.current_replica())
+        journal = managed.journal_of(sg._core.context.current_replica())
         touched.append((len(journal.leaves), len(journal.copies)))
 
     two.run(use, args=(sg.PerReplica(cut(4, 2)),))

@@ -9,25 +9,25 @@ import sys
 import pytest
 import torch
 
-from stratagem._core import inside_torch
+from stratagem._core.torch_patches import private_api
 
 
 def test_this_torch_has_everything() -> None:
     """Also the first thing to fail with a torch that moved something: it names what, and what for."""
-    assert list(inside_torch.missing()) == []
+    assert list(private_api.missing()) == []
 
 
 def test_what_is_missing_is_said_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name, this torch, what for, and what to do."""
-    monkeypatch.setattr(inside_torch, "MISSING", {})
-    gone = inside_torch._find("torch._C._no_such_thing", "a test")
+    monkeypatch.setattr(private_api, "MISSING", {})
+    gone = private_api._find("torch._C._no_such_thing", "a test")
     with pytest.raises(
         NotImplementedError, match=r"has no torch\._C\._no_such_thing.* a test"
     ) as told:
         gone(1, two=2)
     assert torch.__version__ in str(told.value)
     assert "stratagem doctor" in str(told.value)
-    assert list(inside_torch.missing()) == [("torch._C._no_such_thing", "a test", False)]
+    assert list(private_api.missing()) == [("torch._C._no_such_thing", "a test", False)]
 
 
 def program(*removed: str, then: str, first: str = "torch.nn.utils.parametrize") -> str:

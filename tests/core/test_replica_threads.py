@@ -14,8 +14,8 @@ from meeting import me, meet
 
 import stratagem as sg
 from stratagem._core.devices import Device
+from stratagem._core.replica_threads import ReplicaThreads
 from stratagem._core.replicas import ReplicaGroup
-from stratagem._core.threads import LaneSet
 
 LIMIT_S = 60.0
 
@@ -211,8 +211,8 @@ def test_a_forked_child_gets_threads_of_its_own(two):
 
 def test_representations():
     """Groups and lanes show their state."""
-    lanes = LaneSet("x")
-    assert repr(lanes) == "<LaneSet x [0 threads, 0 busy]>"
+    threads = ReplicaThreads("x")
+    assert repr(threads) == "<ReplicaThreads x [0 threads, 0 busy]>"
     assert repr(ReplicaGroup(None, [Device()])) == "<ReplicaGroup of 1>"
     two = ReplicaGroup(None, [Device(), Device()])
     assert repr(two) == "<ReplicaGroup of 2 [0 waiting at None, 0 ended, 0 failed]>"

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem._core.structure import NotedParts, Watch
-from stratagem._ps.glimpses import MOST_VALUES, Glimpse
+from stratagem._core.torch_patches.change_notes import ChangeWatch, NotedParts
+from stratagem._ps.coordinator.attribute_snapshot import MOST_VALUES, AttributeSnapshot
 
 
 class Settings:
@@ -29,14 +29,14 @@ class Settings:
         vars(self).update(values)
 
 
-def watched(**objects: object) -> Watch:
-    watch = Watch()
+def watched(**objects: object) -> ChangeWatch:
+    watch = ChangeWatch()
     watch.keys.update({id(one): key for key, one in objects.items()})
     return watch
 
 
-def look(value: Any) -> Glimpse:
-    return Glimpse(value, lambda obj: isinstance(obj, nn.Linear))
+def look(value: Any) -> AttributeSnapshot:
+    return AttributeSnapshot(value, lambda obj: isinstance(obj, nn.Linear))
 
 
 # ------------------------------------------------------------------ watches
@@ -269,7 +269,7 @@ def test_a_glimpse_keeps_no_object_alive_and_mistakes_none_for_it() -> None:
     assert look(value).is_opaque  # without end
     holder = [nn.Linear(1, 1)]
     seen, reference = look(holder), weakref.ref(holder[0])
-    found = Glimpse(holder, lambda obj: True)
+    found = AttributeSnapshot(holder, lambda obj: True)
     holder.clear()
     gc.collect()
     assert reference() is None

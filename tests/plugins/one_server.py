@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.client.mapping import Place
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.server.loop import ParameterServer
 
 CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s=0.2)
 """Whose session ends soon after it is gone."""

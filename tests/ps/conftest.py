@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.server.loop import ParameterServer
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem._ps.control import ControlConnections
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.client.server_liveness import ControlConnections
+from stratagem._ps.server.loop import ParameterServer
 from stratagem.errors import ParameterServerLost
 
 

@@ -7,12 +7,12 @@ import weakref
 
 import torch
 
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer
-from stratagem._ps.stepping import Gradient, GroupSpec
-from stratagem._ps.store import VariableStore
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.shard_optimizer import Gradient, GroupSpec
+from stratagem._ps.server.store import VariableStore
 from stratagem._wire.arenas import Arena, Budget
 from stratagem.errors import NotFoundError
 
@@ -74,7 +74,7 @@ def test_client_unmaps_what_it_deleted() -> None:
         ParameterServer("127.0.0.1:0").start() as server,
         PsClient([("/job:ps/task:0", server.address)], who) as client,
     ):
-        place = Place(0, 1, (1 << 10,), torch.float32)
+        place = ShardLocation(0, 1, (1 << 10,), torch.float32)
         client.create(place, "w", value=torch.ones(1 << 10))
         (mapped,) = client.map([place])
         assert mapped is not None

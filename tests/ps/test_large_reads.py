@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratagem._ps import client as client_module
-from stratagem._ps import server as server_module
-from stratagem._ps import sessions
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer, ServerOptions
-from stratagem._ps.stepping import GroupSpec
-from stratagem._ps.store import StateEntry
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.ps_client import ps_client as client_module
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.server import session
+from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import loop as server_module
+from stratagem._ps.server.shard_optimizer import GroupSpec
+from stratagem._ps.server.store import StateEntry
 from stratagem._wire import messages
 from stratagem._wire.connecting import connect
 from stratagem._wire.frames import Limits
@@ -26,13 +26,13 @@ def test_many_values_of_one_server_are_read_in_several_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "PIECE_BYTES", 3 * 4 * ROWS)
-    monkeypatch.setattr(sessions, "REPLY_LIMIT_BYTES", 4 * 4 * ROWS)
+    monkeypatch.setattr(session, "REPLY_LIMIT_BYTES", 4 * 4 * ROWS)
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with (
         ParameterServer("127.0.0.1:0").start() as server,
         PsClient([("/job:ps/task:0", server.address)], who, shared_memory=False) as client,
     ):
-        places = [Place(0, number, (ROWS,), torch.float32) for number in range(1, 12)]
+        places = [ShardLocation(0, number, (ROWS,), torch.float32) for number in range(1, 12)]
         for place in places:
             client.create(place, f"w{place.variable}", value=torch.full((ROWS,), place.variable))
         found = client.read(places)
@@ -57,14 +57,14 @@ def test_optimizer_state_larger_than_a_frame_travels_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "PIECE_BYTES", 100 * 4)
-    monkeypatch.setattr(sessions, "PIECE_BYTES", 100 * 4)
+    monkeypatch.setattr(session, "PIECE_BYTES", 100 * 4)
     limits = Limits(frame_bytes=4 * ROWS)  # what one of the two moments needs
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with (
         ParameterServer("127.0.0.1:0", options=ServerOptions(limits=limits)).start() as server,
         PsClient([("/job:ps/task:0", server.address)], who) as client,
     ):
-        place = Place(0, 1, (ROWS,), torch.float32)
+        place = ShardLocation(0, 1, (ROWS,), torch.float32)
         client.create(place, "w", value=torch.zeros(ROWS))
         groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
         client.create_optimizer(0, 1, "torch.optim.Adam", groups)
@@ -87,7 +87,7 @@ def test_room_for_state_is_made_only_in_the_shape_of_its_variable() -> None:
         ParameterServer("127.0.0.1:0").start() as server,
         PsClient([("/job:ps/task:0", server.address)], who) as client,
     ):
-        client.create(Place(0, 1, (4,), torch.float32), "w", value=torch.zeros(4))
+        client.create(ShardLocation(0, 1, (4,), torch.float32), "w", value=torch.zeros(4))
         groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
         client.create_optimizer(0, 1, "torch.optim.Adam", groups)
         huge = messages.StateItem(1, "exp_avg", messages.TensorRef("float32", (1 << 40,)))

@@ -7,7 +7,7 @@ import pickle
 
 import torch
 
-from stratagem._ps.late import LateValue
+from stratagem._ps.worker.lazy_value import LazyReadTensor
 
 
 class Source:
@@ -21,8 +21,8 @@ class Source:
         self.reads += 1
         return self.value.clone()
 
-    def late(self) -> LateValue:
-        return LateValue(self.value.shape, self.value.dtype, self.read)
+    def late(self) -> LazyReadTensor:
+        return LazyReadTensor(self.value.shape, self.value.dtype, self.read)
 
 
 def test_it_is_read_once_when_used_and_stays() -> None:

@@ -2,7 +2,7 @@
 
 from orders import orders
 
-from stratagem._ps.ledger import Admission, WriteId, WriteLedger
+from stratagem._ps.server.ledger import Admission, WriteId, WriteLedger
 
 A, D, F = Admission.APPLY, Admission.DUPLICATE, Admission.FENCED
 

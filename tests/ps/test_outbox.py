@@ -8,10 +8,10 @@ import pytest
 import torch
 from one_server import STEADY, WORKER, W, add_one, listed
 
-from stratagem._ps import outbox as outbox_module
-from stratagem._ps.client import PsClient
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.ps_client import outbox as outbox_module
+from stratagem._ps.server.loop import ParameterServer
 from stratagem.errors import NotFoundError, WriteFenced
 
 
@@ -104,12 +104,12 @@ def test_a_write_seen_before_still_finds_its_variable_where_it_is_now(
         add_one(worker)
         worker.settle()
     chief.delete([W])
-    chief.create(Place(0, 2, (5000,), torch.float32), "other", value=torch.zeros(5000))
+    chief.create(ShardLocation(0, 2, (5000,), torch.float32), "other", value=torch.zeros(5000))
     chief.create(W, "w", value=torch.full((2,), 10.0))
     add_one(worker)
     worker.settle()
     assert value_of(chief) == [11.0, 11.0]
-    assert chief.read([Place(0, 2, (5000,), torch.float32)])[0][0].sum() == 0
+    assert chief.read([ShardLocation(0, 2, (5000,), torch.float32)])[0][0].sum() == 0
 
 
 def test_a_write_seen_before_of_a_variable_that_is_gone_is_refused(

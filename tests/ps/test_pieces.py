@@ -5,8 +5,8 @@ import torch
 from elementwise import ELEMENTWISE
 from torch import nn
 
-from stratagem._ps import pieces
-from stratagem._ps.stepping import Gradient, GroupSpec, ServerOptimizer
+from stratagem._ps.server.loop import chunked_step
+from stratagem._ps.server.shard_optimizer import Gradient, GroupSpec, ServerOptimizer
 
 STEPS = 3
 
@@ -137,7 +137,7 @@ def test_a_class_of_somebody_else_gets_its_parameter_whole():
 
 
 def test_rows_without_order_find_their_places():
-    rows = pieces.RowsOfGradient(torch.tensor([[4.0], [1.0], [3.0]]), torch.tensor([4, 1, 3]))
+    rows = chunked_step.RowsOfGradient(torch.tensor([[4.0], [1.0], [3.0]]), torch.tensor([4, 1, 3]))
     like = torch.zeros(2, 1)
     found = [rows.between(start, start + 2, like).flatten().tolist() for start in (0, 2, 4)]
     assert found == [[0.0, 1.0], [0.0, 3.0], [4.0, 0.0]]

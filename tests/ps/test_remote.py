@@ -7,13 +7,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.placement import Placement
-from stratagem._ps.remote import RemoteVariable
-from stratagem._ps.server import ParameterServer
-from stratagem._ps.tables import TableParameter
-from stratagem._ps.workers import WorkerVariables
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.worker.worker_variables import WorkerVariables
 from stratagem.errors import ForeignParameterError
 
 VALUE = torch.arange(22.0).reshape(11, 2)
@@ -91,7 +91,7 @@ def test_several_threads_may_write(remote):
 def test_what_another_wrote_right_after_is_not_taken_for_seen(remote, client, monkeypatch, pieces):
     """Else the coordinator's copy would lack that write until the next one."""
     if pieces:
-        monkeypatch.setattr("stratagem._ps.mapping.PIECE_BYTES", 16)
+        monkeypatch.setattr("stratagem._ps.client.mapping.PIECE_BYTES", 16)
     remote.put(VALUE)
     assert remote.seen == remote.versions()  # alone, everything is known
     servers = [(link.task, link.address) for link in client._links]

@@ -13,23 +13,23 @@ import pytest
 import torch
 from waiting import wait_until
 
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
 
 LIMIT_S = 30.0
 CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True)
-W = Place(0, 1, (2,), torch.float32)
+W = ShardLocation(0, 1, (2,), torch.float32)
 
 # A server, or a worker, that may have few descriptors, or little memory beyond what it has now.
 TASK = """
 import resource, sys, threading
-import stratagem._ps.stepping
-from stratagem._cluster.worker import Worker
-from stratagem._ps.server import ParameterServer
+import stratagem._ps.server.shard_optimizer
+from stratagem._cluster.worker.worker import Worker
+from stratagem._ps.server.loop import ParameterServer
 kind, files, spare = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if kind == "worker":
     task = Worker("127.0.0.1:0", index=0)

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem._ps import mapping
-from stratagem._ps.batches import PushedGradient, Sharing
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer, ServerOptions
-from stratagem._ps.stepping import GroupSpec
-from stratagem._ps.store import InitOp, StateEntry
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient, mapping
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.client.write_batch import PushedGradient, Sharing
+from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.shard_optimizer import GroupSpec
+from stratagem._ps.server.store import InitOp, StateEntry
 from stratagem._wire import messages
 from stratagem.errors import NotFoundError, ProtocolError, UnsupportedOptimizer, WriteFenced
 
@@ -25,8 +24,10 @@ CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True)
 WORKER = Membership(session="s", task="/job:worker/task:0")
 
 
-def place(server: int, variable: int, *shape: int, dtype: torch.dtype = torch.float32) -> Place:
-    return Place(server, variable, shape, dtype)
+def place(
+    server: int, variable: int, *shape: int, dtype: torch.dtype = torch.float32
+) -> ShardLocation:
+    return ShardLocation(server, variable, shape, dtype)
 
 
 @pytest.fixture(params=[True, False], ids=["shared memory", "bytes"])
@@ -58,7 +59,7 @@ def worker(servers: list[tuple[str, str]], chief: PsClient, shared: bool) -> Ite
         yield client
 
 
-def value_of(client: PsClient, *places: Place) -> list[list[float]]:
+def value_of(client: PsClient, *places: ShardLocation) -> list[list[float]]:
     return [tensor.tolist() for tensor, _ in client.read(places)]
 
 
@@ -82,7 +83,7 @@ def test_sharing_is_what_was_asked_for(worker: PsClient, shared: bool) -> None:
 )
 def test_values_written_are_values_read(chief: PsClient, worker: PsClient, value: Tensor) -> None:
     """By the writer and by another task."""
-    w = Place(1, 3, tuple(value.shape), value.dtype)
+    w = ShardLocation(1, 3, tuple(value.shape), value.dtype)
     chief.create(w, "w", value=value)
     for client in (chief, worker):
         ((back, version),) = client.read([w])

@@ -21,9 +21,9 @@ from one_server import CHIEF, STEADY, WORKER, W, add_one, listed
 from waiting import wait_until
 
 import stratagem as sg
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.server.loop import ParameterServer
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions
 from stratagem.errors import NotFoundError, ParameterServerLost
@@ -184,7 +184,7 @@ def test_a_server_whose_address_somebody_else_has_now_is_lost(
 
 SERVER = """
 import sys
-from stratagem._ps.server import ParameterServer
+from stratagem._ps.server.loop import ParameterServer
 server = ParameterServer("127.0.0.1:0", task="/job:ps/task:0")
 print(server.address, flush=True)
 server.serve()
@@ -368,8 +368,8 @@ def test_a_worker_killed_leaves_server_and_others_unharmed(
     _, address = process
     pusher = (
         "import torch, sys\n"
-        "from stratagem._ps.client import PsClient\n"
-        "from stratagem._ps.link import Membership\n"
+        "from stratagem._ps.client.ps_client import PsClient\n"
+        "from stratagem._ps.client.server_connection import Membership\n"
         "who = Membership(session='s', task='/job:worker/task:0')\n"
         f"client = PsClient([('/job:ps/task:0', {address!r})], who, incarnation=1)\n"
         "while True:\n"

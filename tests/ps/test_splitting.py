@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem._ps.batches import PushedGradient, Sharing
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer, ServerOptions
-from stratagem._ps.splitting import TooLargeError, size_of, split
-from stratagem._ps.stepping import GroupSpec
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.client.splitting import TooLargeError, size_of, split
+from stratagem._ps.client.write_batch import PushedGradient, Sharing
+from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.shard_optimizer import GroupSpec
 from stratagem._wire.frames import Limits
 from stratagem._wire.messages import Assign, AssignRows, GradientRef, Operation, Push, Scatter
 from stratagem._wire.messages import TensorRef as Ref
@@ -127,7 +127,7 @@ def test_a_large_step_comes_in_several_messages_and_counts_once(
 
     Whether it shares memory with the server or not: it is cut in the same places.
     """
-    places = [Place(0, number, (ROWS,), torch.float32) for number in range(1, 8)]
+    places = [ShardLocation(0, number, (ROWS,), torch.float32) for number in range(1, 8)]
     values = [torch.randn(ROWS) for _ in places]
     plain = [nn.Parameter(value.clone()) for value in values]
     optimizer = torch.optim.Adam(plain, lr=0.1)
@@ -171,8 +171,8 @@ def test_a_variable_too_large_by_itself_is_refused_before_anything_is_sent(
 ) -> None:
     with client_of(server, "/job:chief/task:0") as client:
         small, large = (
-            Place(0, 1, (ROWS,), torch.float32),
-            Place(0, 2, (4 * ROWS,), torch.float32),
+            ShardLocation(0, 1, (ROWS,), torch.float32),
+            ShardLocation(0, 2, (4 * ROWS,), torch.float32),
         )
         client.create_all([(small, "small", ()), (large, "large", ())])
         client.assign(small, torch.zeros(ROWS))

@@ -8,7 +8,7 @@ from elementwise import ELEMENTWISE
 from own_optimizer import GradientKeeper
 from torch import nn
 
-from stratagem._ps.stepping import (
+from stratagem._ps.server.shard_optimizer import (
     Gradient,
     GroupSpec,
     ServerOptimizer,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem._ps.tables import TableParameter
+from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem.errors import ForeignParameterError
 
 ROWS, WIDTH = 10, 3

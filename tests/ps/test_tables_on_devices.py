@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from stratagem._ps.replicated_tables import ReplicatedTable
-from stratagem._ps.tables import TableParameter
+from stratagem._ps.tables.replicated_table import ReplicatedTable
+from stratagem._ps.tables.table_parameter import TableParameter
 
 DEVICE = torch.device("meta")
 ROWS, WIDTH = 10, 3
@@ -48,7 +48,7 @@ class Elsewhere(torch.Tensor):
         return tree_map(lambda one: Elsewhere(one) if isinstance(one, torch.Tensor) else one, found)
 
 
-class Copies(TorchDispatchMode):
+class MirroredStorage(TorchDispatchMode):
     """Copies from the host to the pretended device, counted in numbers."""
 
     def __init__(self):
@@ -111,13 +111,13 @@ WHOLES = {
 def replica(monkeypatch):
     """The calling code is a replica on the pretended device."""
     me = SimpleNamespace(device=DEVICE)
-    monkeypatch.setattr("stratagem._ps.tables.current_replica", lambda: me)
+    monkeypatch.setattr("stratagem._ps.tables.table_parameter.current_replica", lambda: me)
     return me
 
 
 def train(operation, table):
     """The operator's value and the table's gradient, both in host memory; numbers moved there."""
-    with Copies() as copies:
+    with MirroredStorage() as copies:
         got = operation(table, lambda tensor: tensor.to(DEVICE))
         assert got.device == DEVICE
         weights = torch.linspace(0.5, 1.5, got.numel()).reshape(got.shape)
@@ -166,5 +166,5 @@ def test_gradients_of_rows_meet_in_host_memory(replica):
         gradient_aggregation = "mean"
 
     strategy = Strategy()
-    home = ReplicatedTable(TableParameter.over(InMemory()), strategy, "table")
-    assert home.gradients_on(replica) == torch.device("cpu")
+    managed = ReplicatedTable(TableParameter.over(InMemory()), strategy, "table")
+    assert managed.gradients_on(replica) == torch.device("cpu")

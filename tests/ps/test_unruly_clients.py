@@ -9,11 +9,11 @@ import torch
 from one_server import CHIEF, W, add_one, listed
 from waiting import wait_until
 
-from stratagem._ps import door
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
-from stratagem._ps.server import ParameterServer, ServerOptions
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.server import acceptor
+from stratagem._ps.server.loop import ParameterServer, ServerOptions
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
@@ -89,7 +89,7 @@ def test_a_connection_that_says_nothing_is_dropped(
     server: ParameterServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It proved the key, then fell silent."""
-    monkeypatch.setattr(door, "HELLO_LIMIT_S", 0.1)
+    monkeypatch.setattr(acceptor, "HELLO_LIMIT_S", 0.1)
     with connect(server.address, timeout_s=LIMIT_S) as channel:
         with pytest.raises(ConnectionLost):
             channel.receive(timeout_s=LIMIT_S)
@@ -142,7 +142,7 @@ def test_a_client_that_does_not_read_its_replies_is_slowed_not_buffered(
     server: ParameterServer,
 ) -> None:
     """Its requests wait once 64 MiB are unread; the server's memory does not grow, others go on."""
-    big = Place(0, 1, (1 << 22,), torch.float32)  # 16 MiB
+    big = ShardLocation(0, 1, (1 << 22,), torch.float32)  # 16 MiB
     with PsClient(listed(server), CHIEF) as client:
         client.create(big, "big", value=torch.ones(1 << 22))
         with hello(server) as greedy:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stratagem as sg
-from stratagem._ps.tables import TableParameter
+from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem.errors import ForeignParameterError
 
 P = sg.partitioners

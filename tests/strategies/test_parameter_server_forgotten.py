@@ -74,7 +74,7 @@ def test_a_model_that_leads_back_to_itself_may_be_forgotten(
     assert settled(coordinator) == before
     assert reference() is None
     books = coordinator.strategy._cluster_views()._members
-    assert repr(books) == "<ToldMembers of 0 objects, 0 looked at each time>"
+    assert repr(books) == "<SentState of 0 objects, 0 looked at each time>"
 
 
 class Owner:

@@ -12,7 +12,7 @@ from scheduling import run
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem._core import structure
+from stratagem._core.torch_patches import change_notes
 
 
 def filled(layer: nn.Module, value: float) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ def test_what_does_not_change_is_not_looked_at(coordinator: sg.ClusterCoordinato
         strategy.run(lambda: (model[:2](torch.rand(4, 2)).sum().backward(), optimizer.step())[1])
 
     run(coordinator, step)
-    watch = structure.Watch()
+    watch = change_notes.Watch()
     for number, module in enumerate(model.modules()):
         watch.keys[id(module)] = number
         for kind in ("_parameters", "_buffers", "_modules", "_forward_hooks"):

@@ -18,9 +18,9 @@ from hostile import KEY, LIMIT_S, SEED, Target, attack_as_strangers, mutate, sen
 from hostile import broken as broken_bytes
 
 import stratagem
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
-from stratagem._ps.mapping import Place
+from stratagem._ps.client.mapping import Place
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
@@ -38,7 +38,7 @@ PARSED_FRAMES = 100_000
 
 SERVER = """
 import logging, sys, torch
-from stratagem._ps.server import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer, ServerOptions
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 torch.set_num_threads(1)
@@ -271,7 +271,7 @@ def test_every_listening_socket_is_attacked() -> None:
                     made.add(path.relative_to(source).as_posix())
     assert made == {
         "_wire/listener.py",  # the one place where sockets are made to listen
-        "_ps/server.py",  # attacked here
-        "_cluster/worker.py",  # attacked in test_fuzz_worker.py
+        "_ps/server/loop.py",  # attacked here
+        "_cluster/worker/worker.py",  # attacked in test_fuzz_worker.py
         "_commands/doctor.py",  # listens to itself, for a moment
     }

@@ -22,7 +22,7 @@ from hostile import (
     send_then_hang_up,
 )
 
-from stratagem._cluster.views import PlainSetup
+from stratagem._cluster.contract import PlainSetup
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, unpack
@@ -40,7 +40,7 @@ PER_LIFE = 1_000
 
 WORKER = """
 import logging, sys
-from stratagem._cluster.worker import Worker
+from stratagem._cluster.worker.worker import Worker
 from stratagem._wire.handshake import ClusterKey
 logging.disable(logging.CRITICAL)
 worker = Worker("127.0.0.1:0", index=0, key=ClusterKey.from_text(sys.argv[1]))

@@ -121,9 +121,9 @@ def _torch() -> Iterator[Finding]:
 
 
 def _inside_torch() -> Finding:
-    from stratagem._core import inside_torch
+    from stratagem._core.torch_patches import private_api
 
-    lacking = list(inside_torch.missing())
+    lacking = list(private_api.missing())
     good = not lacking
     replaced = all(instead for _, _, instead in lacking)
     return Finding(
@@ -136,7 +136,7 @@ def _inside_torch() -> Finding:
         if good
         else "Everything works, some of it slower."
         if replaced
-        else f"Use a release of torch that was tried ({inside_torch.TRIED}), or a newer Stratagem.",
+        else f"Use a release of torch that was tried ({private_api.TRIED}), or a newer Stratagem.",
     )
 
 

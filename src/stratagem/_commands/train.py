@@ -71,7 +71,7 @@ def open_strategy(name: str, *, replicas: int, workers: int, ps: int) -> Iterato
         with MirroredStrategy(devices) as mirrored:
             yield mirrored
     elif name == "ps":
-        from stratagem._cluster.local import LocalCluster
+        from stratagem._cluster.launch.local_cluster import LocalCluster
         from stratagem._strategies.parameter_server import ParameterServerStrategy
 
         with (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from typing_extensions import override
 
-from stratagem._core import inside_torch
+from stratagem._core.torch_patches import private_api
 from stratagem.errors import ContextError, StrategyMismatch
 
 if TYPE_CHECKING:
@@ -266,8 +266,8 @@ def describe_context() -> str:
 
 def mode_depth() -> int:
     """How many device scopes (and other torch function modes) are open, `set_default_device` aside."""
-    depth = int(inside_torch.function_modes())
-    if depth and inside_torch.device_context.__dict__.get("device_context") is not None:
+    depth = int(private_api.function_modes())
+    if depth and private_api.device_context.__dict__.get("device_context") is not None:
         depth -= 1
     return depth
 

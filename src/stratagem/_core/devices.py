@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from stratagem._core import inside_torch
+from stratagem._core.torch_patches import private_api
 from stratagem.errors import DeviceNotFound
 
 # "/job:x/replica:0/task:0/device:CPU:1", any part missing; "cpu:1", "/cpu:1", "CPU" for short.
@@ -206,6 +206,6 @@ def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
 
 def current_device() -> torch.device:
     """Where results of reductions go: the device scope around the call, else the CPU (RED-12)."""
-    if inside_torch.function_modes() == 0:
+    if private_api.function_modes() == 0:
         return torch.device("cpu")
     return torch.get_default_device()

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from stratagem._core import inside_torch
-from stratagem._core.homes import Journal
+from stratagem._core.managed import Journal
+from stratagem._core.torch_patches import private_api
 from stratagem.errors import ReplicaError
 
 if TYPE_CHECKING:
-    from stratagem._core.leaves import Leaf, ReplicatedHome
     from stratagem._core.replicas import ReplicaGroup
+    from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
 
 BACKWARD = "the end of backward()"
 """Where replicas meet; it stands in messages."""
@@ -56,7 +56,7 @@ def arrival_hook(leaf: Leaf) -> Callable[[Tensor], None]:
 def keep_apart(leaf: Leaf) -> None:
     """Put earlier gradients aside during a pass, for a leaf whose aggregation needs it."""
     if leaf.tensor.requires_grad:
-        leaf.home.call_before_gradients(leaf, _hook(leaf, _put_base_aside))
+        leaf.managed.call_before_gradients(leaf, _hook(leaf, _put_base_aside))
         leaf.keeps_apart = True
 
 
@@ -80,7 +80,7 @@ def _hook(leaf: Leaf, call: Callable[[Leaf, Journal], None]) -> Callable[[Tensor
 
 
 def _accumulated(leaf: Leaf, journal: Journal) -> None:
-    journal.accumulated[leaf.home] = leaf
+    journal.accumulated[leaf.managed] = leaf
     if not journal.queued:
         _queue(journal)
 
@@ -89,7 +89,7 @@ def _put_base_aside(leaf: Leaf, journal: Journal) -> None:
     # Also called for torch.autograd.grad(), which accumulates nothing: then the meeting's callback
     # finds no new gradient and only puts the base back.
     if leaf.base is None and leaf.tensor.grad is not None:
-        leaf.base = leaf.home.gradient_of(leaf)
+        leaf.base = leaf.managed.gradient_of(leaf)
         leaf.tensor.grad = None
         journal.put_aside.append(leaf)
         if not journal.queued:
@@ -98,7 +98,7 @@ def _put_base_aside(leaf: Leaf, journal: Journal) -> None:
 
 def _queue(journal: Journal) -> None:
     journal.queued = True
-    inside_torch.queue_callback(lambda: _end_of_backward(journal))
+    private_api.queue_callback(lambda: _end_of_backward(journal))
 
 
 # ------------------------------------------------------------------ meeting
@@ -120,14 +120,14 @@ def _end_of_backward(journal: Journal) -> None:
                 leaf.tensor.grad, leaf.base = leaf.base, None
 
 
-def _refuse_graphs(journal: Journal, accumulated: Mapping[ReplicatedHome, Leaf]) -> None:
+def _refuse_graphs(journal: Journal, accumulated: Mapping[ReplicatedParameter, Leaf]) -> None:
     """``backward(create_graph=True)``: what the replicas agree on is not differentiable any more."""
-    for home, leaf in accumulated.items():
-        grad = home.gradient_of(leaf)
+    for managed, leaf in accumulated.items():
+        grad = managed.gradient_of(leaf)
         if grad is not None and grad.requires_grad:
             raise ReplicaError(
                 f"backward(create_graph=True) in {journal.replica!r} left a gradient with a graph on "
-                f"{home.describe()}. Gradients in .grad are aggregated over the replicas and the "
+                f"{managed.describe()}. Gradients in .grad are aggregated over the replicas and the "
                 "graph ends there, so a loss made of them would have no gradient. Use grads = "
                 "torch.autograd.grad(loss, model.parameters(), create_graph=True) and, for the "
                 "gradient of the whole batch, sg.get_replica_context().all_reduce('mean', grads), "
@@ -145,9 +145,9 @@ def forget_pass(journal: Journal) -> None:
             leaf.tensor.grad, leaf.base = leaf.base, None
 
 
-def aggregate_by_hand(replica: Any, homes: Sequence[ReplicatedHome], label: str) -> None:
+def aggregate_by_hand(replica: Any, all_managed: Sequence[ReplicatedParameter], label: str) -> None:
     """At ``optimizer.step()``: gradients that did not come out of a meeting are aggregated now."""
-    _aggregate(replica, _Offer(dict.fromkeys(homes)), label, by_hand=True)
+    _aggregate(replica, _Offer(dict.fromkeys(all_managed)), label, by_hand=True)
 
 
 class _Offer:
@@ -158,19 +158,19 @@ class _Offer:
         gradients: one per home, if all of them are plain: dense tensors that need no care.
     """
 
-    __slots__ = ("gradients", "homes")
+    __slots__ = ("all_managed", "gradients")
 
-    def __init__(self, brought: Mapping[ReplicatedHome, Leaf | None]) -> None:
-        self.homes = list(brought)
+    def __init__(self, brought: Mapping[ReplicatedParameter, Leaf | None]) -> None:
+        self.all_managed = list(brought)
         self.gradients: list[Tensor] | None = None
         gradients = []
-        for home, leaf in brought.items():
-            grad = None if leaf is None else home.gradient_of(leaf)
+        for managed, leaf in brought.items():
+            grad = None if leaf is None else managed.gradient_of(leaf)
             if (
                 grad is None
                 or grad.layout is not torch.strided
                 or grad.requires_grad
-                or has_hooks(home.central)
+                or has_hooks(managed.central)
             ):
                 return
             gradients.append(grad)
@@ -189,20 +189,23 @@ class _Plan:
     __slots__ = ("dense", "rest", "settled")
 
     def __init__(self) -> None:
-        self.settled: list[ReplicatedHome] = []
+        self.settled: list[ReplicatedParameter] = []
         self.dense: _Dense | None = None
-        self.rest: list[tuple[ReplicatedHome, list[Tensor], list[float]]] = []
+        self.rest: list[tuple[ReplicatedParameter, list[Tensor], list[float]]] = []
 
 
 class _Dense:
     """Homes for which every contributing replica has a dense gradient: handled as lists."""
 
-    __slots__ = ("factors", "gradients", "homes")
+    __slots__ = ("all_managed", "factors", "gradients")
 
     def __init__(
-        self, homes: list[ReplicatedHome], gradients: list[list[Tensor]], factors: list[float]
+        self,
+        all_managed: list[ReplicatedParameter],
+        gradients: list[list[Tensor]],
+        factors: list[float],
     ) -> None:
-        self.homes = homes
+        self.all_managed = all_managed
         self.gradients = gradients  # of each contributor, in the order of homes
         self.factors = factors  # one per contributor
 
@@ -217,17 +220,17 @@ def _aggregate(replica: Any, offer: _Offer, label: str, *, by_hand: bool = False
 
     plan: _Plan = group.meet(replica.id, label, offer, combine)
     me = replica.id
-    for home in plan.settled:
-        leaf = home.by_replica.get(me)
+    for managed in plan.settled:
+        leaf = managed.by_replica.get(me)
         if leaf is not None:
             _take(leaf, leaf.tensor.grad)
     if plan.dense is not None:
-        for home, result in zip(
-            plan.dense.homes, _combine_lists(plan.dense, replica.device), strict=True
+        for managed, result in zip(
+            plan.dense.all_managed, _combine_lists(plan.dense, replica.device), strict=True
         ):
-            _give(home, me, result)
-    for home, gradients, factors in plan.rest:
-        _give(home, me, _combine_one(gradients, factors, home.gradients_on(replica)))
+            _give(managed, me, result)
+    for managed, gradients, factors in plan.rest:
+        _give(managed, me, _combine_one(gradients, factors, managed.gradients_on(replica)))
 
 
 def _plan(group: ReplicaGroup, brought: Sequence[_Offer | None], *, by_hand: bool) -> _Plan:
@@ -239,49 +242,51 @@ def _plan(group: ReplicaGroup, brought: Sequence[_Offer | None], *, by_hand: boo
     factors = [1.0 if order[0].adds_up else weights[i] for i in live]
     plan = _Plan()
     if by_hand:
-        for home in order:
-            if not _settled(home, live):
-                found = [_gradient(home, i) for i in live]
-                how = [weights[i] for i in live] if _met_in_this_run(home, live) else factors
-                plan.rest.append((home, *_present(found, how)))
+        for managed in order:
+            if not _settled(managed, live):
+                found = [_gradient(managed, i) for i in live]
+                how = [weights[i] for i in live] if _met_in_this_run(managed, live) else factors
+                plan.rest.append((managed, *_present(found, how)))
         return plan
-    lists = [each.gradients for each in live.values() if each.gradients and each.homes == order]
+    lists = [
+        each.gradients for each in live.values() if each.gradients and each.all_managed == order
+    ]
     if len(lists) == len(live):  # as nearly always
         dense = _Dense(order, lists, factors)
     else:
         dense = _sort_out(plan, order, list(live), factors)
-    if not dense.homes:
+    if not dense.all_managed:
         return plan
     devices = {group.replicas[i].device for i in offers}
     if len(devices) > 1:
         plan.dense = dense
     else:
-        plan.settled = dense.homes
+        plan.settled = dense.all_managed
         _combine_in_place(dense, offers, next(iter(live)))
     return plan
 
 
-def _order(offers: Sequence[_Offer]) -> list[ReplicatedHome]:
+def _order(offers: Sequence[_Offer]) -> list[ReplicatedParameter]:
     """The parameters any replica brings gradients for, in one order for all."""
-    first = offers[0].homes
-    if all(offer.homes == first for offer in offers[1:]):
+    first = offers[0].all_managed
+    if all(offer.all_managed == first for offer in offers[1:]):
         return first
-    return list(dict.fromkeys(home for offer in offers for home in offer.homes))
+    return list(dict.fromkeys(managed for offer in offers for managed in offer.all_managed))
 
 
 def _sort_out(
-    plan: _Plan, order: Sequence[ReplicatedHome], live: Sequence[int], factors: list[float]
+    plan: _Plan, order: Sequence[ReplicatedParameter], live: Sequence[int], factors: list[float]
 ) -> _Dense:
     """Gradients that need care go to the plan, one by one; the plain ones are returned."""
     dense = _Dense([], [[] for _ in live], factors)
-    for home in order:
-        found = [_gradient(home, i) for i in live]
-        if has_hooks(home.central):
-            plan.rest.append((home, *_after_hooks(home, found, factors)))
+    for managed in order:
+        found = [_gradient(managed, i) for i in live]
+        if has_hooks(managed.central):
+            plan.rest.append((managed, *_after_hooks(managed, found, factors)))
         elif not all(grad is not None and _is_plain(grad) for grad in found):
-            plan.rest.append((home, *_present(found, factors)))
+            plan.rest.append((managed, *_present(found, factors)))
         else:
-            dense.homes.append(home)
+            dense.all_managed.append(managed)
             for each, grad in zip(dense.gradients, found, strict=True):
                 each.append(cast("Tensor", grad))
     return dense
@@ -295,8 +300,8 @@ def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
     """
     factors, (brought, *others) = dense.factors, dense.gradients
     results = [
-        grad if _has_own_memory(grad) else _move(home, lead, grad)
-        for home, grad in zip(dense.homes, brought, strict=True)
+        grad if _has_own_memory(grad) else _move(managed, lead, grad)
+        for managed, grad in zip(dense.all_managed, brought, strict=True)
     ]
     if len(others) == 1 and factors[0] + factors[1] == 1.0:
         torch._foreach_lerp_(results, others[0], factors[1])
@@ -307,8 +312,8 @@ def _combine_in_place(dense: _Dense, present: Iterable[int], lead: int) -> None:
             torch._foreach_add_(results, each, alpha=factor)
     for i in present:
         if i != lead:
-            for home, result in zip(dense.homes, results, strict=True):
-                if (leaf := home.by_replica.get(i)) is not None:
+            for managed, result in zip(dense.all_managed, results, strict=True):
+                if (leaf := managed.by_replica.get(i)) is not None:
                     leaf.tensor.grad = result.clone()
 
 
@@ -319,19 +324,19 @@ def _has_own_memory(grad: Tensor) -> bool:
     gradient of ``p.view(-1).backward(g)`` is the caller's `g`, those of stacked parameters lie in one block.
     """
     storage = grad.untyped_storage()
-    users = inside_torch.storage_users(storage._cdata)  # the gradient, and `storage`
+    users = private_api.storage_users(storage._cdata)  # the gradient, and `storage`
     return users <= 2 and storage.nbytes() == grad.nbytes
 
 
-def _move(home: ReplicatedHome, replica_id: int, grad: Tensor) -> Tensor:
+def _move(managed: ReplicatedParameter, replica_id: int, grad: Tensor) -> Tensor:
     moved = grad.clone()
-    home.by_replica[replica_id].tensor.grad = moved
+    managed.by_replica[replica_id].tensor.grad = moved
     return moved
 
 
-def _gradient(home: ReplicatedHome, replica_id: int) -> Tensor | None:
-    leaf = home.by_replica.get(replica_id)
-    return None if leaf is None else home.gradient_of(leaf)
+def _gradient(managed: ReplicatedParameter, replica_id: int) -> Tensor | None:
+    leaf = managed.by_replica.get(replica_id)
+    return None if leaf is None else managed.gradient_of(leaf)
 
 
 def _combine_lists(dense: _Dense, device: torch.device) -> Sequence[Tensor]:
@@ -371,8 +376,8 @@ def _combine_one(
     return result
 
 
-def _give(home: ReplicatedHome, replica_id: int, result: Tensor | None) -> None:
-    leaf = home.by_replica.get(replica_id)
+def _give(managed: ReplicatedParameter, replica_id: int, result: Tensor | None) -> None:
+    leaf = managed.by_replica.get(replica_id)
     if leaf is not None:
         leaf.tensor.grad = result
         _take(leaf, result)
@@ -400,10 +405,10 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def _after_hooks(
-    home: ReplicatedHome, found: Sequence[Tensor | None], factors: Sequence[float]
+    managed: ReplicatedParameter, found: Sequence[Tensor | None], factors: Sequence[float]
 ) -> tuple[list[Tensor], list[float]]:
     """The aggregated gradient as the hooks on the central parameter leave it."""
-    central = home.central
+    central = managed.central
     grad = _combine_one(*_present(found, factors), central.device)
     if grad is None:
         return [], []
@@ -412,7 +417,7 @@ def _after_hooks(
         if changed is not None:
             grad = changed
     if central._post_accumulate_grad_hooks:
-        leaves = list(home.by_replica.values())
+        leaves = list(managed.by_replica.values())
         base = next((leaf.base for leaf in leaves if leaf.base is not None), None)
         central.grad = grad if base is None else base.to(central.device) + grad
         for post_hook in list(central._post_accumulate_grad_hooks.values()):
@@ -433,13 +438,13 @@ def _present(
     return [g for g, _ in present], [f for _, f in present]
 
 
-def _settled(home: ReplicatedHome, live: Iterable[int]) -> bool:
-    leaves = [leaf for i in live if (leaf := home.by_replica.get(i)) is not None]
+def _settled(managed: ReplicatedParameter, live: Iterable[int]) -> bool:
+    leaves = [leaf for i in live if (leaf := managed.by_replica.get(i)) is not None]
     return all(leaf.is_aggregated() for leaf in leaves)
 
 
-def _met_in_this_run(home: ReplicatedHome, live: Iterable[int]) -> bool:
+def _met_in_this_run(managed: ReplicatedParameter, live: Iterable[int]) -> bool:
     # Then what was put in .grad by hand was made from the aggregated gradient, alike on every
     # replica: it is averaged (which changes nothing), also under "sum".
-    leaves = [leaf for i in live if (leaf := home.by_replica.get(i)) is not None]
+    leaves = [leaf for i in live if (leaf := managed.by_replica.get(i)) is not None]
     return any(leaf.met is leaf.journal for leaf in leaves)

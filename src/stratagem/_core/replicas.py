@@ -17,9 +17,10 @@ import torch
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, inside_torch, randomness, threads, values
+from stratagem._core import context, replica_threads, values
 from stratagem._core.advice import advice
 from stratagem._core.devices import Device
+from stratagem._core.torch_patches import private_api, random_streams
 from stratagem.errors import ReplicaMismatch, ReplicaTimeout
 
 _Combine = Callable[[list[Any]], Sequence[Any]]
@@ -46,10 +47,10 @@ class Ambient:
         self.variables = context.caller_variables()  # each replica runs in a copy of it
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.modes = inside_torch.function_modes() > 0
+        self.modes = private_api.function_modes() > 0
         self.intra_op_threads = torch.get_num_threads()
         self.autocast: list[tuple[str, torch.dtype, bool]] = []
-        if inside_torch.any_autocast():
+        if private_api.any_autocast():
             kinds = ["cpu"]
             accelerator = torch.accelerator.current_accelerator()
             if accelerator is not None:
@@ -61,7 +62,7 @@ class Ambient:
 
     def enter(self, device: torch.device) -> contextlib.ExitStack | None:
         """Make this thread like the caller's; the stack to close, or None if nothing is open."""
-        inside_torch.set_grad_enabled(self.grad)
+        private_api.set_grad_enabled(self.grad)
         if not (self.inference or self.autocast or device.type != "cpu"):
             return None
         stack = contextlib.ExitStack()
@@ -137,22 +138,24 @@ class ReplicaGroup:
         self._results: list[Any] = [None] * size
         self._reset_threads = False
         self._ambient = Ambient()
-        self.streams = randomness.Streams()
+        self.streams = random_streams.Streams()
 
     # -------------------------------------------------------------- running
 
-    def run(self, calls: Sequence[Callable[[], Any]], lanes: threads.LaneSet) -> list[Any]:
+    def run(
+        self, calls: Sequence[Callable[[], Any]], threads: replica_threads.ReplicaThreads
+    ) -> list[Any]:
         """Run one callable per replica side by side; their results, in replica order.
 
         Raises:
             BaseException: the error of the first replica (by number) that failed, with a note
                 naming it; the others have unwound by then.
         """
-        lanes = lanes.for_this_thread()
-        used = lanes.acquire(self.size, limit_s=self.timeout_s)
+        threads = threads.for_this_thread()
+        used = threads.acquire(self.size, limit_s=self.timeout_s)
         try:
-            for i, lane in enumerate(used):
-                lane.start(_Job(self, i, calls[i], lane))
+            for i, thread in enumerate(used):
+                thread.start(_Job(self, i, calls[i], thread))
             try:
                 self._serve_replicas()
             except BaseException:  # Ctrl-C too: replicas must not run on behind the caller's back
@@ -165,7 +168,7 @@ class ReplicaGroup:
             self._end_well()  # before another thread's run may begin: it would find tensors half home
             return self._results
         finally:
-            lanes.release()
+            threads.release()
             if self._reset_threads:
                 torch.set_num_threads(self._ambient.intra_op_threads)
 
@@ -199,7 +202,7 @@ class ReplicaGroup:
         """Run the only replica of a group of one on the calling thread."""
         replica = self.replicas[0]
         with context.entered(self._strategy, replica):
-            if replica.device.type == "cpu" and inside_torch.function_modes() == 0:
+            if replica.device.type == "cpu" and private_api.function_modes() == 0:
                 result = fn(*args, **kwargs)
             else:
                 with contextlib.ExitStack() as stack:
@@ -230,16 +233,16 @@ class ReplicaGroup:
         if self._caller.locked():
             self._caller.release()
 
-    def _give_up(self, used: Sequence[threads.Lane], *, limit_s: float) -> None:
+    def _give_up(self, used: Sequence[replica_threads.ReplicaThread], *, limit_s: float) -> None:
         """Unwind all replicas; leave behind, on their daemon threads, those that do not end."""
         with self._lock:
             self._break_up()
         deadline = time.monotonic() + limit_s
         while self._done < self.size and (rest_s := deadline - time.monotonic()) > 0:
             self._caller.acquire(timeout=rest_s)
-        for lane in used:
-            if lane.busy:
-                lane.stop()
+        for thread in used:
+            if thread.busy:
+                thread.stop()
 
     def _first_error(self) -> BaseException:
         # The errors' tracebacks lead back to this group: let go of them, or they form a cycle.
@@ -440,12 +443,16 @@ class _Raise:
 class _Job:
     """What a lane runs for one replica."""
 
-    __slots__ = ("_call", "_group", "_id", "_lane")
+    __slots__ = ("_call", "_group", "_id", "_thread")
 
     def __init__(
-        self, group: ReplicaGroup, id: int, call: Callable[[], Any], lane: threads.Lane
+        self,
+        group: ReplicaGroup,
+        id: int,
+        call: Callable[[], Any],
+        thread: replica_threads.ReplicaThread,
     ) -> None:
-        self._group, self._id, self._call, self._lane = group, id, call, lane
+        self._group, self._id, self._call, self._thread = group, id, call, thread
 
     def __call__(self) -> None:
         group, i = self._group, self._id
@@ -456,14 +463,14 @@ class _Job:
         except BaseException as error:  # noqa: BLE001 - raised again by run()
             group._fail(i, error)
         finally:
-            self._lane.busy = False
+            self._thread.busy = False
             group._leave(i)
 
     def _run(self, group: ReplicaGroup, replica: context.Replica) -> None:
         ambient = group._ambient
         if replica.device.type == "cpu":
             share = max(1, ambient.intra_op_threads // group.size)
-            if threads.share_of_cores(self._lane, share):
+            if replica_threads.share_of_cores(self._thread, share):
                 group._reset_threads = True
         stack = ambient.enter(replica.device)
         try:

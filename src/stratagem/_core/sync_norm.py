@@ -78,9 +78,9 @@ class _Statistics(torch.autograd.Function):
                     "Expected more than 1 value per channel when training, got input size "
                     f"{shape} in the whole batch"
                 )
-            home = present[0][1].device
-            whole = sum(m.to(home) * (n / total) for n, m, _ in present)
-            apart = sum(s.to(home) + (m.to(home) - whole).square() * n for n, m, s in present)
+            managed = present[0][1].device
+            whole = sum(m.to(managed) * (n / total) for n, m, _ in present)
+            apart = sum(s.to(managed) + (m.to(managed) - whole).square() * n for n, m, s in present)
             results = (whole, apart / total, torch.tensor(float(total)))
             return [results] * len(brought)
 
@@ -107,9 +107,9 @@ class _Statistics(torch.autograd.Function):
             # A replica without rows may bring NaN: it is left out, not multiplied by 0.
             parts = [(each, weights[j]) for j, each in enumerate(brought) if each is not None]
             live = [(each, weight) for each, weight in parts if weight > 0]
-            home = live[0][0][0].device
+            managed = live[0][0][0].device
             return [
-                tuple(sum(each[k].to(home) * weight for each, weight in live) for k in range(2))
+                tuple(sum(each[k].to(managed) * weight for each, weight in live) for k in range(2))
             ] * len(brought)
 
         label = "backward of SyncBatchNorm"

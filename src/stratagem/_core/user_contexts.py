@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from stratagem._core.compiling import eagerly
 from stratagem._core.context import current_replica, entered, require_replica
+from stratagem._core.torch_patches.compiling import eagerly
 
 
 class ReplicaContext:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from stratagem._core import context, inside_torch
+from stratagem._core import context
 from stratagem._core.reduction import ReduceOp
+from stratagem._core.torch_patches import private_api
 from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators, to_numpy
 from stratagem.errors import ContextError, StratagemError, StrategyMismatch
 
@@ -81,7 +82,7 @@ class VariableRequest:
         """The initial value as a tensor of the type and shape asked for; places copy it."""
         value = self.initial_value
         # The strategy places variables, not a device scope around their creation (VAR-1).
-        scoped = inside_torch.function_modes() > 0
+        scoped = private_api.function_modes() > 0
         with torch.device("cpu") if scoped else nullcontext():
             if callable(value):
                 value = value()
@@ -106,7 +107,7 @@ class VariableRequest:
         return isinstance(self.initial_value, torch.Tensor) and self.initial_value.requires_grad
 
 
-class Place(ABC):
+class VariableStorage(ABC):
     """Where a variable's value lives, and what reading and writing it mean.
 
     One object per variable. Single-machine places are in `places.py`.
@@ -147,7 +148,7 @@ class Place(ABC):
         """The variables behind this one: itself, one around the central copy, or one per replica."""
         return (variable,)
 
-    def same_way(self, request: VariableRequest) -> Place:
+    def same_way(self, request: VariableRequest) -> VariableStorage:
         """A place of its own for a copy of the variable (deepcopy)."""
         raise NotImplementedError(f"a variable at {self!r} cannot be copied.")
 
@@ -188,7 +189,7 @@ class Variable(Convertible):
     __slots__ = ("__weakref__", "_place", "_request", "_strategy")
     __hash__: ClassVar[Any] = object.__hash__
 
-    _place: Place
+    _place: VariableStorage
     _request: VariableRequest
     _strategy: Any
 
@@ -220,7 +221,7 @@ class Variable(Convertible):
         return create(request)
 
     @classmethod
-    def at(cls, place: Place, request: VariableRequest, strategy: Any) -> Variable:
+    def at(cls, place: VariableStorage, request: VariableRequest, strategy: Any) -> Variable:
         """A variable around a place; for strategies."""
         self = object.__new__(cls)
         self._place = place

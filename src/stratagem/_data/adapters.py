@@ -18,12 +18,12 @@ from typing_extensions import override
 
 from stratagem._data import nests
 from stratagem._data.calling import element_randomness
-from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State
+from stratagem._data.node import END, UNKNOWN, Cursor, CursorContext, Node, State
 from stratagem._data.seeds import ElementRng, mix
 from stratagem._data.sources import (
     Closable,
+    IndexedSource,
     IteratorCursor,
-    RowSource,
     SlicesNode,
     Stateful,
 )
@@ -71,7 +71,7 @@ class IterableNode(Node):
         self._source = source
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return _SeekingCursor(self._source)
 
     @override
@@ -140,7 +140,7 @@ class OnceNode(Node):
         self._used = False
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return IteratorCursor(self._begin, f"{type(self._iterator).__name__} object")
 
     def _begin(self) -> Iterator[Any]:
@@ -170,7 +170,7 @@ class StatefulNode(Node):
         self._source = source
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return StatefulCursor(self._source)
 
     @override
@@ -262,7 +262,7 @@ class LoaderNode(Node):
         self._loader = loader
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return LoaderCursor(self._loader)
 
     @override
@@ -362,7 +362,7 @@ class LoaderCursor(Cursor):
         _end_workers(self._loader, iterator)
 
 
-class _Indexed(RowSource):
+class _Indexed(IndexedSource):
     """Somebody's object with a length, whose rows are had by number."""
 
     def __init__(self, source: Any) -> None:

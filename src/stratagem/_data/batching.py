@@ -7,7 +7,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from stratagem._data import indexing, nests, specs
-from stratagem._data.node import END, UNKNOWN, Cursor, Frame, Node, State, Step, StepCursor
+from stratagem._data.node import END, UNKNOWN, Cursor, CursorContext, Node, State, Step, StepCursor
 
 
 @final
@@ -20,7 +20,7 @@ class BatchNode(Step):
         self.drop_remainder = drop_remainder
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         fused = indexing.open_rows(self.input, frame.child()) if frame.run.fuse else None
         if fused is not None:
             return FusedBatchCursor(fused, self.size, self.drop_remainder)
@@ -115,7 +115,7 @@ class UnbatchNode(Step):
     rows_vary = False
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return UnbatchCursor(self.input.open(frame.child()))
 
     @override

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._core.randomness import Drawing
+from stratagem._core.torch_patches.random_streams import Drawing
 from stratagem._data.seeds import ElementRng
 
 

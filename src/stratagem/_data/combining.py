@@ -16,7 +16,7 @@ from stratagem._data.node import (
     UNKNOWN,
     ChainCursor,
     Cursor,
-    Frame,
+    CursorContext,
     Join,
     JoinCursor,
     Node,
@@ -37,7 +37,7 @@ class ZipNode(Join):
         self._structure = structure  # the nest, with input numbers for leaves
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return ZipCursor(self._open_inputs(frame), self._structure)
 
     @override
@@ -97,7 +97,7 @@ class ConcatenateNode(Join):
     keeps_rows = True
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return ConcatenateCursor(self._inputs, frame)
 
     @override
@@ -120,7 +120,7 @@ class ConcatenateCursor(ChainCursor):
 
     KEPT = ("place",)
 
-    def __init__(self, inputs: tuple[Node, ...], frame: Frame) -> None:
+    def __init__(self, inputs: tuple[Node, ...], frame: CursorContext) -> None:
         self._inputs = inputs
         self._frame = frame
         self._place = 0
@@ -173,7 +173,7 @@ class InterleaveNode(Step):
         self._plan = plan
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return InterleaveCursor(self.input.open(frame.child()), self._plan, frame)
 
     @override
@@ -196,7 +196,7 @@ class InterleaveCursor(StepCursor):
 
     KEPT = ("turn", "given", "opened", "ended")
 
-    def __init__(self, child: Cursor, plan: InterleavePlan, frame: Frame) -> None:
+    def __init__(self, child: Cursor, plan: InterleavePlan, frame: CursorContext) -> None:
         super().__init__(child)
         self._plan = plan
         self._frame = frame

@@ -28,8 +28,8 @@ from stratagem._data.iteration import (
     outline,
 )
 from stratagem._data.node import END, Node
+from stratagem._data.replica_steps import AbreastNode, DealNode
 from stratagem._data.seeds import mix
-from stratagem._data.steps import AbreastNode, DealNode
 from stratagem._data.transfer import Movers
 from stratagem._data.transforms import EnumerateNode
 from stratagem.config import InputOptions, InputReplicationMode

@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 from typing_extensions import override
 
 from stratagem._data import nests, specs
-from stratagem._data.node import END, Cursor, Frame, Node, NumberedCursor, Skipped
+from stratagem._data.node import END, Cursor, CursorContext, Node, NumberedCursor, Skipped
 from stratagem._data.readers import Bad, Reader
 from stratagem._data.sources import Closable
 from stratagem.errors import CorruptRecord, MissingFile
@@ -68,7 +68,7 @@ class ListFilesNode(FileSource):
         return ListFilesNode(files)
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return NumberedCursor(len(self.files), self.files.__getitem__)
 
     @override
@@ -96,7 +96,7 @@ class FilesNode(FileSource):
         return FilesNode(files, self._reader, self._on_error)
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         skipped = frame.run.skipped if self._on_error == "skip" else None
         return FilesCursor(self.files, self._reader, skipped)
 

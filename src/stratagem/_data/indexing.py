@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from stratagem._data.node import Frame, Node, Positioned, State
+from stratagem._data.node import CursorContext, Node, Positioned, State
 from stratagem._data.seeds import BufferDraws, permutation
 from stratagem._data.shuffling import ShuffleNode
-from stratagem._data.sources import RowSource
+from stratagem._data.sources import IndexedSource
 from stratagem._data.transforms import OptionsNode, RepeatNode, ShardNode, SkipNode, TakeNode
 
 Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -47,7 +47,7 @@ class Numbers(Positioned, ABC):
 class Rows:
     """Row numbers, and the source whose rows they are."""
 
-    source: RowSource
+    source: IndexedSource
     numbers: Numbers
 
     def gather(self, indices: Indices) -> Any:
@@ -55,7 +55,7 @@ class Rows:
         return self.source.gather(torch.from_numpy(indices))
 
 
-def open_rows(node: Node, frame: Frame) -> Rows | None:
+def open_rows(node: Node, frame: CursorContext) -> Rows | None:
     """The chain ending in `node` as row numbers, or `None` if some step needs the rows themselves.
 
     Frames are derived exactly as the cursors of the same nodes derive them, so seeds agree.
@@ -64,19 +64,19 @@ def open_rows(node: Node, frame: Frame) -> Rows | None:
     return None if source is None else Rows(source, _open(node, frame))
 
 
-def row_source(node: Node) -> RowSource | None:
+def row_source(node: Node) -> IndexedSource | None:
     """The in-memory source under a chain of steps that only choose rows."""
     while isinstance(
         node, ShardNode | ShuffleNode | RepeatNode | TakeNode | SkipNode | OptionsNode
     ):
         node = node.input
-    return node if isinstance(node, RowSource) else None
+    return node if isinstance(node, IndexedSource) else None
 
 
-def _open(node: Node, frame: Frame) -> Numbers:
+def _open(node: Node, frame: CursorContext) -> Numbers:
     if isinstance(node, RepeatNode):
         return _Repeat(node, frame)
-    if isinstance(node, RowSource):
+    if isinstance(node, IndexedSource):
         return _Counting(node.size)
     assert isinstance(node, ShardNode | ShuffleNode | TakeNode | SkipNode | OptionsNode)
     child = _open(node.input, frame.child())
@@ -251,7 +251,7 @@ class _Repeat(Numbers):
 
     KEPT = ("epoch", "empty", "count")
 
-    def __init__(self, node: RepeatNode, frame: Frame) -> None:
+    def __init__(self, node: RepeatNode, frame: CursorContext) -> None:
         self._input = node.input
         self._frame = frame
         self._count = node.count

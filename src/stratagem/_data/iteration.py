@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, final
 from typing_extensions import override
 
 from stratagem._data import nests
-from stratagem._data.node import END, Cursor, Frame, Node, Run, Skipped
+from stratagem._data.node import END, Cursor, CursorContext, Node, PipelineRun, Skipped
 from stratagem._data.seeds import fresh_seed, mix
 from stratagem._owner import Owner
 from stratagem.errors import DataError
@@ -57,11 +57,11 @@ class Pass:
         self._node = node
         self._epoch = epoch
         self._fuse = fuse
-        self.run = Run(passes.base_seed, caches=passes.caches, fuse=fuse)
+        self.run = PipelineRun(passes.base_seed, caches=passes.caches, fuse=fuse)
         self.cursor: Cursor = self._open()
 
     def _open(self) -> Cursor:
-        return self._node.open(Frame(self.run).in_epoch(self._epoch))
+        return self._node.open(CursorContext(self.run).in_epoch(self._epoch))
 
     def state(self, cursor_state: Any) -> dict[str, Any]:
         """The whole position, around that of the cursor (or of what reads it ahead)."""
@@ -94,7 +94,7 @@ class Pass:
         self._epoch = state["epoch"]
         # The next iter() is the epoch after the one resumed, as it would have been.
         self._passes.number = self._epoch + 1
-        self.run = Run(state["seed"], caches=self._passes.caches, fuse=self._fuse)
+        self.run = PipelineRun(state["seed"], caches=self._passes.caches, fuse=self._fuse)
         self.cursor = self._open()
         return state["cursor"]
 

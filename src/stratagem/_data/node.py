@@ -70,7 +70,7 @@ class Skipped:
 
 
 @dataclass(slots=True)
-class Run:
+class PipelineRun:
     """What all cursors of one iterator share.
 
     Attributes:
@@ -88,24 +88,24 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CursorContext:
     """Where a cursor stands: in which run, place of the pipeline, and epoch."""
 
-    run: Run
+    run: PipelineRun
     path: int = 0
     epoch: int = 0
 
-    def child(self, place: int = 0) -> Frame:
+    def child(self, place: int = 0) -> CursorContext:
         """The frame of the `place`-th input."""
-        return Frame(self.run, mix(self.path, place + 1), self.epoch)
+        return CursorContext(self.run, mix(self.path, place + 1), self.epoch)
 
-    def in_epoch(self, number: int) -> Frame:
+    def in_epoch(self, number: int) -> CursorContext:
         """The frame of one pass; pass 0 is the frame itself, so the first epochs agree everywhere."""
-        return self if number == 0 else Frame(self.run, self.path, mix(self.epoch, number))
+        return self if number == 0 else CursorContext(self.run, self.path, mix(self.epoch, number))
 
-    def without_epoch(self) -> Frame:
+    def without_epoch(self) -> CursorContext:
         """The frame of something done once for all epochs."""
-        return Frame(self.run, self.path, 0)
+        return CursorContext(self.run, self.path, 0)
 
     def seed(self, explicit: int | None, *, per_epoch: bool = True) -> int:
         """The seed for a random step here: from the user's seed, or from the run's."""
@@ -265,7 +265,7 @@ class Node(ABC):
         return self
 
     @abstractmethod
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         """A fresh cursor at the beginning."""
 
     def cardinality(self) -> int:
@@ -355,7 +355,7 @@ class Join(Node):
         twin._inputs = tuple(inputs)
         return twin
 
-    def _open_inputs(self, frame: Frame) -> list[Cursor]:
+    def _open_inputs(self, frame: CursorContext) -> list[Cursor]:
         return [node.open(frame.child(place)) for place, node in enumerate(self._inputs)]
 
     def _sizes(self) -> list[int]:

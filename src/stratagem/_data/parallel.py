@@ -18,7 +18,7 @@ from stratagem._data.node import (
     UNKNOWN,
     ChoosingStep,
     Cursor,
-    Frame,
+    CursorContext,
     Node,
     State,
     Step,
@@ -45,7 +45,7 @@ class MapNode(Step):
         self._seed = seed
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         child = self.input.open(frame.child())
         return MapCursor(child, self._function, frame.seed(self._seed), self._parallel)
 
@@ -55,7 +55,7 @@ class MapNode(Step):
         return self._seed is None or self.input.wants_seed
 
 
-class _Pending(NamedTuple):
+class _PendingCall(NamedTuple):
     """An element on its way through a pool."""
 
     element: Any
@@ -80,7 +80,7 @@ class MapCursor(StepCursor):
         self._pool: Pool | None = None
         self._pulled = 0  # elements numbered so far
         self._waiting: deque[Any] = deque()  # inputs of a restored state
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingCall] = deque()
         self._ended = False
 
     def _call(self, element: Any, number: int) -> Any:
@@ -114,7 +114,7 @@ class MapCursor(StepCursor):
                 break
             if self._pool is None:
                 self._pool = Pool(self._call, self._parallel, f"stratagem-map-{self._function}")
-            self._pending.append(_Pending(element, self._pool.submit(element, self._pulled)))
+            self._pending.append(_PendingCall(element, self._pool.submit(element, self._pulled)))
             self._pulled += 1
         if not self._pending:
             self.close()
@@ -160,7 +160,7 @@ class FilterNode(ChoosingStep):
         self._seed = seed
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         child = self.input.open(frame.child())
         return FilterCursor(child, self._function, frame.seed(self._seed))
 
@@ -216,7 +216,7 @@ class PrefetchNode(ChoosingStep):
         self._size = 2 if size == AUTOTUNE else size
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         child = self.input.open(frame.child())
         return child if self._size == 0 else PrefetchCursor(child, self._size)
 

@@ -11,7 +11,16 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._data.node import END, INFINITE, ChoosingStep, Cursor, Frame, Node, State, StepCursor
+from stratagem._data.node import (
+    END,
+    INFINITE,
+    ChoosingStep,
+    Cursor,
+    CursorContext,
+    Node,
+    State,
+    StepCursor,
+)
 from stratagem._data.seeds import BufferDraws, permutation
 
 
@@ -38,12 +47,12 @@ class ShuffleNode(ChoosingStep):
         size = self.input.cardinality()
         return self.buffer_size is None or 0 <= size <= self.buffer_size
 
-    def order_seed(self, frame: Frame) -> int:
+    def order_seed(self, frame: CursorContext) -> int:
         """The seed of this epoch's order."""
         return frame.seed(self.seed, per_epoch=self.anew)
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         child = self.input.open(frame.child())
         seed = self.order_seed(frame)
         if self.full:
@@ -155,7 +164,7 @@ class CacheNode(ChoosingStep):
     keeps_rows = True
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         key = frame.path
         kept = frame.run.caches.get(key)
         if kept is not None:
@@ -197,7 +206,7 @@ class CachedCursor(Cursor):
 class CachingCursor(StepCursor):
     """Yields its input and keeps it; hands over to the run's cache when it has seen the end."""
 
-    def __init__(self, child: Cursor, frame: Frame, *, replayable: bool) -> None:
+    def __init__(self, child: Cursor, frame: CursorContext, *, replayable: bool) -> None:
         super().__init__(child)
         self._frame = frame
         self._replayable = replayable

@@ -13,11 +13,11 @@ import torch
 from typing_extensions import override
 
 from stratagem._data import nests, specs
-from stratagem._data.node import END, Cursor, Frame, Node, NumberedCursor, State
+from stratagem._data.node import END, Cursor, CursorContext, Node, NumberedCursor, State
 from stratagem.errors import DataError
 
 
-class RowSource(Node):
+class IndexedSource(Node):
     """A source whose rows can be had by number, many at once: what index arithmetic runs over."""
 
     @property
@@ -40,12 +40,12 @@ class RowSource(Node):
 
     @override
     @final
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return NumberedCursor(self.size, self.at)
 
 
 @final
-class RangeNode(RowSource):
+class RangeNode(IndexedSource):
     """Integers from start to stop."""
 
     def __init__(self, values: range) -> None:
@@ -70,7 +70,7 @@ class RangeNode(RowSource):
 
 
 @final
-class SlicesNode(RowSource):
+class SlicesNode(IndexedSource):
     """The rows of a nest of arrays of one length."""
 
     def __init__(self, columns: Any) -> None:
@@ -105,7 +105,7 @@ class TensorsNode(Node):
         self._element = nests.to_columns(element)
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return IteratorCursor(lambda: iter([self._element]), "from_tensors")
 
     @override
@@ -142,7 +142,7 @@ class GeneratorNode(Node):
         self._args = args
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return IteratorCursor(self._begin, f"from_generator({self._fn!r})")
 
     def _begin(self) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from stratagem._data.node import (
     ChainCursor,
     ChoosingStep,
     Cursor,
-    Frame,
+    CursorContext,
     Node,
     Step,
     StepCursor,
@@ -35,7 +35,7 @@ class TakeNode(ChoosingStep):
         self.count = count
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return TakeCursor(self.input.open(frame.child()), self.count)
 
     @override
@@ -80,7 +80,7 @@ class SkipNode(ChoosingStep):
         self.count = count
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return SkipCursor(self.input.open(frame.child()), self.count)
 
     @override
@@ -126,7 +126,7 @@ class ShardNode(ChoosingStep):
         return self.num_shards < 0
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         child = self.input.open(frame.child())
         # A hint nobody filled in means one worker: the whole dataset.
         return child if self.is_hint else ShardCursor(child, self.num_shards, self.index)
@@ -169,7 +169,7 @@ class RepeatNode(ChoosingStep):
         self.count = count
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return RepeatCursor(self.input, frame, self.count)
 
     @override
@@ -188,7 +188,7 @@ class RepeatCursor(ChainCursor):
 
     KEPT = ("epoch", "empty", "count")
 
-    def __init__(self, input: Node, frame: Frame, count: int | None) -> None:
+    def __init__(self, input: Node, frame: CursorContext, count: int | None) -> None:
         self._input = input
         self._frame = frame
         self._count = count
@@ -226,7 +226,7 @@ class EnumerateNode(Step):
         self._start = start
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return EnumerateCursor(self.input.open(frame.child()), self._start)
 
 
@@ -267,5 +267,5 @@ class OptionsNode(ChoosingStep):
         self.options = options
 
     @override
-    def open(self, frame: Frame) -> Cursor:
+    def open(self, frame: CursorContext) -> Cursor:
         return self.input.open(frame.child())

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from stratagem._cluster.processes import run_python
+from stratagem._cluster.launch.fork_server import run_python
 from stratagem._demo.clicks import WideAndDeep
 
 __all__ = ["draw_curves", "predict_without_stratagem", "save_model"]

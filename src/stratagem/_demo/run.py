@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from stratagem import config
-from stratagem._cluster.coordinator import ClusterCoordinator
-from stratagem._cluster.local import LocalCluster
-from stratagem._cluster.remote import RemoteValue, RemoteValueStatus
+from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
+from stratagem._cluster.coordinator.remote_values import RemoteValue, RemoteValueStatus
+from stratagem._cluster.launch.local_cluster import LocalCluster
 from stratagem._core.context import get_current_worker_index
 from stratagem._core.partition import MinSizePartitioner
 from stratagem._core.user_contexts import InputContext
@@ -28,7 +28,7 @@ from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
 from stratagem._demo.view import Picture, View, open_view
-from stratagem._demo.watching import ClusterEyes
+from stratagem._demo.watching import ClusterObserver
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["DemoOptions", "run_demo"]
@@ -97,7 +97,7 @@ def run_demo(options: DemoOptions) -> int:
                         num_dense=held_out.dense.shape[1],
                     )
                     optimizer = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE)
-                eyes = ClusterEyes(cluster, coordinator)
+                eyes = ClusterObserver(cluster, coordinator)
                 trainer = _Trainer(options, cluster, coordinator, view, eyes)
                 progress = trainer.train(world, model, optimizer)
                 eyes.close()
@@ -115,7 +115,7 @@ class _Trainer:
         cluster: LocalCluster,
         coordinator: ClusterCoordinator,
         view: View,
-        eyes: ClusterEyes,
+        eyes: ClusterObserver,
     ) -> None:
         self._options = options
         self._cluster = cluster

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from stratagem._cluster.coordinator import ClusterCoordinator
-from stratagem._cluster.local import LocalCluster
-from stratagem._cluster.tasks import cluster_key
+from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
+from stratagem._cluster.launch.local_cluster import LocalCluster
+from stratagem._cluster.launch.tasks import cluster_key
 from stratagem._demo.view import ServerRow, WorkerRow
-from stratagem._ps.control import ControlConnections
+from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem.errors import ParameterServerLost
 
-__all__ = ["ClusterEyes"]
+__all__ = ["ClusterObserver"]
 
 # Servers answer from numbers at most half a second old, so asking more often shows nothing new.
 _ASK_EVERY_S = 0.5
 _ASK_LIMIT_S = 2.0
 
 
-class ClusterEyes:
+class ClusterObserver:
     """What the coordinator and the servers say about themselves, as rows of a picture."""
 
     def __init__(self, cluster: LocalCluster, coordinator: ClusterCoordinator) -> None:

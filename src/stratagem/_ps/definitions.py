@@ -208,7 +208,7 @@ class SetHooks:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetObjects:
     """Objects that are gone on the coordinator; nothing scheduled from now on names them."""
 
     tokens: tuple[Hashable, ...]
@@ -220,7 +220,7 @@ TokenUpdate = SetAttribute | SetRequiresGrad | SetHyperparameters | AddGroup
 SetPart = SetClass | SetMember | SetOrder | SetHooks
 """About what an object is made of: definitions made afterwards have it already."""
 
-Update = TokenUpdate | Moved | SetPart | Forget
+Update = TokenUpdate | Moved | SetPart | ForgetObjects
 
 
 def subject_of(update: Update) -> Hashable:
@@ -237,7 +237,7 @@ def subject_of(update: Update) -> Hashable:
         return ("settings", update.token, update.group, tuple(sorted(update.settings)))
     if isinstance(update, AddGroup):
         return ("group", update.token, id(update))
-    if isinstance(update, Forget):
+    if isinstance(update, ForgetObjects):
         return ("forget", update.tokens)
     if isinstance(update, Moved | SetMember):
         return ("member", update.token, update.kind, update.name)

@@ -31,25 +31,21 @@ import torch
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import (
-    compiling,
-    context,
-    data_attribute,
-    differentiated,
-    foreign,
-    grad_attribute,
-    modules,
-    once,
-    optimizers,
-    places,
-    reduction,
-    values,
-    variables,
-)
+from stratagem._core import context, reduction, values, variable_storage, variables
 from stratagem._core.asynchronous import refuse_async, refuse_unawaited
 from stratagem._core.devices import Device
+from stratagem._core.replica_threads import ReplicaThreads
 from stratagem._core.replicas import ReplicaGroup
-from stratagem._core.threads import LaneSet
+from stratagem._core.torch_patches import (
+    autograd_grad,
+    backward_guard,
+    compiling,
+    module_members,
+    optimizer_step,
+    param_data,
+    param_grad,
+    replica_schedulers,
+)
 from stratagem._core.user_contexts import InputContext, ValueContext
 from stratagem._owner import Owner
 from stratagem.errors import ContextError
@@ -81,14 +77,14 @@ class Strategy(Owner):
             )
         config.log_as_environment_says()
         self._gradient_aggregation = gradient_aggregation
-        modules.install()
-        optimizers.install()
-        foreign.install()
-        differentiated.install()
-        data_attribute.install()
-        once.install()
-        self._lanes = LaneSet(type(self).__name__)
-        self._finalizer = weakref.finalize(self, self._lanes.close)
+        module_members.install()
+        optimizer_step.install()
+        backward_guard.install()
+        autograd_grad.install()
+        param_data.install()
+        replica_schedulers.install()
+        self._threads = ReplicaThreads(type(self).__name__)
+        self._finalizer = weakref.finalize(self, self._threads.close)
 
     # -------------------------------------------------------------- life
 
@@ -100,7 +96,7 @@ class Strategy(Owner):
         A strategy that is simply forgotten does this when it is collected.
         """
         self._close()
-        self._lanes.close()
+        self._threads.close()
 
     def __copy__(self) -> Self:
         raise RuntimeError(
@@ -360,12 +356,12 @@ class Strategy(Owner):
             if parts is not None:
                 args, kwargs = parts[0]
             return group.run_alone(fn, args, kwargs)
-        grad_attribute.install()
+        param_grad.install()
         if parts is None:
             call = functools.partial(fn, *args, **kwargs)
-            return _merge(group, group.run([call] * size, self._lanes), count.rows)
+            return _merge(group, group.run([call] * size, self._threads), count.rows)
         calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
-        return _merge(group, group.run(calls, self._lanes), count.rows)
+        return _merge(group, group.run(calls, self._threads), count.rows)
 
     @abstractmethod
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
@@ -391,8 +387,8 @@ class Strategy(Owner):
 
     def _create_variable(self, request: variables.VariableRequest) -> Any:
         """A variable in its place; the default is one copy at home."""
-        return places.central(
-            request, self._home, self, shared=self._slices and self.num_replicas_in_sync > 1
+        return variable_storage.central(
+            request, self._managed, self, shared=self._slices and self.num_replicas_in_sync > 1
         )
 
     def _check_updated(self, variable: Any) -> None:
@@ -407,7 +403,7 @@ class Strategy(Owner):
         return nullcontext()
 
     @property
-    def _home(self) -> Device:
+    def _managed(self) -> Device:
         """The logical device where single copies live."""
         return self._compute_devices[0]
 
@@ -430,19 +426,19 @@ class Strategy(Owner):
     # Called by _core.modules and _core.optimizers -----------------------
 
     @property
-    def _home_device(self) -> torch.device:
+    def _central_device(self) -> torch.device:
         """Where central parameters and buffers live."""
-        return self._home.torch_device
+        return self._managed.torch_device
 
     def _adopt_parameter(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
     ) -> Any:
         """The home of a parameter registered under the scope; None leaves it an ordinary one."""
-        return modules.adopt_parameter(self, name, parameter, self._home_device)
+        return module_members.adopt_parameter(self, name, parameter, self._central_device)
 
     def _adopt_buffer(self, module: torch.nn.Module, name: str, buffer: torch.Tensor) -> Any:
         """The home of a buffer registered under the scope; None leaves it an ordinary one."""
-        return modules.adopt_buffer(self, buffer, self._home_device)
+        return module_members.adopt_buffer(self, buffer, self._central_device)
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
         """Run the real step once, where the parameters live."""

@@ -78,7 +78,7 @@ class CentralStorageStrategy(Strategy):
 
     @property
     @override
-    def _home(self) -> devices.Device:
+    def _managed(self) -> devices.Device:
         return self._parameter_device
 
     @override

@@ -11,14 +11,14 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._core import devices
 from stratagem._core.user_contexts import InputContext, ReplicaContext
-from stratagem._strategies.alone import Alone
+from stratagem._strategies.single_replica import SingleReplica
 
 _made: list[DefaultStrategy] = []
 _making = threading.Lock()
 
 
 @final
-class DefaultStrategy(Alone):
+class DefaultStrategy(SingleReplica):
     """Ordinary PyTorch: one replica, nothing placed, nothing moved.
 
     Got from `get_strategy` outside any scope; there is exactly one.

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
-from stratagem._core import devices, places, reduction, variables
+from stratagem._core import devices, reduction, variable_storage, variables
 from stratagem._strategies.base import GradientAggregation, Strategy
 
 
@@ -61,7 +61,7 @@ class MirroredStrategy(Strategy):
 
     @override
     def _create_variable(self, request: variables.VariableRequest) -> Any:
-        return places.mirrored(request, self._devices, self)
+        return variable_storage.mirrored(request, self._devices, self)
 
     @override
     def _local_results(self, value: Any) -> tuple[Any, ...]:

@@ -7,11 +7,11 @@ from typing import Any, final
 from typing_extensions import override
 
 from stratagem._core import devices
-from stratagem._strategies.alone import Alone
 from stratagem._strategies.base import GradientAggregation
+from stratagem._strategies.single_replica import SingleReplica
 
 
-class SingleDevice(Alone):
+class SingleDevice(SingleReplica):
     """What the one-device strategies share; today's class and the V1 one differ in methods only."""
 
     def __init__(self, device: Any, *, gradient_aggregation: GradientAggregation = "mean") -> None:

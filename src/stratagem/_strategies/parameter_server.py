@@ -26,16 +26,16 @@ from stratagem._core.partition import Partitioner
 from stratagem._core.user_contexts import InputContext
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._data import distribute
-from stratagem._ps import variables as ps_variables
-from stratagem._ps.big_tables import BigTables
-from stratagem._ps.client import PsClient
-from stratagem._ps.coordinator_views import CoordinatorViews
-from stratagem._ps.homes import CoordinatorVariables
-from stratagem._ps.link import Membership
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.coordinator import remote_storage as ps_variables
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
+from stratagem._ps.coordinator.deferred_tables import DeferredTables
+from stratagem._ps.coordinator.handles import ObjectHandles
+from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.placement import device_name
-from stratagem._ps.variables import ReadCache, RemotePlace
 from stratagem._strategies.base import GradientAggregation, Strategy
-from stratagem._strategies.worker_view import WorkerSetup, caching, reduce_nest
+from stratagem._strategies.worker_view import PsWorkerSetup, caching, reduce_nest
 from stratagem._wire.handshake import ClusterKey
 
 _log = logging.getLogger("stratagem.ps")
@@ -99,7 +99,7 @@ class ParameterServerStrategy(Strategy):
         self._device_names = _worker_device_names(cluster_resolver, worker_devices)
         self._session = secrets.token_hex(8)
         self._cache = ReadCache()
-        self._views: CoordinatorViews | None = None
+        self._views: ObjectHandles | None = None
         self._cluster_coordinator: Any = None
         super().__init__(gradient_aggregation=gradient_aggregation)
         secret = cluster_resolver.cluster_key_text()
@@ -166,17 +166,17 @@ class ParameterServerStrategy(Strategy):
 
     # -------------------------------------------------------------- the coordinator's side
 
-    def _cluster_views(self) -> CoordinatorViews:
+    def _cluster_views(self) -> ObjectHandles:
         """What the `ClusterCoordinator` works with (contract 7)."""
         if self._views is None:
-            setup = WorkerSetup(
+            setup = PsWorkerSetup(
                 servers=self._servers,
                 workers=self._workers,
                 session=self._session,
                 compute_devices=self._device_names,
                 gradient_aggregation=self._gradient_aggregation,
             )
-            self._views = CoordinatorViews(self, lambda: setup)
+            self._views = ObjectHandles(self, lambda: setup)
         return self._views
 
     @override
@@ -184,8 +184,10 @@ class ParameterServerStrategy(Strategy):
         if self._cluster_coordinator is None:
             # Made, not started (PSS-5): it connects to the workers when it is first used. Found by
             # name, since imports go down only.
-            importlib.import_module("stratagem._cluster.coordinator").ClusterCoordinator.of(self)
-        return BigTables(config.remote_table_bytes())
+            importlib.import_module(
+                "stratagem._cluster.coordinator.coordinator"
+            ).ClusterCoordinator.of(self)
+        return DeferredTables(config.remote_table_bytes())
 
     @override
     def _close(self) -> None:
@@ -217,7 +219,7 @@ class ParameterServerStrategy(Strategy):
     def _beside(self, variable: Any) -> Iterator[None]:
         """New variables go to this one's server, in one piece (PSS-12)."""
         place = variable._place
-        assert isinstance(place, RemotePlace)
+        assert isinstance(place, RemoteStorage)
         before, self._variables.beside = self._variables.beside, place.remote.description
         try:
             yield

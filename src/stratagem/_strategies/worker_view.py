@@ -20,27 +20,28 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._core import devices, modules, reduction, special_modules, values
-from stratagem._core.buffers import BufferHome
-from stratagem._core.leaves import ReplicatedHome
+from stratagem._core import devices, reduction, values
+from stratagem._core.replicated_buffers import ReplicatedBuffer
+from stratagem._core.replicated_parameters import ReplicatedParameter
+from stratagem._core.torch_patches import module_members, special_modules
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._ps import definitions
-from stratagem._ps.client import PsClient
-from stratagem._ps.link import Membership
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.coordinator.module_definitions import compute
+from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.placement import device_name
-from stratagem._ps.replicated_tables import ReplicatedTable
-from stratagem._ps.tables import TableParameter
-from stratagem._ps.taking_apart import compute
-from stratagem._ps.variables import ReadCache, RemotePlace
-from stratagem._ps.workers import WorkerClosure, WorkerVariables
+from stratagem._ps.tables.replicated_table import ReplicatedTable
+from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.worker.worker_hooks import WorkerHooks
+from stratagem._ps.worker.worker_variables import WorkerClosure, WorkerVariables
 from stratagem._strategies.base import GradientAggregation, Strategy
-from stratagem._strategies.worker_hooks import WorkerHooks
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSetup:
+class PsWorkerSetup:
     """What a worker needs to join a strategy's session."""
 
     servers: tuple[tuple[str, str], ...]
@@ -52,23 +53,23 @@ class WorkerSetup:
 
     def connect(
         self, *, worker_index: int, incarnation: int, key: ClusterKey | None
-    ) -> WorkerViews:
+    ) -> WorkerObjects:
         """Builds the views on the worker. The key is the worker's own: it never travels."""
         membership = Membership(
             session=self.session, task=f"/job:worker/task:{worker_index}", key=key
         )
         client = PsClient(self.servers, membership, incarnation=incarnation)
         try:
-            return WorkerViews(self, client, worker_index)
+            return WorkerObjects(self, client, worker_index)
         except BaseException:  # Ctrl-C too: nobody else could close it
             client.close()
             raise
 
 
-class WorkerViews:
+class WorkerObjects:
     """The worker's own objects for the coordinator's tokens."""
 
-    def __init__(self, setup: WorkerSetup, client: PsClient, worker_index: int) -> None:
+    def __init__(self, setup: PsWorkerSetup, client: PsClient, worker_index: int) -> None:
         self._client = client
         self._worker_index = worker_index
         self._place = setup.workers.index(worker_index)
@@ -82,7 +83,7 @@ class WorkerViews:
         self._steppers: dict[Hashable, _Stepper] = {}
         self._hooks = WorkerHooks()
         # Homes of parameters seen from several replicas; modules hold them only by name.
-        self._homes: list[ReplicatedHome] = []
+        self._all_managed: list[ReplicatedParameter] = []
 
     # -------------------------------------------------------------- contract 7
 
@@ -133,7 +134,7 @@ class WorkerViews:
         failures: dict[Hashable, Exception] = {}
         gone: list[Hashable] = []
         for update in updates:
-            if isinstance(update, definitions.Forget):
+            if isinstance(update, definitions.ForgetObjects):
                 self._forget(update.tokens)
                 gone += update.tokens
                 continue
@@ -199,7 +200,7 @@ class WorkerViews:
         self._objects.clear()
         self._steppers.clear()
         self._hooks.clear()
-        self._homes.clear()
+        self._all_managed.clear()
         self._variables.close()
         self._client.close()
 
@@ -217,9 +218,11 @@ class WorkerViews:
         if self._strategy.num_replicas_in_sync > 1:
             name = definition.description.name
             if isinstance(parameter, TableParameter):
-                self._homes.append(ReplicatedTable(parameter, self._strategy, name))
+                self._all_managed.append(ReplicatedTable(parameter, self._strategy, name))
             else:
-                self._homes.append(ReplicatedHome(parameter, strategy=self._strategy, name=name))
+                self._all_managed.append(
+                    ReplicatedParameter(parameter, strategy=self._strategy, name=name)
+                )
         return parameter
 
     def _fill_module(self, token: Hashable, state: Any) -> None:
@@ -244,22 +247,22 @@ class WorkerViews:
             held.pop(update.name, None)
         elif update.kind != "_buffers" or update.value is None:
             held[update.name] = update.value
-        elif isinstance(held, modules.BuffersByReplica):
-            held.settle_in(update.name, BufferHome(update.value, strategy=self._strategy))
+        elif isinstance(held, module_members.BuffersByReplica):
+            held.settle_in(update.name, ReplicatedBuffer(update.value, strategy=self._strategy))
         else:
             dict.__setitem__(held, update.name, update.value)
             module._buffers = self._variables.watched(held)
 
     def _answer_by_replica(self, module: nn.Module) -> None:
         """Several replicas in this worker: each sees leaves and buffer copies of its own."""
-        held = modules.ParametersByReplica(dict(module._parameters))
-        for name, home in held.homes.items():
-            special_modules.prepare(module, home, name)
+        held = module_members.ParametersByReplica(dict(module._parameters))
+        for name, managed in held.all_managed.items():
+            special_modules.prepare(module, managed, name)
         module._parameters = held
-        buffers = modules.BuffersByReplica(dict(module._buffers))
+        buffers = module_members.BuffersByReplica(dict(module._buffers))
         for name, value in dict.items(buffers):
             if value is not None:
-                buffers.settle_in(name, BufferHome(value, strategy=self._strategy))
+                buffers.settle_in(name, ReplicatedBuffer(value, strategy=self._strategy))
         module._buffers = buffers
 
     def _optimizer(self, token: Hashable, definition: definitions.OptimizerDefinition) -> Optimizer:
@@ -284,7 +287,9 @@ class WorkerViews:
             self._hooks.forget(token)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
-                self._homes = [home for home in self._homes if home.central is not gone]
+                self._all_managed = [
+                    managed for managed in self._all_managed if managed.central is not gone
+                ]
             elif isinstance(gone, Optimizer):
                 self._strategy.steppers.pop(id(gone), None)
 
@@ -300,7 +305,7 @@ class WorkerViews:
         remote = self._variables.remote(definition.descriptions[index])
         if definition.per_worker:
             remote.put(definition.request.initial_tensor())  # a new life starts anew (PSS-13)
-        place = RemotePlace(
+        place = RemoteStorage(
             remote,
             tracks=definition.request.tracks_gradient() and not definition.per_worker,
             strategy=self._strategy,
@@ -354,9 +359,9 @@ def _set_class(module: nn.Module, update: definitions.SetClass) -> None:
             for name in update.computed:
                 held.pop(name, None)  # torch wants their places free
         compute(module, update.computed)
-    if isinstance(module._parameters, modules.ParametersByReplica):
-        for name, home in module._parameters.homes.items():
-            special_modules.prepare(module, home, name)
+    if isinstance(module._parameters, module_members.ParametersByReplica):
+        for name, managed in module._parameters.all_managed.items():
+            special_modules.prepare(module, managed, name)
 
 
 def _set_order(held: dict[str, Any], names: Sequence[str]) -> None:
@@ -380,7 +385,7 @@ def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
 class WorkerStrategy(Strategy):
     """The strategy as functions on a worker see it: replicas on the worker's own devices."""
 
-    def __init__(self, setup: WorkerSetup, variables: WorkerVariables, cache: ReadCache) -> None:
+    def __init__(self, setup: PsWorkerSetup, variables: WorkerVariables, cache: ReadCache) -> None:
         self._setup = setup
         self._variables = variables
         self._cache = cache

@@ -115,8 +115,8 @@ def _traceback_text(error: BaseException) -> str:
 def _rebuild(failure: RemoteFailure, wanted: type[BaseException]) -> BaseException | None:
     """An exception of a builtin type or one of ours; None if it cannot be rebuilt."""
     module, _, name = failure.type_name.rpartition(".")
-    home = {"builtins": builtins, "stratagem.errors": errors}.get(module)
-    kind = getattr(home, name, None) if home is not None else None
+    managed = {"builtins": builtins, "stratagem.errors": errors}.get(module)
+    kind = getattr(managed, name, None) if managed is not None else None
     if not (isinstance(kind, type) and issubclass(kind, wanted)):
         return None
     args = failure.args if failure.args is not None else (failure.text,)

@@ -60,7 +60,7 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(a.split("%")[0]).is_loopback for a in found)
 
 
-class _Pending:
+class _Handshaking:
     """A connection that has not yet proved the key."""
 
     def __init__(self, sock: socket.socket, peer: str, handshake: ServerHandshake) -> None:
@@ -117,7 +117,7 @@ class Listener(Owner):
         self._sock.setblocking(False)
         self._epoll = select.epoll()
         self._epoll.register(self._sock, select.EPOLLIN)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _Handshaking] = {}
         self._ready: list[Channel] = []
         self._closed = False
         self._paused_until: float | None = None
@@ -208,7 +208,7 @@ class Listener(Owner):
             oldest = next(iter(self._pending))
             self._refuse(oldest, "too many connections in the handshake")
         handshake = ServerHandshake(self._key, who=peer, version=self._version)
-        pending = _Pending(sock, peer, handshake)
+        pending = _Handshaking(sock, peer, handshake)
         self._epoll.register(sock, select.EPOLLIN)
         self._pending[sock.fileno()] = pending
 
@@ -254,7 +254,7 @@ class Listener(Owner):
         except MemoryError:
             self._refuse(fd, "no memory is left for another connection")
 
-    def _let_in(self, fd: int, pending: _Pending) -> None:
+    def _let_in(self, fd: int, pending: _Handshaking) -> None:
         channel = Channel(
             pending.sock,
             peer=pending.peer,

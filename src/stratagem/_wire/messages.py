@@ -173,7 +173,7 @@ class CloseSession(Message, frozen=True):
 
 
 class Initialise(Record, frozen=True):
-    """One in-place initialisation run on the server; see `_ps/store.py`, InitOp."""
+    """One in-place initialisation run on the server; see `_ps/server/store.py`, InitOp."""
 
     name: str
     args: tuple[float, ...] = ()
@@ -253,7 +253,7 @@ class Versions(Message, frozen=True):
 
 
 class Origin(Record, frozen=True):
-    """Whose write this is, so that no write counts twice; see `_ps/ledger.py`, WriteId."""
+    """Whose write this is, so that no write counts twice; see `_ps/server/ledger.py`, WriteId."""
 
     worker: str
     incarnation: int

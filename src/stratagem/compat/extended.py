@@ -17,7 +17,7 @@ from stratagem._core import context, values
 from stratagem._core.variables import Variable
 from stratagem._strategies import updates
 from stratagem._strategies.base import Strategy
-from stratagem.compat import spelling, steps
+from stratagem.compat import multi_step, spelling
 
 
 def extended_view(strategy: Strategy) -> StrategyExtended:
@@ -91,11 +91,11 @@ class StrategyExtended:
 
     def experimental_run_steps_on_iterator(
         self,
-        fn: Callable[[steps.MultiStepContext, Any], Any],
+        fn: Callable[[multi_step.MultiStepContext, Any], Any],
         iterator: Iterator[Any],
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
-    ) -> steps.MultiStepContext:
+    ) -> multi_step.MultiStepContext:
         """Call ``fn(steps, inputs)`` for the iterator's next ``iterations`` inputs (CTX-12).
 
         Args:
@@ -108,7 +108,7 @@ class StrategyExtended:
         Raises:
             StopIteration: the iterator ended before.
         """
-        return steps.run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
+        return multi_step.run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
 
     def reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: object = None

@@ -71,7 +71,7 @@ class InputIterator:
 
 
 @final
-class OneDeviceStrategy(SingleDevice):
+class OneDeviceStrategyV1(SingleDevice):
     """The V1 class: `stratagem.OneDeviceStrategy` with the V1 methods and ``reduce``'s axis optional.
 
     Args:
@@ -168,3 +168,6 @@ def _is_iterable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+OneDeviceStrategy = OneDeviceStrategyV1

@@ -1,0 +1,1 @@
+"""Code that runs in the coordinator process: scheduling closures on workers."""

@@ -1,0 +1,1 @@
+"""Find the tasks of a cluster and their addresses."""

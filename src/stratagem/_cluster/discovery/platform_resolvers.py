@@ -1,0 +1,431 @@
+"""Resolvers that ask another system: Slurm, Kubernetes, Google Compute Engine, SageMaker.
+
+Each reads what its system says and turns it into a `ClusterSpec`. Client libraries are imported
+only when used, and every resolver takes a client of the caller's instead.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from typing_extensions import override
+
+from stratagem import config
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+from stratagem._cluster.discovery.resolvers import ClusterResolver
+
+_HOST_PART = re.compile(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)")
+_TASKS_PART = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Slurm's short form of host names, spelled out.
+
+    Example:
+        >>> expand_hostlist("n[01-03,7],m5")
+        ['n01', 'n02', 'n03', 'n7', 'm5']
+    """
+    hosts: list[str] = []
+    rest = hostlist.strip()
+    while rest:
+        part = _HOST_PART.match(rest)
+        if part is None or (part.end() < len(rest) and rest[part.end()] != ","):
+            raise ValueError(
+                f"host list {hostlist!r} cannot be read at {rest!r}: expected a form such as 'n[01-03],m5'."
+            )
+        prefix, ranges, suffix = part.groups()
+        hosts += [
+            f"{prefix}{number}{suffix}"
+            for number in ([""] if ranges is None else _numbers(ranges, hostlist))
+        ]
+        rest = rest[part.end() + 1 :]
+    return hosts
+
+
+def expand_tasks_per_node(tasks: str) -> list[int]:
+    """Slurm's short form of tasks per node, spelled out.
+
+    Example:
+        >>> expand_tasks_per_node("3(x2),2,1")
+        [3, 3, 2, 1]
+    """
+    counts: list[int] = []
+    for piece in tasks.split(","):
+        part = _TASKS_PART.fullmatch(piece.strip())
+        if part is None:
+            raise ValueError(
+                f"tasks per node {tasks!r} cannot be read at {piece!r}: expected a form such as '3(x2),2,1'."
+            )
+        counts += [int(part[1])] * int(part[2] or 1)
+    return counts
+
+
+def _numbers(ranges: str, hostlist: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        first, dash, last = piece.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"host list {hostlist!r} cannot be read at [{ranges}].")
+        if not dash:
+            numbers.append(first)
+            continue
+        if int(last) < int(first):
+            raise ValueError(f"host list {hostlist!r}: the range {piece} goes backwards.")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """The cluster of a Slurm job step, one task of ours per Slurm task (RES-4).
+
+    Hosts are sorted; task k of a host listens on ``port_base + k``; tasks are dealt to jobs in
+    the order of the job names. Machines without GPUs are fine: leave the GPU arguments alone.
+
+    Args:
+        jobs: how many tasks each job gets; by default all are workers.
+        port_base: port of the first task on every host.
+        gpus_per_node: GPUs of a node; by default what this machine has.
+        gpus_per_task: GPUs each task gets; by default an equal share, 0 without GPUs.
+        tasks_per_node: tasks on each node; by default what Slurm says.
+        auto_set_gpu: set ``CUDA_VISIBLE_DEVICES`` for this process when its tasks share GPUs.
+        rpc_layer: name put before addresses by `master`.
+
+    Raises:
+        RuntimeError: not run by Slurm, more GPUs asked for than there are, or `jobs` does not add
+            up to the tasks Slurm started.
+
+    Example:
+        >>> import stratagem as sg
+        >>> from unittest import mock
+        >>> slurm = {
+        ...     "SLURM_PROCID": "2",
+        ...     "SLURM_STEP_NUM_TASKS": "4",
+        ...     "SLURM_STEP_NODELIST": "n[1-2]",
+        ...     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        ... }
+        >>> with mock.patch.dict("os.environ", slurm):
+        ...     resolver = sg.cluster_resolver.SlurmClusterResolver({"ps": 1, "worker": 3})
+        >>> resolver.cluster_spec().as_dict()
+        {'ps': ['n1:8888'], 'worker': ['n1:8889', 'n2:8888', 'n2:8889']}
+        >>> resolver.task_type, resolver.task_id
+        ('worker', 1)
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Sequence[int] | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+    ) -> None:
+        super().__init__(rpc_layer=rpc_layer)
+        rank = int(_slurm("SLURM_PROCID"))
+        hosts = expand_hostlist(_slurm("SLURM_STEP_NODELIST"))
+        counts = _tasks_on(hosts, tasks_per_node)
+        total = sum(counts.values())
+        if jobs is None:
+            jobs = {"worker": int(_slurm("SLURM_STEP_NUM_TASKS"))}
+        if sum(jobs.values()) != total:
+            raise RuntimeError(
+                f"jobs={dict(jobs)!r} need {sum(jobs.values())} tasks, Slurm started {total} "
+                f"({counts!r}): make the two agree."
+            )
+        self._gpus = _GpuShare.of(gpus_per_node, gpus_per_task, max(counts.values()))
+        # Slurm numbers ranks along the host list as given; addresses are dealt out sorted.
+        places = [(host, k) for host in hosts for k in range(counts[host])]
+        dealt = iter(sorted(places))
+        self._spec: dict[str, list[str]] = {}
+        for job in sorted(jobs):
+            self._spec[job] = []
+            for index in range(jobs[job]):
+                host, k = next(dealt)
+                self._spec[job].append(f"{host}:{port_base + k}")
+                if (host, k) == places[rank]:
+                    self.task_type, self.task_id = job, index
+        if auto_set_gpu and self._gpus.per_task:
+            first = places[rank][1] * self._gpus.per_task
+            visible = ",".join(str(first + n) for n in range(self._gpus.per_task))
+            config.set_environment("CUDA_VISIBLE_DEVICES", visible)
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(self._spec)
+
+    @override
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        return {"GPU": self._gpus.per_task} if self._gpus.per_task else {}
+
+
+class _GpuShare:
+    """How many GPUs a node has and each of its tasks gets."""
+
+    def __init__(self, per_node: int, per_task: int) -> None:
+        self.per_node = per_node
+        self.per_task = per_task
+
+    @classmethod
+    def of(cls, per_node: int | None, per_task: int | None, tasks: int) -> _GpuShare:
+        if per_node is None:
+            import torch
+
+            per_node = torch.cuda.device_count()
+        if per_task is None:
+            per_task = per_node // tasks
+        if per_task * tasks > per_node:
+            raise RuntimeError(
+                f"{tasks} tasks on a node with gpus_per_task={per_task} need {per_task * tasks} "
+                f"GPUs, a node has {per_node}."
+            )
+        return cls(per_node, per_task)
+
+
+def _slurm(name: str) -> str:
+    value = config.environment(name)
+    if value is None:
+        raise RuntimeError(
+            f"{name} is not set: SlurmClusterResolver works in a process started by srun."
+        )
+    return value
+
+
+def _tasks_on(
+    hosts: list[str], tasks_per_node: int | Sequence[int] | Mapping[str, int] | None
+) -> dict[str, int]:
+    if isinstance(tasks_per_node, Mapping):
+        return {host: int(tasks_per_node[host]) for host in hosts}
+    if tasks_per_node is None:
+        counts = expand_tasks_per_node(_slurm("SLURM_STEP_TASKS_PER_NODE"))
+    elif isinstance(tasks_per_node, int):
+        counts = [tasks_per_node] * len(hosts)
+    else:
+        counts = [int(count) for count in tasks_per_node]
+    if len(counts) != len(hosts):
+        raise RuntimeError(f"{len(hosts)} hosts {hosts!r}, but tasks per node are {counts!r}.")
+    return dict(zip(hosts, counts, strict=True))
+
+
+class ExecutableLocation(enum.Enum):
+    """Where the program that asks Kubernetes runs.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.cluster_resolver.ExecutableLocation.OFF_CLUSTER.value
+        1
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+@final
+class KubernetesClusterResolver(ClusterResolver):
+    """The cluster formed by the running pods that carry certain labels (RES-5).
+
+    Args:
+        job_to_label_mapping: job name → label selectors of its pods.
+        tf_server_port: port every pod's task listens on.
+        rpc_layer: name put before addresses by `master`.
+        override_client: an object with ``list_pod_for_all_namespaces(label_selector=...)``, used
+            instead of the kubernetes package's client.
+        executable_location: whether this program runs inside the Kubernetes cluster.
+
+    Example:
+        >>> from types import SimpleNamespace as Bag
+        >>> import stratagem as sg
+        >>> pod = Bag(metadata=Bag(name="w-0"), status=Bag(phase="Running", host_ip="10.0.0.7"))
+        >>> client = Bag(list_pod_for_all_namespaces=lambda label_selector: Bag(items=[pod]))
+        >>> sg.cluster_resolver.KubernetesClusterResolver(override_client=client).cluster_spec()
+        ClusterSpec({'worker': ['10.0.0.7:8470']})
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: ExecutableLocation = ExecutableLocation.WITHIN_CLUSTER,
+    ) -> None:
+        super().__init__(rpc_layer=rpc_layer)
+        if not isinstance(executable_location, ExecutableLocation):
+            raise ValueError(
+                f"executable_location={executable_location!r}: expected one of "
+                f"{[place.name for place in ExecutableLocation]}."
+            )
+        self._labels = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
+        self._port = tf_server_port
+        self._client = override_client or _kubernetes_client(executable_location)
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        cluster: dict[str, list[str]] = {}
+        for job, selectors in self._labels.items():
+            for selector in selectors:
+                pods = self._client.list_pod_for_all_namespaces(label_selector=selector).items
+                for pod in sorted(pods, key=lambda pod: str(pod.metadata.name)):
+                    if pod.status.phase != "Running":
+                        raise RuntimeError(
+                            f"pod {pod.metadata.name!r} is {pod.status.phase!r}, not 'Running': "
+                            "wait until every pod of the cluster runs."
+                        )
+                    cluster.setdefault(job, []).append(f"{pod.status.host_ip}:{self._port}")
+        return ClusterSpec(cluster)
+
+
+def _kubernetes_client(location: ExecutableLocation) -> Any:
+    try:
+        from kubernetes import client
+        from kubernetes import config as kubernetes_config
+    except ImportError as error:
+        raise ImportError(
+            "KubernetesClusterResolver needs the package 'kubernetes': install it, or pass "
+            "override_client."
+        ) from error
+    if location is ExecutableLocation.WITHIN_CLUSTER:
+        kubernetes_config.load_incluster_config()
+    else:
+        kubernetes_config.load_kube_config()
+    return client.CoreV1Api()
+
+
+@final
+class GCEClusterResolver(ClusterResolver):
+    """The running machines of a Google Compute Engine instance group, as one job (RES-6).
+
+    Args:
+        project: the project's name.
+        zone: the zone's name.
+        instance_group: the instance group's name.
+        port: port every machine's task listens on.
+        task_type: the job's name.
+        task_id: index of this task.
+        rpc_layer: name put before addresses by `master`.
+        credentials: passed to the client library.
+        service: a client of the Compute Engine API, used instead of making one.
+
+    Example:
+        >>> import stratagem as sg
+        >>> resolver = sg.cluster_resolver.GCEClusterResolver("p", "z", "g", 8470, service=object())
+        >>> resolver.task_type, resolver.task_id
+        ('worker', 0)
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ) -> None:
+        super().__init__(task_id=task_id, rpc_layer=rpc_layer)
+        self._job = task_type
+        self._group = {"project": project, "zone": zone, "instanceGroup": instance_group}
+        self._port = port
+        self._service = service or _compute_service(credentials)
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        groups = self._service.instanceGroups()
+        request = groups.listInstances(**self._group, body={"instanceState": "RUNNING"})
+        addresses = []
+        while request is not None:
+            response = request.execute()
+            addresses += [self._address(item["instance"]) for item in response.get("items", ())]
+            request = groups.listInstances_next(request, response)
+        return ClusterSpec({self._job: sorted(addresses)})
+
+    def _address(self, instance: str) -> str:
+        details = (
+            self._service.instances()
+            .get(
+                project=self._group["project"],
+                zone=self._group["zone"],
+                instance=instance.rsplit("/", 1)[-1],
+            )
+            .execute()
+        )
+        return f"{details['networkInterfaces'][0]['networkIP']}:{self._port}"
+
+    @override
+    def _found_task_type(self) -> str | None:
+        return self._job
+
+    @override
+    def _set_task_type(self, value: str | None) -> None:
+        raise RuntimeError(
+            f"task_type={value!r}: the job of an instance group is given to the constructor."
+        )
+
+
+def _compute_service(credentials: Any) -> Any:
+    try:
+        from googleapiclient import discovery
+    except ImportError as error:
+        raise ImportError(
+            "GCEClusterResolver needs the package 'google-api-python-client': install it, or pass "
+            "service."
+        ) from error
+    if credentials == "default":
+        return discovery.build("compute", "v1")
+    return discovery.build("compute", "v1", credentials=credentials)
+
+
+@final
+class SageMakerClusterResolver(ClusterResolver):
+    """The hosts of a SageMaker training job, all of them workers (RES-7).
+
+    Example:
+        >>> from unittest import mock
+        >>> import stratagem as sg
+        >>> hosts = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
+        >>> with mock.patch.dict("os.environ", hosts):
+        ...     resolver = sg.cluster_resolver.SageMakerClusterResolver()
+        ...     resolver.cluster_spec().as_dict(), resolver.task_id
+        ({'worker': ['algo-1:2223', 'algo-2:2223']}, 1)
+    """
+
+    def __init__(
+        self,
+        port: int = 2223,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str = "",
+    ) -> None:
+        hosts, here = config.environment("SM_HOSTS"), config.environment("SM_CURRENT_HOST")
+        if hosts is None or here is None:
+            raise AssertionError(
+                "SM_HOSTS and SM_CURRENT_HOST are not set: SageMakerClusterResolver works in a "
+                "SageMaker training job."
+            )
+        names = sorted(json.loads(hosts))
+        known = here in names
+        super().__init__(
+            task_type=task_type if task_type is not None else ("worker" if known else None),
+            task_id=task_id if task_id is not None else (names.index(here) if known else None),
+            rpc_layer=rpc_layer,
+            environment=environment,
+        )
+        self._spec = ClusterSpec({"worker": [f"{name}:{port}" for name in names]} if known else {})
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(self._spec)

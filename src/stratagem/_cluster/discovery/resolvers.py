@@ -1,0 +1,379 @@
+"""Find the cluster and this task's place in it: the resolvers that need no other system.
+
+`platforms.py` has those that ask Slurm, Kubernetes and clouds. Resolvers read; they start nothing.
+Their users are the strategies, `Server` and people's scripts (`resolver.task_type`).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, final
+
+from typing_extensions import override
+
+from stratagem import config
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+
+
+class ClusterResolver(ABC):
+    """Base of all resolvers: where the cluster's tasks are, and which of them this is.
+
+    Example:
+        >>> import stratagem as sg
+        >>> class OneWorker(sg.cluster_resolver.ClusterResolver):
+        ...     def cluster_spec(self):
+        ...         return sg.ClusterSpec({"worker": ["localhost:2222"]})
+        >>> OneWorker().master("worker", 0, rpc_layer="grpc")
+        'grpc://localhost:2222'
+    """
+
+    def __init__(
+        self,
+        *,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str = "",
+    ) -> None:
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it is known now."""
+
+    def cluster_key_text(self) -> str | None:
+        """The secret that tasks of this cluster prove to each other; None on loopback without one.
+
+        By default the environment's (``STRATAGEM_CLUSTER_KEY`` or the file it names).
+        """
+        return config.cluster_key_text()
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Address of a task, by default of this one; '' if neither is known."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        return _url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """How many accelerators this machine has, by kind; {} if none."""
+        import torch
+
+        count = torch.cuda.device_count()
+        return {"GPU": count} if count else {}
+
+    @property
+    def environment(self) -> str:
+        """Name of the system the cluster runs on; '' by default."""
+        return self._environment
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this task; None if unknown."""
+        return self._task_type if self._task_type is not None else self._found_task_type()
+
+    @task_type.setter
+    def task_type(self, value: str | None) -> None:
+        self._set_task_type(value)
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this task within its job; None if unknown."""
+        return self._task_id if self._task_id is not None else self._found_task_id()
+
+    @task_id.setter
+    def task_id(self, value: int | None) -> None:
+        self._task_id = value
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """Name put before addresses by `master`."""
+        return self._rpc_layer if self._rpc_layer is not None else self._found_rpc_layer()
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc_layer = value
+
+    def _found_task_type(self) -> str | None:
+        return None
+
+    def _set_task_type(self, value: str | None) -> None:
+        self._task_type = value
+
+    def _found_task_id(self) -> int | None:
+        return None
+
+    def _found_rpc_layer(self) -> str | None:
+        return None
+
+    @override
+    def __repr__(self) -> str:
+        who = f"{self.task_type}:{self.task_id}" if self.task_type else "no task"
+        return f"<{type(self).__name__} [{who}, {self.cluster_spec()!r}]>"
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """A resolver for a cluster that is already known (RES-1).
+
+    Example:
+        >>> import stratagem as sg
+        >>> spec = sg.ClusterSpec({"worker": ["localhost:2222"], "ps": ["localhost:2223"]})
+        >>> resolver = sg.cluster_resolver.SimpleClusterResolver(
+        ...     spec, task_type="worker", task_id=0
+        ... )
+        >>> resolver.cluster_spec().task_address("ps", 0)
+        'localhost:2223'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+        *,
+        cluster_key: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(
+                f"cluster_spec={cluster_spec!r}: expected a ClusterSpec; "
+                "wrap a dictionary in sg.ClusterSpec(...)."
+            )
+        if not isinstance(master, str):
+            raise TypeError(f"master={master!r}: expected a string.")
+        super().__init__(
+            task_type=task_type, task_id=task_id, rpc_layer=rpc_layer, environment=environment
+        )
+        self._spec = cluster_spec
+        self._master = master
+        self._num_accelerators = dict(num_accelerators or {})
+        self._cluster_key = cluster_key
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(self._spec)
+
+    @override
+    def cluster_key_text(self) -> str | None:
+        return self._cluster_key or super().cluster_key_text()
+
+    @override
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        if task_type is not None and task_id is not None:
+            return _url(self._spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+        return _url(self._master, rpc_layer or self.rpc_layer) if self._master else ""
+
+    @override
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        return dict(self._num_accelerators)
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the cluster from the environment variable ``TF_CONFIG``, at every access (RES-2).
+
+    ``STRATAGEM_CONFIG`` is read in its place when it is set. Arguments override what it says.
+
+    Example:
+        >>> import json, os
+        >>> import stratagem as sg
+        >>> os.environ["TF_CONFIG"] = json.dumps(
+        ...     {
+        ...         "cluster": {
+        ...             "worker": ["localhost:2222", "localhost:2223"],
+        ...             "ps": ["localhost:2224"],
+        ...         },
+        ...         "task": {"type": "worker", "index": 1},
+        ...     }
+        ... )
+        >>> resolver = sg.cluster_resolver.TFConfigClusterResolver()
+        >>> resolver.task_type, resolver.task_id, resolver.master()
+        ('worker', 1, 'localhost:2223')
+        >>> del os.environ["TF_CONFIG"]
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | str | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        super().__init__(
+            task_type=None if task_type is None else str(task_type),
+            task_id=None if task_id is None else int(task_id),
+            rpc_layer=rpc_layer,
+            environment=environment or "",
+        )
+        self._own_environment = environment
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(_tf_config().get("cluster", {}))
+
+    @override
+    @property
+    def environment(self) -> str:
+        return self._own_environment or str(_tf_config().get("environment", "") or "")
+
+    @override
+    def _found_task_type(self) -> str | None:
+        kind = _tf_config().get("task", {}).get("type")
+        return None if kind is None else str(kind)
+
+    @override
+    def _found_task_id(self) -> int | None:
+        index = _tf_config().get("task", {}).get("index")
+        return None if index is None else int(index)
+
+    @override
+    def _found_rpc_layer(self) -> str | None:
+        layer = _tf_config().get("rpc_layer")
+        return None if layer is None else str(layer)
+
+    @override
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        session_master = _tf_config().get("session_master")
+        if session_master is not None:
+            return _url(str(session_master), rpc_layer or self.rpc_layer)
+        spec = self.cluster_spec()
+        if sum(spec.num_tasks(job) for job in spec.jobs) <= 1:
+            return ""
+        return super().master(task_type, task_id, rpc_layer)
+
+
+@final
+class UnionResolver(ClusterResolver):
+    """Several clusters seen as one (RES-3).
+
+    Lists of the same job are joined in order; if any of them has gaps they are merged by index.
+
+    Example:
+        >>> import stratagem as sg
+        >>> simple = sg.cluster_resolver.SimpleClusterResolver
+        >>> union = sg.cluster_resolver.UnionResolver(
+        ...     simple(sg.ClusterSpec({"worker": ["a:1"]})),
+        ...     simple(sg.ClusterSpec({"worker": ["b:1"]})),
+        ... )
+        >>> union.cluster_spec()
+        ClusterSpec({'worker': ['a:1', 'b:1']})
+    """
+
+    def __init__(self, *resolvers: ClusterResolver, **options: Any) -> None:
+        unknown = set(options) - {"rpc_layer", "task_type", "task_id"}
+        if unknown:
+            raise ValueError(
+                f"unknown keyword {sorted(unknown)}: expected rpc_layer, task_type or task_id."
+            )
+        if not resolvers:
+            raise ValueError("UnionResolver() needs at least one resolver.")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"{resolver!r} is not a ClusterResolver.")
+        super().__init__(**options)
+        self._resolvers = resolvers
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        merged: dict[str, list[str] | dict[int, str]] = {}
+        for resolver in self._resolvers:
+            for job, tasks in resolver.cluster_spec().as_dict().items():
+                before = merged.get(job)
+                if before is None:
+                    merged[job] = tasks
+                elif isinstance(before, list) and isinstance(tasks, list):
+                    merged[job] = [*before, *tasks]
+                else:
+                    merged[job] = _joined(job, before, tasks)
+        return ClusterSpec(merged)
+
+    @override
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        if task_type is not None and task_id is not None:
+            return _url(
+                self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
+            )
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    @override
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @override
+    @property
+    def environment(self) -> str:
+        return self._resolvers[0].environment
+
+    @override
+    def _found_task_type(self) -> str | None:
+        return self._resolvers[0].task_type
+
+    @override
+    def _found_task_id(self) -> int | None:
+        return self._resolvers[0].task_id
+
+    @override
+    def _found_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
+
+
+def _tf_config() -> dict[str, Any]:
+    """The whole setting; {} if unset. Text that is not JSON raises (a ValueError)."""
+    text = config.environment("STRATAGEM_CONFIG")
+    name = "STRATAGEM_CONFIG"
+    if text is None:
+        text, name = config.environment("TF_CONFIG"), "TF_CONFIG"
+    if text is None:
+        return {}
+    settings = json.loads(text)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name}={text!r}: expected a JSON object with 'cluster' and 'task'.")
+    return settings
+
+
+def _url(address: str, rpc_layer: str | None) -> str:
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+def _joined(
+    job: str, first: list[str] | dict[int, str], second: list[str] | dict[int, str]
+) -> dict[int, str]:
+    result = dict(enumerate(first)) if isinstance(first, list) else dict(first)
+    for index, address in enumerate(second) if isinstance(second, list) else second.items():
+        if index in result:
+            raise KeyError(f"task {index} of job {job!r} is given by two resolvers.")
+        result[index] = address
+    return result

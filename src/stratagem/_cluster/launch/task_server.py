@@ -1,0 +1,202 @@
+"""The public `Server`: one task of a cluster, started by hand or by a scheduler.
+
+It makes the same task a `LocalCluster` makes (`tasks.py`) and serves it from a thread. Used by
+people's scripts (one script for all roles, page 003) and by ``stratagem server``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any, Final, Self, final
+
+from typing_extensions import override
+
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+from stratagem._cluster.launch.tasks import Task, cluster_key
+from stratagem._cluster.worker.worker import Worker
+from stratagem._owner import Owner
+from stratagem._ps.malloc import keep_freed_memory
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._wire import shared_heap
+from stratagem._wire.connecting import split_address
+from stratagem._wire.listener import is_loopback
+from stratagem.config import ClusterOptions, log_as_environment_says
+from stratagem.errors import NotFoundError
+
+_log = logging.getLogger("stratagem.cluster")
+
+PROTOCOLS: Final = ("grpc", "stratagem")
+"""Names accepted for the one protocol there is; the first is what tf.distribute's users write."""
+
+_SLICE_S: Final = 1.0
+
+
+@final
+class Server(Owner):
+    """One task of a cluster: a parameter server or a worker.
+
+    Args:
+        server_or_cluster_def: the cluster, as a `ClusterSpec` or a dictionary.
+        job_name: job of this task; may be left out if there is only one.
+        task_index: its index; may be left out if the job has only one task.
+        protocol: name of the protocol, ``"grpc"`` by default (it is Stratagem's own under that name).
+        config: `ClusterOptions`, or None.
+        start: begin to serve at once.
+
+    Raises:
+        TypeError: not a cluster.
+        ValueError: the job or the index is missing or not in the cluster.
+        NotFoundError: an unknown protocol.
+        PermissionError: an address beyond this machine without a cluster key.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.Server({"ps": ["127.0.0.1:0"]}) as server:
+        ...     server.job_name, server.task_index, server.target.startswith("grpc://127.0.0.1:")
+        ('ps', 0, True)
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | Mapping[str, Any],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: ClusterOptions | None = None,
+        start: bool = True,
+    ) -> None:
+        log_as_environment_says()
+        spec = ClusterSpec(server_or_cluster_def)
+        self.job_name, self.task_index = _own_place(spec, job_name, task_index)
+        self.protocol = protocol if protocol is not None else PROTOCOLS[0]
+        if self.protocol not in PROTOCOLS:
+            raise NotFoundError(
+                f"protocol={protocol!r} is not known: expected one of {list(PROTOCOLS)}."
+            )
+        if config is not None and not isinstance(config, ClusterOptions):
+            raise TypeError(f"config={config!r}: expected ClusterOptions or None.")
+        self.cluster_spec = spec
+        self._bind = _bind_address(spec.task_address(self.job_name, self.task_index))
+        self._task: Task | None = None
+        self._worker: Worker | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._has_heap = False
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Begins to listen and to serve. Does nothing if it has begun."""
+        if self._task is not None or self._closed.is_set():
+            return
+        if self.job_name == "ps":
+            self._task = ParameterServer(
+                self._bind, task=f"/job:ps/task:{self.task_index}", key=cluster_key()
+            )
+        else:
+            self._worker = Worker(self._bind, index=self.task_index, key=cluster_key())
+            self._task = self._worker
+        self._thread = threading.Thread(
+            target=self._serve,
+            args=(self._task,),
+            name=f"stratagem-{self.job_name}-{self.task_index}",
+            daemon=True,
+        )
+        self._thread.start()
+        _log.info("/job:%s/task:%d serves at %s", self.job_name, self.task_index, self.address)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until the server is closed; by default for ever, through one coordinator after another.
+
+        A worker's prints and log records go to its coordinator as well from here on.
+        """
+        self.start()
+        if self._worker is not None:
+            keep_freed_memory()
+            if not self._has_heap:
+                self._has_heap = shared_heap.install() is not None
+            self._worker.forward_output(echo=True)
+        if timeout_s is not None:
+            self._closed.wait(timeout_s)
+            return
+        while not self._closed.wait(_SLICE_S):  # in slices, so that Ctrl-C is heard everywhere
+            pass
+
+    @property
+    def address(self) -> str:
+        """Where it listens, ``host:port``."""
+        return self._task.address if self._task is not None else self._bind
+
+    @property
+    def target(self) -> str:
+        """Address with the protocol before it."""
+        return f"{self.protocol}://{self.address}"
+
+    @property
+    def server_def(self) -> dict[str, Any]:
+        """What this server is, as plain data."""
+        return {
+            "cluster": self.cluster_spec.as_dict(),
+            "job_name": self.job_name,
+            "task_index": self.task_index,
+            "protocol": self.protocol,
+        }
+
+    @override
+    def close(self) -> None:
+        """Stops serving and frees the address. May be called again."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._task is not None:
+            self._task.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(10.0)
+        if self._has_heap:
+            self._has_heap = False
+            shared_heap.release()
+
+    @classmethod
+    def create_local_server(cls, config: ClusterOptions | None = None, start: bool = True) -> Self:
+        """A worker on a free port of this machine, in a cluster of its own."""
+        return cls({"localhost": ["127.0.0.1:0"]}, config=config, start=start)
+
+    def _serve(self, task: Task) -> None:
+        try:
+            task.serve()
+        except Exception:  # whatever it is: the thread ends by it, and somebody should read why
+            _log.exception("%r ended by an error", self)
+            raise
+        finally:
+            self._closed.set()
+
+    @override
+    def __repr__(self) -> str:
+        state = "closed" if self._closed.is_set() else "serving" if self._task else "not started"
+        return f"<Server /job:{self.job_name}/task:{self.task_index} at {self.address} [{state}]>"
+
+
+def _own_place(spec: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
+    if job is None:
+        if len(spec.jobs) != 1:
+            raise ValueError(
+                f"job_name is missing: the cluster has the jobs {spec.jobs}, say which is this one."
+            )
+        job = spec.jobs[0]
+    indices = spec.task_indices(job)
+    if index is None:
+        if len(indices) != 1:
+            raise ValueError(
+                f"task_index is missing: job {job!r} has the tasks {indices}, say which is this one."
+            )
+        index = indices[0]
+    spec.task_address(job, index)  # raises if there is none
+    return job, index
+
+
+def _bind_address(address: str) -> str:
+    """Where to listen: the address itself if it is loopback, else its port on every interface."""
+    host, port = split_address(address)
+    return address if is_loopback(host) else f"0.0.0.0:{port}"

@@ -1,0 +1,1 @@
+"""Code that runs in a worker process: executing closures."""

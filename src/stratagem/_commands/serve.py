@@ -1,0 +1,59 @@
+"""``stratagem server``: serve one task of a cluster in the foreground."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from stratagem import config
+
+__all__ = ["cluster_from", "serve"]
+
+
+def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
+    """Start the task's server and stay until it is stopped (Ctrl-C, SIGTERM)."""
+    from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+    from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
+    from stratagem._cluster.launch.task_server import Server
+
+    resolver = TFConfigClusterResolver()
+    spec = ClusterSpec(cluster_from(cluster))
+    job = job or resolver.task_type
+    index = resolver.task_id if index is None else index
+    if job not in ("worker", "ps"):
+        raise ValueError(
+            f"which task to serve? job={job!r}; give --job worker or --job ps (or set TF_CONFIG's "
+            "task)"
+        )
+    with Server(spec, job_name=job, task_index=index) as server:
+        # Whoever started us may wait for this line: it is said when the port is open.
+        sys.stdout.write(f"serving /job:{job}/task:{index} at {server.target}\n")
+        sys.stdout.flush()
+        server.join()
+    return 0
+
+
+def cluster_from(text: str | None) -> dict[str, list[str]]:
+    """The cluster described by ``--cluster``, else by TF_CONFIG.
+
+    Example:
+        >>> cluster_from('{"ps": ["localhost:2222"]}')
+        {'ps': ['localhost:2222']}
+    """
+    source = "--cluster"
+    if text is None:
+        text, source = config.environment("TF_CONFIG"), "TF_CONFIG"
+        if not text:
+            raise ValueError("which cluster? Give --cluster JSON or set TF_CONFIG.")
+    try:
+        described = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} is not JSON ({error}): {text[:80]!r}") from error
+    if source == "TF_CONFIG" and isinstance(described, dict):
+        described = described.get("cluster", {})
+    if not isinstance(described, dict) or not described:
+        raise ValueError(
+            f"{source} describes no cluster: {text[:80]!r}; expected a JSON object of job -> list "
+            'of addresses, such as {"ps": ["localhost:2222"], "worker": ["localhost:2223"]}'
+        )
+    return described

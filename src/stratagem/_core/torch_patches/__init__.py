@@ -1,0 +1,1 @@
+"""Every change this package makes to the behaviour of torch itself."""

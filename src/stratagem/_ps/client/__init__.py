@@ -1,0 +1,1 @@
+"""Code that talks to parameter servers, in the coordinator and in workers."""

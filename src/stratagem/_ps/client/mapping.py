@@ -1,0 +1,141 @@
+"""Variables as a client sees them: where they live, and their servers' memory mapped here.
+
+Used by `client.py`; `MappedVariable` is what workers read without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._wire import codec, messages, shm
+
+PIECE_BYTES = 1 << 26
+"""Values larger than this travel in pieces, so that no side holds much more than the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLocation:
+    """A variable (or shard) on a server."""
+
+    server: int
+    variable: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value."""
+        return shm.bytes_for(self.shape, self.dtype)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """(start, count) of the rows of each piece it travels in; (0, -1) for all at once.
+
+        Example:
+            >>> import torch
+            >>> from stratagem._ps.client.mapping import Place
+            >>> Place(0, 1, (8,), torch.float32).pieces()
+            [(0, -1)]
+            >>> len(Place(0, 1, (1 << 20, 64), torch.float32).pieces())
+            4
+        """
+        if self.nbytes <= PIECE_BYTES or not self.shape:
+            return [(0, -1)]
+        rows = self.shape[0]
+        step = max(1, PIECE_BYTES * rows // self.nbytes)
+        return [(start, min(step, rows - start)) for start in range(0, rows, step)]
+
+
+@final
+class MappedVariable:
+    """A variable in a server's shared memory, as this process sees it.
+
+    `tensor` changes when the server writes. Writing to it changes this process's page only, and hides later writes
+    of the server to that page until `refresh`.
+    """
+
+    __slots__ = ("_changes", "_offset", "segment", "tensor")
+
+    def __init__(self, segment: shm.MappedSegment, offset: int, tensor: Tensor) -> None:
+        self.segment = segment
+        self._offset = offset
+        self._changes = tensor._version
+        self.tensor = tensor
+
+    @property
+    def version(self) -> int:
+        """Writes the variable has seen; a memory read, no request."""
+        return self.segment.counter(self._offset) >> 1
+
+    def copy(self) -> tuple[Tensor, int] | None:
+        """A copy no write ran through, and its version; None if writes came too often."""
+        version = self.version
+        copy = self.segment.read_whole(self.tensor, self._offset)
+        return (copy, version) if copy is not None and self.version == version else None
+
+    def is_overwritten(self) -> bool:
+        """Whether this process wrote to the middle of the tensor, by whatever way."""
+        return shm.is_own_page(self.tensor.data_ptr() + self.tensor.nbytes // 2)
+
+    def undo_writes(self) -> None:
+        """`refresh`, if torch counted a write of this process to the tensor or a view of it."""
+        if self.tensor._version != self._changes:
+            self._changes = self.tensor._version
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Undoes what this process wrote to the tensor: the server's value shows again."""
+        self.segment.refresh(self._offset, self.tensor.nbytes)
+
+
+@final
+class Mappings:
+    """The mapped variables and segments of one client."""
+
+    def __init__(self) -> None:
+        self._segments: dict[tuple[int, int], shm.MappedSegment] = {}
+        self._variables: dict[tuple[int, int], MappedVariable] = {}
+
+    def get(self, place: ShardLocation) -> MappedVariable | None:
+        """The variable, if it is mapped."""
+        return self._variables.get((place.server, place.variable))
+
+    def add(self, server: int, places: Sequence[ShardLocation], located: messages.Located) -> bool:
+        """Maps what a server located; False if its memory cannot be had here."""
+        for ref in located.segments:
+            if (server, ref.number) not in self._segments:
+                segment = shm.open_segment(ref, shared=False)
+                if segment is None:
+                    return False
+                self._segments[server, ref.number] = segment
+        for place, where in zip(places, located.places, strict=True):
+            segment = self._segments[server, where.segment]
+            tensor = segment.tensor(where.offset, where.shape, codec.dtype_from(where.dtype))
+            mapped = MappedVariable(segment, where.offset, tensor)
+            self._variables[server, place.variable] = mapped
+        return True
+
+    def forget(self, place: ShardLocation) -> None:
+        """The variable was deleted; its memory is unmapped when nothing here uses it any more."""
+        gone = self._variables.pop((place.server, place.variable), None)
+        if gone is not None and not any(
+            one.segment is gone.segment for one in self._variables.values()
+        ):
+            # Not closed: a tensor somebody still holds may be over it. Python unmaps it after the last.
+            self._segments.pop((place.server, gone.segment.number), None)
+
+    def close(self) -> None:
+        """Unmaps everything no tensor uses any more. Repeatable."""
+        self._variables.clear()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Mappings {len(self._variables)} variables in {len(self._segments)} segments>"

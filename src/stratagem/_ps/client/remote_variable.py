@@ -1,0 +1,258 @@
+"""One variable on parameter servers, in one piece or several, as any task reads and writes it.
+
+`RemoteVariable` joins what `Placement` decided with a `PsClient`: it cuts ids and values along the
+shards and puts rows together again. It is the `RowSource` of tables and the memory behind variables;
+who may change what, and when, is decided above (`workers.py`, `homes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem import metrics
+from stratagem._core.partition import ShardLayout
+from stratagem._ps.client.mapping import MappedVariable, ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.write_batch import WriteBatch
+from stratagem._ps.placement import Description, device_name
+from stratagem._ps.server.store import InitOp
+from stratagem.errors import ConnectionLost
+
+LENT_BYTES: Final = 1 << 21
+"""From this size on a scheduled function waits for its write rather than copying what it writes."""
+
+_read_time = metrics.timer("ps.read")
+
+
+class RemoteVariable:
+    """A variable whose rows are on parameter servers.
+
+    Args:
+        description: where its shards are.
+        client: the connections to the servers.
+
+    Attributes:
+        places: its shards, as the client wants them.
+        seen: versions of the shards at the last read, by which staleness is measured.
+    """
+
+    def __init__(self, description: Description, client: PsClient) -> None:
+        self.description = description
+        self.name = description.name
+        self.shape = description.shape
+        self.dtype = description.dtype
+        self.layout: ShardLayout = description.layout
+        self.places = tuple(
+            ShardLocation(
+                shard.server,
+                shard.number,
+                (shard.rows, *description.shape[1:]) if description.shape else (),
+                description.dtype,
+            )
+            for shard in description.shards
+        )
+        self._connections = client
+        self._is_released = False
+        self.seen: tuple[int, ...] = (0,) * len(self.places)
+        self._assembled: Tensor | None = None
+        self._assembled_from: tuple[int, ...] = ()
+        for index, shard in enumerate(description.shards):
+            name = description.part(index).name if description.is_sharded else description.name
+            client.name_variables(shard.server, {shard.number: name})
+
+    @property
+    def device(self) -> str:
+        """Where the first piece lives."""
+        return device_name(self._connections.tasks[self.places[0].server])
+
+    @property
+    def client(self) -> PsClient:
+        """The connections to the servers."""
+        return self._connections
+
+    @property
+    def _client(self) -> PsClient:
+        if self._is_released:
+            raise ConnectionLost(
+                f"variable {self.name!r} is gone: parameter servers freed it when its strategy or "
+                "coordinator was closed. Read what you need before closing (variable.numpy(), "
+                "model.state_dict()), or make it anew under a new strategy."
+            )
+        return self._connections
+
+    @cached_property
+    def mapped(self) -> tuple[MappedVariable, ...] | None:
+        """The shards in shared memory; None if any of them is out of reach."""
+        found = self._client.map(self.places)
+        shared = tuple(one for one in found if one is not None)
+        return shared if len(shared) == len(found) else None
+
+    def forget_seen(self) -> None:
+        """What was read is not what the servers have any more: the next comparison of versions differs."""
+        self.seen = (-1,) * len(self.places)
+
+    def release(self) -> None:
+        """Let go of the servers' memory; the session is over."""
+        self._is_released = True
+        self.__dict__.pop("mapped", None)
+        self._assembled = None
+
+    # -------------------------------------------------------------- reading
+
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the shards now; a memory read on the same host, else a request per server."""
+        if self.mapped is not None:
+            return tuple(one.version for one in self.mapped)
+        return tuple(
+            self._client.versions(place.server, (place.variable,))[place.variable]
+            for place in self.places
+        )
+
+    def read(self) -> Tensor:
+        """A copy of all rows, each shard consistent in itself."""
+        found = self._client.read(self.places)
+        self.seen = tuple(version for _, version in found)
+        if len(found) == 1:
+            return found[0][0]
+        return torch.cat([value for value, _ in found])
+
+    def whole(self) -> Tensor:
+        """All rows, current; on the same host an unsharded variable costs no copy.
+
+        Not to be written to. The memory may be used again by the next call.
+        """
+        if self.mapped is not None and len(self.mapped) == 1:
+            self._client.settle()
+            self.mapped[0].undo_writes()
+            self.seen = (self.mapped[0].version,)
+            return self.mapped[0].tensor
+        self._client.settle()
+        now = self.versions()
+        if self._assembled is None or now != self._assembled_from:
+            if self._assembled is None:
+                self._assembled = torch.empty(self.shape, dtype=self.dtype)
+            # Through `.data`: what others write between two uses of the table shows, as it does in shared
+            # memory, and is no mistake of the function that autograd should report.
+            self.read_into(self._assembled.data)
+            self._assembled_from = self.seen
+        return self._assembled
+
+    def read_into(self, target: Tensor) -> None:
+        """Read all rows into memory of the caller's."""
+        if self.mapped is not None:
+            self.seen = tuple(one.version for one in self.mapped)
+            parts = [one.tensor for one in self.mapped]
+        else:
+            found = self._client.read(self.places)
+            self.seen = tuple(version for _, version in found)
+            parts = [value for value, _ in found]
+        if len(parts) == 1:
+            target.copy_(parts[0])
+        else:
+            torch.cat(parts, out=target)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """These rows, fresh; `ids` are sorted, unique and in range."""
+        cuts = self.layout.cut_sorted(ids)
+        wanted = [
+            (place, ids[begin:end] - offset if offset else ids[begin:end])
+            for place, offset, (begin, end) in zip(
+                self.places, self.layout.offsets, cuts, strict=True
+            )
+            if end > begin
+        ]
+        if not wanted:
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        with _read_time.measure():
+            found = self._client.read_rows(wanted)
+        newest = {
+            place.variable: version for (place, _), (_, version) in zip(wanted, found, strict=True)
+        }
+        self.seen = tuple(
+            newest.get(place.variable, before)
+            for place, before in zip(self.places, self.seen, strict=True)
+        )
+        return found[0][0] if len(found) == 1 else torch.cat([rows for rows, _ in found])
+
+    # -------------------------------------------------------------- writing
+
+    def wanted(
+        self, recipes: Sequence[Sequence[InitOp]] | None = None
+    ) -> list[tuple[ShardLocation, str, Sequence[InitOp]]]:
+        """The shards as `PsClient.create_all` wants them, each with its recipe if there are any."""
+        parts = [self.description.part(index).name for index in range(len(self.places))]
+        names = parts if self.description.is_sharded else [self.name]
+        return list(zip(self.places, names, recipes or [()] * len(self.places), strict=True))
+
+    def put(self, value: Tensor) -> None:
+        """Overwrite all rows, large shards in pieces; returns when it is done.
+
+        `seen` then says which versions have this value: asked for afterwards, they could be somebody
+        else's, written in the meantime.
+        """
+        self.seen = tuple(
+            self._client.assign(place, part.detach())
+            for place, part in zip(self.places, self.cut(value), strict=True)
+        )
+
+    def cut(self, value: Tensor) -> Sequence[Tensor]:
+        """A value of the variable's shape, cut along the shards."""
+        if len(self.places) == 1:
+            return (value,)
+        return torch.split_with_sizes(value, self.layout.sizes)
+
+    def assign(self, operation: str, value: Tensor) -> None:
+        """``set``, ``add`` or ``sub`` all rows; in a scheduled function waited for only if it is large."""
+        with self._client.lock:
+            batch = self._client.batch(lends_from=LENT_BYTES)
+            self.add_assign(batch, operation, value)
+            self._client.send(batch)
+            self._client.settle_if_due(batch)
+
+    def add_assign(self, batch: WriteBatch, operation: str, value: Tensor) -> None:
+        """The same, as part of a batch."""
+        for place, part in zip(self.places, self.cut(value), strict=True):
+            batch.assign(place.server, place.variable, operation, part)
+
+    def scatter(self, operation: str, ids: Tensor, values: Tensor) -> None:
+        """Combine rows (``add sub mul div min max update``), duplicates and all."""
+        with self._client.lock:
+            batch = self._client.batch(lends_from=LENT_BYTES)
+            self._add_scatter(batch, operation, ids, values)
+            if not batch.is_empty:
+                self._client.send(batch)
+                self._client.settle_if_due(batch)
+
+    def _add_scatter(self, batch: WriteBatch, operation: str, ids: Tensor, values: Tensor) -> None:
+        if len(self.places) == 1:
+            batch.scatter(self.places[0].server, self.places[0].variable, operation, ids, values)
+        else:
+            ids, order = ids.sort(stable=True)
+            values = values.index_select(0, order)
+            cuts = self.layout.cut_sorted(ids)
+            for place, offset, (begin, end) in zip(
+                self.places, self.layout.offsets, cuts, strict=True
+            ):
+                if end > begin:
+                    batch.scatter(
+                        place.server,
+                        place.variable,
+                        operation,
+                        ids[begin:end] - offset,
+                        values[begin:end],
+                    )
+
+    def update_rows(self, ids: Tensor, values: Tensor) -> None:
+        """Overwrite rows."""
+        self.scatter("update", ids, values)
+
+    @override
+    def __repr__(self) -> str:
+        where = ", ".join(f"ps:{shard.server}" for shard in self.description.shards[:4])
+        return f"<RemoteVariable {self.name!r} {self.shape} on {where}>"

@@ -1,0 +1,465 @@
+"""The coordinator's side of variables on parameter servers.
+
+A module built under the scope keeps ordinary local parameters and buffers (``central``); each has a
+home here that knows its shards on the servers. Nothing is sent while models are built and initialised:
+`flush` creates what is new and writes what was changed locally (``central._version`` tells), and is
+called before anything is shipped to a worker. Looking a parameter up (``model(x)``, ``state_dict()``)
+first takes over what the servers have moved on to.
+
+What a worker sees is in `workers.py`; tokens and definitions are the strategy's business.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from stratagem._core import devices
+from stratagem._core.managed import ManagedParameter, version_of
+from stratagem._core.partition import Partitioner, number_of_shards
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.coordinator.deferred_tables import planned_of
+from stratagem._ps.placement import Description, Placement
+from stratagem._ps.server.store import InitOp
+from stratagem.errors import StratagemError
+
+TABLE_ROWS = 8192
+"""A matrix with this many rows is treated as a table even in a module of the user's own: below it a
+dense gradient of 16 columns (512 KiB) costs less than looking up rows."""
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
+
+
+class Kept:
+    """One local tensor and the variable on the servers it stands for."""
+
+    __slots__ = (
+        "_before",
+        "_dtype",
+        "_may_be_cut",
+        "_name",
+        "_pushed",
+        "description",
+        "owner",
+        "plan",
+        "remote",
+        "tensor",
+    )
+
+    def __init__(
+        self, owner: CoordinatorVariables, tensor: Tensor, name: str, *, may_be_cut: bool = True
+    ) -> None:
+        self.owner = owner
+        self.tensor = tensor
+        self.description: Description | None = None
+        self.remote: RemoteVariable | None = None
+        self._name = name
+        self._may_be_cut = may_be_cut
+        self._pushed = -1
+        self._dtype = tensor.dtype
+        self._before: tuple[Callable[[], Tensor | None], int] = (_nothing, -1)
+        # A table too large to be built here has a plan instead of values.
+        self.plan = planned_of(tensor)
+        if self.plan is not None and self.plan.is_local:
+            raise ValueError(
+                f"parameter {name!r} was built from a large tensor that something else than an "
+                "initialiser has used: it is in memory already. Make it without touching it first, or "
+                "raise STRATAGEM_REMOTE_TABLE_BYTES."
+            )
+        if self.plan is not None:
+            self.plan.adopt(name, owner.flush)
+        self.place()
+
+    def place(self) -> None:
+        """Decide where the variable goes; a lazy one has no shape yet and waits."""
+        if self.description is None and not is_lazy(self.tensor):
+            partitioner = self.owner.partitioner if self._may_be_cut else None
+            self.description = self.owner.place(self._name, self.tensor, partitioner)
+
+    def is_as_described(self) -> bool:
+        """Whether the local tensor still is what was placed: ``.data`` can be given anything."""
+        where = self.description
+        return where is None or (
+            where.dtype == self.tensor.dtype and where.shape == tuple(self.tensor.shape)
+        )
+
+    def is_changed(self) -> bool:
+        """Whether the local tensor was written since the servers were told."""
+        if self.plan is not None:
+            return False
+        # The dtype as well: converting a model goes through `.data`, which counts no version.
+        return version_of(self.tensor) != self._pushed or self.tensor.dtype is not self._dtype
+
+    def reach(self) -> list[tuple[ShardLocation, str, Sequence[InitOp]]]:
+        """The shards to be created on the servers; values follow by `send`, unless planned."""
+        if not self.is_as_described():
+            self.description = None  # model.double(), model.to(torch.bfloat16), …
+        self._dtype = self.tensor.dtype
+        self.place()
+        assert self.description is not None
+        self.remote = self.owner.new_remote(self.description)
+        recipes = None if self.plan is None else self.plan.settle_in(self.remote)
+        return self.remote.wanted(recipes)
+
+    def send(self) -> None:
+        """Write the local values to the servers."""
+        assert self.remote is not None
+        self._refuse_another_kind()
+        pushed = version_of(self.tensor)
+        self.remote.put(self.tensor.detach())
+        self._pushed = pushed
+        self._before = _nothing, -1
+
+    def _refuse_another_kind(self) -> None:
+        where = self.description
+        assert where is not None
+        if not self.is_as_described():
+            raise ValueError(
+                f"{self._name!r} is {tuple(self.tensor.shape)} {self.tensor.dtype} now, but lives on "
+                f"parameter servers as {where.shape} {where.dtype}: it was converted after its first "
+                "use in a scheduled function. Convert the model (model.double(), model.to(dtype)) "
+                "before you schedule anything with it."
+            )
+
+    def stand_for(self, tensor: Tensor) -> None:
+        """Another tensor takes the local one's place; its values are to be sent."""
+        before, pushed = self._before
+        self._before = weakref.ref(self.tensor), self._pushed
+        self.tensor = tensor
+        # torch.func.functional_call puts one in its place and the old one back: no change, then.
+        self._pushed = pushed if before() is tensor else -1
+
+    def refresh(self) -> None:
+        """Take over the servers' values if they moved on and nothing was changed here."""
+        remote = self.remote
+        if remote is None or self.plan is not None or self.is_changed() or self.owner.closed:
+            return
+        if remote.versions() != remote.seen:
+            # Through `.data`: this is no change of the user's, so no version is counted. `read` gives
+            # each shard as it was between two writes: a checkpoint is made from this.
+            self.tensor.data.copy_(remote.read())
+
+
+class Use(enum.Enum):
+    """How the module a parameter was registered with uses it."""
+
+    ROWS = "rows"
+    """An embedding: rows are looked up."""
+    WHOLE = "whole"
+    """Another layer of torch.nn: needed as a whole."""
+    UNKNOWN = "unknown"
+    """A module of the user's own."""
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether the user put a hook on a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class CoordinatorParameter(ManagedParameter):
+    """Home of a parameter that lives on parameter servers, on the coordinator."""
+
+    __slots__ = ("kept", "name", "use")
+
+    def __init__(self, kept: Kept, name: str, use: Use) -> None:
+        assert isinstance(kept.tensor, nn.Parameter)
+        super().__init__(kept.tensor)
+        self.kept = kept
+        self.name = name
+        self.use = use
+
+    @property
+    def as_table(self) -> bool:
+        """Whether workers see a table of rows instead of a whole tensor."""
+        where = self.kept.description
+        if where is None or len(where.shape) < 2 or self.use is Use.WHOLE:
+            return False
+        if has_hooks(self.central):
+            return False  # a hook wants the gradient as it is on one device
+        return self.use is Use.ROWS or where.is_sharded or where.shape[0] >= TABLE_ROWS
+
+    @override
+    def resolve(self) -> Tensor:
+        self.kept.refresh()
+        return self.central
+
+    @property
+    @override
+    def strategy(self) -> Any:
+        return self.kept.owner.strategy()
+
+    @override
+    def manage_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
+        return self.kept.owner.new_managed(parameter, self.name, self.use)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<CoordinatorParameter of {self.name!r} at {self.kept.description}>"
+
+
+class CoordinatorBuffer:
+    """Home of a buffer that lives on parameter servers, on the coordinator.
+
+    Attributes:
+        counts: several workers' increases of it add up (a BatchNorm's count of batches).
+    """
+
+    __slots__ = ("__weakref__", "_modules", "_name", "_strategy", "counts", "kept")
+
+    def __init__(self, kept: Kept, strategy: Any, name: str, *, counts: bool) -> None:
+        self.kept = kept
+        self.counts = counts
+        self._name = name
+        self._modules = 0  # how many modules have it
+        self._strategy = weakref.ref(strategy)
+
+    @property
+    def central(self) -> Tensor:
+        """The buffer the coordinator works with."""
+        return self.kept.tensor
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that looks after this buffer; None when it is gone."""
+        return self._strategy()
+
+    def resolve(self) -> Tensor:
+        """The buffer, brought up to date."""
+        self.kept.refresh()
+        return self.central
+
+    def on_replace(self, replace: Callable[[Tensor], None]) -> None:
+        """A module has it now; only who assigns to its name puts another tensor there."""
+        del replace
+        self._modules += 1
+
+    def put(self, replica: Any, tensor: Tensor) -> None:
+        """Code in a replica on the coordinator assigned another tensor to the buffer's name."""
+        del replica
+        with torch.no_grad():
+            self.central.copy_(tensor)
+
+    def manage_copy(self, buffer: Tensor) -> CoordinatorBuffer:
+        """The home of a deep copy of central: a variable of its own."""
+        return self.kept.owner.new_buffer(self.strategy, self._name, buffer, counts=self.counts)
+
+    def replaced_by(self, buffer: Tensor) -> CoordinatorBuffer:
+        """Code on the coordinator assigned another tensor to the buffer's name: its home.
+
+        Workers that know this one go on with it: what was assigned are its new values.
+        """
+        owner = self.kept.owner
+        alike = buffer.shape == self.central.shape and buffer.dtype == self.central.dtype
+        known = owner.managed_buffer(buffer) is not None
+        if self.kept.remote is None or not alike or known or self._modules > 1:
+            return self.manage_copy(buffer)
+        self._modules -= 1  # `on_replace` counts this module again
+        self.kept.stand_for(buffer)
+        owner.note_buffer(self)
+        return self
+
+
+class CoordinatorVariables:
+    """All variables of one strategy, as the coordinator knows them.
+
+    Args:
+        client: the coordinator's connections to the servers.
+        servers: how many there are.
+        partitioner: how variables are cut, or None.
+        strategy: gives the strategy they belong to, or None when it is gone.
+    """
+
+    def __init__(
+        self,
+        client: PsClient,
+        servers: int,
+        partitioner: Partitioner | None,
+        strategy: Callable[[], Any] = _nothing,
+    ) -> None:
+        self.client = client
+        self.strategy = strategy
+        self.partitioner = partitioner
+        self.closed = False
+        self.beside: Description | None = None  # while colocate_vars_with is in force
+        self._placement = Placement(servers)
+        # Modules own the homes; what is forgotten there is forgotten here.
+        self._all_managed: weakref.WeakSet[CoordinatorParameter | CoordinatorBuffer] = (
+            weakref.WeakSet()
+        )
+        self._on_servers: list[Kept] | None = None  # what all homes keep, until one comes or goes
+        self._made = 0  # how many homes there have ever been
+        self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._forgotten: deque[Kept | tuple[ShardLocation, ...]] = deque()
+        self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
+        devices.coordinate(id(self))  # this process is the cluster's chief now (PSS-10)
+
+    def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
+        """Where a new variable goes."""
+        shape = tuple(tensor.shape)
+        if self.beside is not None:
+            return self._placement.place(name, shape, tensor.dtype, beside=self.beside)
+        # Lazy modules first register a parameter without elements.
+        shards = number_of_shards(partitioner, shape, tensor.dtype) if tensor.numel() else 1
+        return self._placement.place(name, shape, tensor.dtype, shards=shards)
+
+    def place_variable(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: int
+    ) -> Description:
+        """Where a new `Variable` of known shards goes."""
+        return self._placement.place(name, shape, dtype, shards=shards, beside=self.beside)
+
+    def new_remote(self, description: Description) -> RemoteVariable:
+        """A variable on the servers, not created there yet; it lets go of them when we close."""
+        remote = RemoteVariable(description, self.client)
+        self._remotes.add(remote)
+        return remote
+
+    def new_variable(self, description: Description) -> RemoteVariable:
+        """A variable created on the servers, and freed there when nobody has it any more."""
+        if self.closed:
+            raise RuntimeError(
+                f"variable {description.name!r} cannot be made: its strategy, or the strategy's "
+                "coordinator, is closed. Make a new strategy, and the variable under its scope; the "
+                "cluster can serve it."
+            )
+        self.free_forgotten()
+        remote = self.new_remote(description)
+        self.client.create_all(remote.wanted())
+        self._when_gone(remote, remote.places)
+        return remote
+
+    def adopt_parameter(
+        self, module: nn.Module, name: str, parameter: nn.Parameter
+    ) -> CoordinatorParameter:
+        """The home of a parameter registered under the scope."""
+        return self.new_managed(parameter, name, _use_of(module, name))
+
+    def new_managed(self, parameter: nn.Parameter, name: str, use: Use) -> CoordinatorParameter:
+        """A home for a parameter."""
+        managed = CoordinatorParameter(Kept(self, parameter, name), name, use)
+        self._keep(managed)
+        return managed
+
+    def adopt_buffer(
+        self, strategy: Any, module: nn.Module, name: str, buffer: Tensor
+    ) -> CoordinatorBuffer:
+        """The home of a buffer registered under the scope."""
+        norm = nn.modules.batchnorm._NormBase
+        counts = name == "num_batches_tracked" and isinstance(module, norm)
+        return self.new_buffer(strategy, name, buffer, counts=counts)
+
+    def new_buffer(
+        self, strategy: Any, name: str, buffer: Tensor, *, counts: bool
+    ) -> CoordinatorBuffer:
+        """A home for a buffer, which is never cut; one that several modules share has one home."""
+        known = self.managed_buffer(buffer)
+        if known is not None:
+            return known
+        kept = Kept(self, buffer, name, may_be_cut=False)
+        managed = CoordinatorBuffer(kept, strategy, name, counts=counts)
+        self._keep(managed)
+        self.note_buffer(managed)
+        return managed
+
+    def note_buffer(self, managed: CoordinatorBuffer) -> None:
+        """A buffer has this home."""
+        self._buffers[id(managed.central)] = managed
+
+    def _keep(self, managed: CoordinatorParameter | CoordinatorBuffer) -> None:
+        self._all_managed.add(managed)
+        self._made += 1
+        self._on_servers = None
+        self._when_gone(managed, managed.kept)
+
+    def _when_gone(self, owner: object, what: Kept | tuple[ShardLocation, ...]) -> None:
+        # May run in any thread, at any time: it only notes what `free_forgotten` is to free.
+        weakref.finalize(owner, self._forgotten.append, what).atexit = False
+
+    def free_forgotten(self) -> None:
+        """Delete on the servers what nobody has here any more."""
+        if not self._forgotten:
+            return
+        self._on_servers = None
+        gone: list[ShardLocation] = []
+        while self._forgotten:
+            what = self._forgotten.popleft()
+            if not isinstance(what, Kept):
+                gone.extend(what)
+            elif what.remote is not None:
+                gone.extend(what.remote.places)
+        if gone:
+            self.client.delete(gone)
+
+    def flush(self) -> None:
+        """Create what is new on the servers, write what was changed here, free what is forgotten."""
+        self.free_forgotten()
+        if self._on_servers is None:
+            self._reach_all()
+        for kept in self._on_servers or ():
+            if kept.is_changed():
+                kept.send()
+
+    def _reach_all(self) -> None:
+        """Create what is new on the servers; what is lazy is looked at again next time."""
+        made = self._made
+        every = [managed.kept for managed in self._all_managed]
+        ready = [kept for kept in every if not is_lazy(kept.tensor)]
+        new = [kept for kept in ready if kept.remote is None]
+        if new:
+            self.client.create_all([one for kept in new for one in kept.reach()])
+        if len(ready) == len(every) and made == self._made:  # else another thread made more
+            self._on_servers = ready
+        else:
+            for kept in ready:
+                if kept.is_changed():
+                    kept.send()
+
+    def managed_buffer(self, tensor: Tensor) -> CoordinatorBuffer | None:
+        """The home of a buffer, by identity."""
+        managed = self._buffers.get(id(tensor))
+        return managed if managed is not None and managed.central is tensor else None
+
+    def bring_to_central(self) -> list[StratagemError]:
+        """Take over the servers' last values everywhere; gives what went wrong, each thing once."""
+        failures: dict[str, StratagemError] = {}
+        for managed in list(self._all_managed):
+            try:
+                managed.kept.refresh()
+            except StratagemError as error:
+                failures.setdefault(str(error), error)
+        return list(failures.values())
+
+    def close(self) -> None:
+        """Let go of the servers; their variables are freed, local values stay."""
+        if not self.closed:
+            self.closed = True
+            devices.coordinate_no_more(id(self))
+            for managed in list(self._all_managed):
+                managed.kept.remote = None  # and with it the mapped memory of the servers
+            for remote in list(self._remotes):
+                remote.release()
+            self.client.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<CoordinatorVariables {len(self._all_managed)} parameters, {self._placement!r}>"
+
+
+def _use_of(module: nn.Module, name: str) -> Use:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return Use.ROWS if name == "weight" else Use.UNKNOWN
+    return Use.WHOLE if type(module).__module__.startswith("torch.nn.") else Use.UNKNOWN

@@ -1,0 +1,363 @@
+"""Tables too large for the coordinator: created on the servers without ever being built here.
+
+While a scope is open, `DeferredTables` (a torch function mode) catches factory calls such as
+``torch.empty((1_000_000_000, 16))``, which is how ``nn.Embedding`` begins, and answers with a
+`TableParameter` over a `DeferredTable`. What then initialises it in place (``normal_``, ``uniform_``,
+``nn.init`` …) is written down instead of done; when the table has become a module's parameter, the
+recipe is run on each server for its own shard. A tensor that never becomes a parameter is built
+locally the moment anything else is done with it.
+
+Random numbers come from seeds drawn from torch's generator, one per operation and shard: repeated with
+``torch.manual_seed``, but not those one machine would have drawn for the whole table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.placement import Description
+from stratagem._ps.server.store import InitOp, initialise
+from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem.errors import ForeignParameterError
+
+_SEEDS = 1 << 62
+
+
+class DeferredTable:
+    """Rows that will be on servers: a recipe until then, a `RowSource` afterwards.
+
+    Attributes:
+        recipe: what fills the table, in order.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name = "table"
+        self.shape = shape
+        self.dtype = dtype
+        self.recipe: list[InitOp] = []
+        self._remote: RemoteVariable | None = None
+        self._local: Tensor | None = None
+        self._flush: Callable[[], None] | None = None
+
+    # -------------------------------------------------------------- becoming a variable
+
+    def adopt(self, name: str, flush: Callable[[], None]) -> None:
+        """It is a module's parameter now; `flush` creates it on the servers."""
+        self.name = name
+        self._flush = flush
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it was built in this process after all."""
+        return self._local is not None
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether it is nobody's parameter, so that it can be an ordinary tensor."""
+        return self._flush is None
+
+    @property
+    def is_unmade(self) -> bool:
+        """Whether it is a parameter that the servers have not made yet."""
+        return self._flush is not None and self._remote is None
+
+    def settle_in(self, remote: RemoteVariable) -> list[list[InitOp]]:
+        """It is about to be created there: the recipe of each shard."""
+        self._remote = remote
+        return [shard_recipe(self.recipe, remote.description, i) for i in range(len(remote.places))]
+
+    # -------------------------------------------------------------- RowSource
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """These rows, from the servers once it lives there."""
+        source = self._there()
+        return self.local()[ids] if source is None else source.rows(ids)
+
+    def whole(self) -> Tensor:
+        """All rows; fetches them, which for such a table is seldom wise."""
+        source = self._there()
+        return self.local() if source is None else source.read()
+
+    def update_rows(self, ids: Tensor, values: Tensor) -> None:
+        """Overwrite rows."""
+        source = self._there()
+        if source is None:
+            self.local()[ids] = values
+        else:
+            source.update_rows(ids, values)
+
+    def _there(self) -> RemoteVariable | None:
+        if self._remote is None and self._flush is not None:
+            self._flush()
+        return self._remote
+
+    def local(self) -> Tensor:
+        """The tensor built here, by the same recipe."""
+        if self._local is None:
+            self._local = torch.empty(self.shape, dtype=self.dtype)
+            for operation in self.recipe:
+                initialise(self._local, operation)
+        return self._local
+
+    # -------------------------------------------------------------- in-place operators
+
+    def write(self, name: str, values: Sequence[Any]) -> None:
+        """An in-place operator by its name, without the table itself among `values`."""
+        if self._remote is not None:
+            if name != "copy_":
+                raise ForeignParameterError(
+                    f"{name} on {self.name!r}, whose rows live on parameter servers already: load a "
+                    "whole value with copy_ or load_state_dict, or change it by optimizer.step()."
+                )
+            self._remote.put(values[0].to(self.dtype))
+            return
+        operation = None if self._local is not None else _recorded(name, values)
+        if operation is not None:
+            self.recipe.append(operation)
+        elif self._flush is not None and name != "copy_":
+            raise ForeignParameterError(
+                f"{name} cannot be written down for table {self.name!r}, which is too large to be "
+                "built here: initialise it with zero_, fill_, uniform_, normal_ or nn.init."
+            )
+        else:
+            getattr(self.local(), name)(*values)
+
+    def fill_row(self, row: int, value: float) -> None:
+        """Set one row (an embedding's padding)."""
+        if self._local is not None:
+            self._local[row] = value
+        elif self._remote is not None:
+            self._remote.update_rows(
+                torch.tensor([row]), torch.full((1, *self.shape[1:]), value, dtype=self.dtype)
+            )
+        else:
+            self.recipe.append(InitOp(name="fill_row", args=(float(row % self.shape[0]), value)))
+
+
+def shard_recipe(recipe: Sequence[InitOp], where: Description, index: int) -> list[InitOp]:
+    """The recipe for one shard: seeds of its own, rows of the others left out."""
+    begin = where.layout.offsets[index]
+    end = begin + where.shards[index].rows
+    mine = []
+    for operation in recipe:
+        if operation.name == "fill_row":
+            row = int(operation.args[0])
+            if begin <= row < end:
+                mine.append(replace(operation, args=(float(row - begin), operation.args[1])))
+        else:
+            mine.append(
+                replace(operation, seed=(operation.seed + index * 0x9E3779B97F4A7C15) % _SEEDS)
+            )
+    return mine
+
+
+def _seed() -> int:
+    return int(torch.randint(_SEEDS, (), dtype=torch.int64))
+
+
+def _recorded(name: str, values: Sequence[Any]) -> InitOp | None:
+    """An initialisation as the servers know it; None for any other operator."""
+    if any(isinstance(value, Tensor) for value in values):
+        return None
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if name in ("zero_", "zeros_"):
+        return InitOp(name="zeros")
+    if name == "ones_":
+        return InitOp(name="fill", args=(1.0,))
+    if name in ("fill_", "constant_"):
+        return InitOp(name="fill", args=(numbers[0],))
+    if name == "uniform_":
+        low, high = [*numbers, *(0.0, 1.0)[len(numbers) :]][:2]
+        return InitOp(name="uniform", args=(low, high), seed=_seed())
+    if name == "normal_":
+        mean, std = [*numbers, *(0.0, 1.0)[len(numbers) :]][:2]
+        return InitOp(name="normal", args=(mean, std), seed=_seed())
+    if name == "mul_":
+        return InitOp(name="scale", args=(numbers[0],))
+    return None
+
+
+class DeferredParameter(TableParameter):
+    """A `TableParameter` over a `DeferredTable`: in-place initialisations are written down."""
+
+    @override
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        special = _on_planned(func, args, kwargs or {})
+        if special is not NotImplemented:
+            return special
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @override
+    def register_hook(self, hook: Any) -> Any:
+        self._refuse_hook()
+
+    @override
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        self._refuse_hook()
+
+    def _refuse_hook(self) -> NoReturn:
+        raise ValueError(
+            f"table {self.source.name!r} is too large to be held in one piece "
+            "(STRATAGEM_REMOTE_TABLE_BYTES): its gradient exists only as rows, and no hook can be given "
+            "the whole of it. Change the rows' gradients in the function, between backward() and step()."
+        )
+
+
+class DeferredTables(TorchFunctionMode):
+    """Answers large factory calls with planned tables, and writes down how they are initialised.
+
+    Args:
+        threshold: bytes from which a tensor is a table.
+    """
+
+    def __init__(self, threshold: int) -> None:
+        super().__init__()
+        self._threshold = threshold
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        fill = _FACTORIES.get(func)
+        if fill is not None:
+            planned = self._plan(args, kwargs)
+            if planned is not None:
+                table = DeferredParameter.over(planned, requires_grad=False)
+                fill(planned, args, kwargs)
+                return table
+        return func(*args, **kwargs)
+
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredTable | None:
+        if set(kwargs) - {"dtype", "device", "requires_grad", "size", "fill_value"}:
+            return None
+        if kwargs.get("requires_grad") or not _is_cpu(kwargs.get("device")):
+            return None
+        shape = _shape(args, kwargs)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if shape is None or len(shape) < 2 or math.prod(shape) * dtype.itemsize < self._threshold:
+            return None
+        return DeferredTable(shape, dtype)
+
+
+def _is_cpu(device: Any) -> bool:
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    size = kwargs.get("size", args[0] if len(args) and not isinstance(args[0], int) else args)
+    if not isinstance(size, tuple | list) or not all(isinstance(one, int) for one in size):
+        return None
+    return tuple(size)
+
+
+def _filled(name: str, *numbers: float) -> Callable[[DeferredTable, Any, Any], None]:
+    return lambda planned, args, kwargs: planned.write(name, numbers)
+
+
+def _full(planned: DeferredTable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    planned.write("fill_", [kwargs.get("fill_value", args[1] if len(args) > 1 else 0.0)])
+
+
+_FACTORIES: dict[Any, Callable[[DeferredTable, Any, Any], None]] = {
+    torch.empty: lambda planned, args, kwargs: None,
+    torch.zeros: _filled("zero_"),
+    torch.ones: _filled("ones_"),
+    torch.rand: _filled("uniform_"),
+    torch.randn: _filled("normal_"),
+    torch.full: _full,
+}
+
+
+class _Row:
+    """``weight[padding_idx]`` of a planned table: a row that can only be filled."""
+
+    def __init__(self, planned: DeferredTable, row: int) -> None:
+        self._planned = planned
+        self._row = row
+
+    def fill_(self, value: float) -> _Row:
+        """Set every element."""
+        self._planned.fill_row(self._row, float(value))
+        return self
+
+    def zero_(self) -> _Row:
+        """Set every element to 0."""
+        return self.fill_(0.0)
+
+
+def planned_of(table: object) -> DeferredTable | None:
+    """The plan behind a tensor, if it is a planned table."""
+    if isinstance(table, TableParameter) and isinstance(table.source, DeferredTable):
+        return table.source
+    return None
+
+
+def _on_planned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What torch functions mean on a planned table; `NotImplemented`: as on any other table."""
+    everything = [*args, *kwargs.values()]
+    table = next((one for one in everything if planned_of(one) is not None), None)
+    if table is None:
+        return NotImplemented
+    planned = cast("DeferredTable", planned_of(table))
+    name = getattr(func, "__name__", "")
+    if func in (Tensor.detach, torch.detach, _DATA.__get__):
+        return DeferredParameter.over(planned, requires_grad=False)
+    if func in _LIKE:
+        # An optimizer on the coordinator asks for state as large as the table; the true state
+        # lives on the servers.
+        value = _LIKE[func](args)
+        return torch.full((), value, dtype=planned.dtype).expand(planned.shape)
+    if func is nn.init.kaiming_uniform_:
+        return _kaiming_uniform(table, args, kwargs)
+    if name.startswith("new_"):  # another tensor, of our type
+        return getattr(torch.empty(0, dtype=planned.dtype), name)(*args[1:], **kwargs)
+    if name in _WRITING_OPERATORS and planned.may_be_local:
+        getattr(planned.local(), name)(*args[1:])
+        return None if name == "__setitem__" else table
+    if name in _COMPARISONS and planned.is_unmade:
+        raise ForeignParameterError(
+            f"table {planned.name!r} is too large to be built here, so an initialiser that looks at "
+            "its values (nn.init.trunc_normal_, orthogonal_ …) cannot run on it: use zero_, fill_, "
+            "uniform_, normal_ or another of nn.init, or sg.Variable with a function that fills shards."
+        )
+    if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+        rest = [one for one in everything if one is not table and one is not None]
+        planned.write(name, rest)
+        return table
+    if func is Tensor.__getitem__ and isinstance(args[1], int) and not torch.is_grad_enabled():
+        return _Row(planned, args[1])
+    return NotImplemented
+
+
+_DATA = cast("Any", Tensor.data)
+_WRITING_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+_COMPARISONS = frozenset({"__lt__", "__gt__", "lt", "gt"})
+
+_LIKE: dict[Any, Callable[[Sequence[Any]], float]] = {
+    torch.zeros_like: lambda args: 0.0,
+    torch.empty_like: lambda args: 0.0,
+    torch.ones_like: lambda args: 1.0,
+    torch.full_like: lambda args: float(args[1]),
+}
+
+
+def _kaiming_uniform(table: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    options = dict(kwargs)
+    options.pop("tensor", None)
+    given = dict(zip(("a", "mode", "nonlinearity"), args[1:], strict=False)) | options
+    slope, mode = given.get("a", 0), given.get("mode", "fan_in")
+    fan = table.shape[1] if mode == "fan_in" else table.shape[0]
+    fan *= math.prod(table.shape[2:])
+    gain = nn.init.calculate_gain(given.get("nonlinearity", "leaky_relu"), slope)
+    bound = math.sqrt(3.0) * gain / math.sqrt(fan)
+    cast("DeferredTable", planned_of(table)).write("uniform_", [-bound, bound])
+    return table

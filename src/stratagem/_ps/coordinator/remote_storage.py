@@ -1,0 +1,330 @@
+"""`Variable` s on parameter servers: their place, and how they are made.
+
+`RemoteStorage` is what reading and writing such a variable mean, on the coordinator and on workers
+alike. `create` makes a variable as the strategy's partitioner wants it, filling a large one shard by
+shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._core import context, variable_storage
+from stratagem._core.partition import Partitioner, number_of_shards
+from stratagem._core.values import DistributedValues, convert_to_tensor
+from stratagem._core.variables import (
+    Scatter,
+    Variable,
+    VariableAggregation,
+    VariableRequest,
+    VariableStorage,
+    Write,
+)
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
+from stratagem._ps.placement import Description
+from stratagem._ps.rows import sort_ids
+from stratagem._ps.tables.sharded_variable import ShardedVariable
+from stratagem._ps.worker.lazy_value import LazyReadTensor
+
+_OPERATION = {"assign": "set", "assign_add": "add", "assign_sub": "sub"}
+
+RETURNED_BYTES = 1 << 16
+"""A write returns a copy of a value up to this size; of a larger one the value itself, which shows
+later writes: copying 64 MB to answer ``assign_add`` would cost more than the addition."""
+
+
+class ReadCache:
+    """Values read once and kept while ``cache_variable_reads`` is open (PSS-14)."""
+
+    def __init__(self) -> None:
+        self.values: dict[RemoteStorage, Tensor] | None = None
+
+
+@final
+class RemoteStorage(VariableStorage):
+    """A variable on a parameter server.
+
+    Args:
+        remote: the variable there, in one piece.
+        tracks: whether reads take part in autograd.
+        strategy: whose it is; decides what writes in a replica mean.
+        cache: where reads are kept while the strategy caches them.
+    """
+
+    __slots__ = ("_cache", "_late", "_leaf", "_remote", "_strategy")
+
+    def __init__(
+        self, remote: RemoteVariable, *, tracks: bool, strategy: Any, cache: ReadCache
+    ) -> None:
+        self._remote = remote
+        self._strategy = strategy
+        self._cache = cache
+        self._late: weakref.ref[LazyReadTensor] | None = None  # what the last write returned
+        wants = tracks and (remote.dtype.is_floating_point or remote.dtype.is_complex)
+        self._leaf: Tensor | None = self._own().detach().requires_grad_() if wants else None
+
+    @property
+    def remote(self) -> RemoteVariable:
+        """The variable on its server."""
+        return self._remote
+
+    @property
+    @override
+    def shape(self) -> torch.Size:
+        return torch.Size(self._remote.shape)
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return self._remote.dtype
+
+    @property
+    @override
+    def device(self) -> str:
+        return self._remote.device
+
+    @override
+    def read(self) -> Tensor:
+        cached = self._cache.values
+        if cached is None:
+            return self._fresh()
+        known = cached.get(self)
+        if known is None:
+            known = cached[self] = self._fresh().detach().clone()
+        return known
+
+    def _fresh(self) -> Tensor:
+        if self._leaf is None:
+            return self._own()
+        current = self._current()
+        if self._leaf.data_ptr() != current.data_ptr():
+            # Through `.data`: no change of the user's, so that what was computed from it stays valid.
+            self._leaf.data.copy_(current)
+        return self._leaf
+
+    def _own(self) -> Tensor:
+        """The value; a small one copied.
+
+        Small values share pages. Whoever wrote into one of them in place would from then on see its
+        neighbours, and the counters of their versions, as they were at that moment.
+        """
+        current = self._current()
+        return current.clone() if current.nbytes <= RETURNED_BYTES else current
+
+    def _current(self) -> Tensor:
+        return self._remote.whole()
+
+    @override
+    def rows(self, ids: Tensor) -> Tensor:
+        if self._leaf is not None and torch.is_grad_enabled():
+            return self.read()[ids]
+        found = sort_ids(ids)
+        return self._remote.rows(found.unique)[found.places]
+
+    @override
+    def write(self, variable: Variable, how: Write, value: Any) -> Tensor:
+        replica = variable_storage.own_replica(variable, self._strategy)
+        if (
+            replica is None
+            or replica.group.size == 1  # aggregation means nothing then (PSS-33)
+            or context.update_device() is not None
+        ):
+            return self._put(variable, how, value)
+        if variable.aggregation is VariableAggregation.NONE:
+            raise variable_storage.needs_aggregation(variable, how)
+
+        def apply(brought: list[Any]) -> list[Tensor]:
+            total = variable_storage.aggregated(variable, brought)
+            return [self._put(variable, how, total)] * len(brought)
+
+        return variable_storage.meet_to_write(replica, variable, how, value, apply)
+
+    def _put(self, variable: Variable, how: Write, value: Any) -> Tensor:
+        if isinstance(value, DistributedValues):
+            value = value.component(0)
+        fitting = variable_storage.fitting(variable, how, value)
+        self._look_before_it_changes()
+        self._remote.assign(_OPERATION[how], fitting)
+        return self._after()
+
+    def _look_before_it_changes(self) -> None:
+        """Whoever kept what the last write returned gets that value, not one that comes later."""
+        late = self._late() if self._late is not None else None
+        if late is not None:
+            late.now()
+
+    def _after(self) -> Tensor:
+        if not self._remote.client.outbox.defers:
+            return self._own().detach()
+        late = LazyReadTensor(self.shape, self.dtype, self._value_now)
+        self._late = weakref.ref(late)
+        return late
+
+    def _value_now(self) -> Tensor:
+        return self._own().detach()
+
+    @override
+    def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> Tensor:
+        variable_storage.own_replica(variable, self._strategy)
+        self._look_before_it_changes()
+        self._remote.scatter(how, ids, rows.detach())
+        return self._after()
+
+    @override
+    def same_way(self, request: VariableRequest) -> VariableStorage:
+        raise NotImplementedError(
+            f"variable {request.name!r} lives on a parameter server and cannot be deep-copied: make "
+            "a new sg.Variable from its value under the strategy's scope."
+        )
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"variable {self._remote.name!r} lives on parameter servers and cannot be returned or "
+            "pickled as it is: return its value, as variable.read_value()."
+        )
+
+    @override
+    def __repr__(self) -> str:
+        return f"<RemoteStorage on {self.device}>"
+
+
+class PerWorkerVariable:
+    """One independent variable per worker; a scheduled function uses its worker's (PSS-13).
+
+    Not trained, not synchronised. A worker that was replaced starts with the initial value again.
+    """
+
+    def __init__(self, remotes: Sequence[RemoteVariable], request: VariableRequest) -> None:
+        self._remotes = tuple(remotes)
+        self._request = request
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._request.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self._remotes[0].dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of each worker's variable."""
+        return torch.Size(self._remotes[0].shape)
+
+    @property
+    def trainable(self) -> bool:
+        """Always False."""
+        return False
+
+    @property
+    def descriptions(self) -> tuple[Description, ...]:
+        """Where the workers' variables are."""
+        return tuple(remote.description for remote in self._remotes)
+
+    @property
+    def request(self) -> VariableRequest:
+        """What was asked for; the initial value is a tensor."""
+        return self._request
+
+    def read_all(self) -> list[Tensor]:
+        """Every worker's value, in worker order."""
+        return [remote.read() for remote in self._remotes]
+
+    @override
+    def __repr__(self) -> str:
+        return f"<PerWorkerVariable {self.name!r} of {len(self._remotes)} workers>"
+
+
+def create(
+    owner: CoordinatorVariables,
+    request: VariableRequest,
+    *,
+    strategy: Any,
+    cache: ReadCache,
+) -> Variable | ShardedVariable:
+    """A variable on the servers, cut as the strategy's partitioner wants (PRT-1 … PRT-5)."""
+    if request.initial_value is None:
+        raise ValueError(
+            f"variable {request.name!r} has no initial value: expected a tensor, array, number, or a "
+            "function that makes one."
+        )
+    partitioner: Partitioner | None = None if owner.beside is not None else owner.partitioner
+    fill: Callable[..., Any] | None = None
+    whole: Tensor | None = None
+    if callable(request.initial_value) and request.shape is not None and request.dtype is not None:
+        fill = request.initial_value
+        shape, dtype = request.shape, request.dtype
+    else:
+        whole = request.initial_tensor()
+        shape, dtype = tuple(whole.shape), whole.dtype
+    shards = number_of_shards(partitioner, shape, dtype)
+    if shards == 1 and whole is None:
+        whole = request.initial_tensor()
+    description = owner.place_variable(request.name, shape, dtype, shards)
+    tracks = request.tracks_gradient()
+
+    def made(part: Description, value: Tensor, asked: VariableRequest) -> Variable:
+        remote = owner.new_variable(part)
+        remote.put(value)
+        place = RemoteStorage(remote, tracks=tracks, strategy=strategy, cache=cache)
+        return Variable.at(place, asked, strategy)
+
+    if shards == 1:
+        assert whole is not None
+        return made(description, whole, request)
+    parts = []
+    for index, offset in enumerate(description.layout.offsets):
+        part = description.part(index)
+        if whole is None:
+            assert fill is not None
+            value, whole = _fill_shard(fill, part, offset, request)
+        else:
+            value = whole[offset : offset + part.shape[0]]
+        parts.append(made(part, value, replace(request, name=part.name, shape=part.shape)))
+    return ShardedVariable(parts)
+
+
+def _fill_shard(
+    fill: Callable[..., Any], part: Description, offset: int, request: VariableRequest
+) -> tuple[Tensor, Tensor | None]:
+    """One shard's initial value; and the whole one, if the function can only make that (PRT-4)."""
+    offsets = (offset, *[0] * (len(part.shape) - 1))
+    try:
+        made = convert_to_tensor(fill(partition_shape=part.shape, partition_offset=offsets))
+        made = made.detach().to(part.dtype)
+    except (TypeError, ValueError):
+        made = request.initial_tensor()
+    if tuple(made.shape) == part.shape:
+        return made, None
+    if tuple(made.shape) != request.shape:
+        raise ValueError(
+            f"the initial value of {request.name!r} has shape {tuple(made.shape)}: expected "
+            f"{part.shape} (the shard asked for) or {request.shape} (the whole variable)."
+        )
+    return made[offset : offset + part.shape[0]], made
+
+
+def create_per_worker(
+    owner: CoordinatorVariables, request: VariableRequest, workers: Sequence[int]
+) -> PerWorkerVariable:
+    """One variable for each worker (given by its index), on the servers in turn."""
+    value = request.initial_tensor()
+    remotes = []
+    for worker in workers:
+        name = f"{request.name}/worker_{worker}"
+        where = owner.place_variable(name, tuple(value.shape), value.dtype, 1)
+        remote = owner.new_variable(where)
+        remote.put(value)
+        remotes.append(remote)
+    return PerWorkerVariable(remotes, replace(request, initial_value=value))

@@ -1,0 +1,240 @@
+"""Optimizers on the servers, seen from the coordinator: created there, their state read and written.
+
+A ``torch.optim`` optimizer made on the coordinator is an ordinary one over the local parameters; when
+it is first shipped to a worker, its class is set up on every server that holds one of its variables.
+From then on the servers' state is the true one: ``optimizer.state_dict()`` first fetches it, and
+``load_state_dict`` sends it, through torch's own hooks for these; copies and pickles fetch it, and a step
+on the coordinator itself fetches it and sends it back (`_core/torch_patches/optimizer_step.py` asks).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem._core.managed import managed_of
+from stratagem._core.torch_patches.optimizer_step import keep_state_with
+from stratagem._ps.coordinator.coordinator_variables import (
+    CoordinatorParameter,
+    CoordinatorVariables,
+)
+from stratagem._ps.optimizer_settings import made_with, plain_settings, settings_of
+from stratagem._ps.server.shard_optimizer import WHOLE_TENSOR_OPTIMIZERS, GroupSpec, own_attributes
+from stratagem._ps.server.store import StateEntry
+from stratagem._wire.messages import Setting
+from stratagem.errors import UnsupportedOptimizer
+
+
+class OptimizersOnServers:
+    """The optimizers of one strategy.
+
+    Args:
+        variables: the strategy's variables.
+    """
+
+    def __init__(self, variables: CoordinatorVariables) -> None:
+        self._variables = variables
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # What each group had when servers first heard of it. It stays what they use when a step says
+        # nothing else; workers know it, too.
+        self._initial: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Setting]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Never given twice: a forgotten optimizer leaves the dictionary, but not the servers.
+        self._next_number = itertools.count(1)
+
+    def create(self, optimizer: Optimizer) -> int:
+        """Set the optimizer up on every server, or bring its groups there up to date; its number."""
+        refuse_whole_tensor_optimizers(optimizer)
+        number = self._numbers.get(optimizer)
+        is_new = number is None
+        if number is None:
+            number = self._numbers[optimizer] = next(self._next_number)
+        self._variables.flush()
+        settings = {**settings_of(optimizer), **self._initial.get(optimizer, {})}
+        self._initial[optimizer] = settings
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        defaults, attributes = made_with(optimizer), plain_settings(own_attributes(optimizer))
+        servers = range(len(self._variables.client.tasks))
+        for server in servers:
+            groups = []
+            for index, all_managed in enumerate(_managed_by_group(optimizer)):
+                here = tuple(
+                    shard.number
+                    for managed in all_managed
+                    if managed is not None and managed.kept.description is not None
+                    for shard in managed.kept.description.shards
+                    if shard.server == server
+                )
+                groups.append(GroupSpec(variables=here, hyperparameters=settings[index]))
+            if any(group.variables for group in groups):
+                self._variables.client.create_optimizer(
+                    server, number, name, groups, defaults=defaults, attributes=attributes
+                )
+        if is_new:
+            if any(_has_stepped(state) for state in optimizer.state.values()):
+                self._send_state(
+                    optimizer, _all_managed(optimizer)
+                )  # a checkpoint was loaded before training began
+            self._watch(optimizer)
+        return number
+
+    def initial_settings(self, optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
+        """What servers use when a step says nothing else."""
+        return {group: dict(values) for group, values in self._initial[optimizer].items()}
+
+    def bring(self, optimizer: Optimizer) -> None:
+        """Take over the servers' state; what was brought home stays when the session is over."""
+        if not self._variables.closed:
+            self._fetch_state(optimizer, _all_managed(optimizer))
+
+    def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
+        """The class's own step on the coordinator: from the servers' state, and it goes back there.
+
+        Not one piece with what workers do meanwhile, as everything the coordinator writes.
+        """
+        if self._variables.closed:
+            return real()
+        # All of them: a closure given to step() may make gradients where there are none yet.
+        all_managed = [managed for managed in _all_managed(optimizer) if managed.kept.plan is None]
+        for managed in all_managed:
+            managed.resolve()
+        self._fetch_state(optimizer, all_managed)
+        result = real()
+        self._variables.flush()
+        self._send_state(optimizer, all_managed)
+        return result
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        keep_state_with(optimizer, _Keeper(self))
+        reference = weakref.ref(self)
+
+        def fetch(optimizer: Optimizer) -> None:
+            me = reference()
+            if me is not None:
+                me.bring(optimizer)
+
+        def send(optimizer: Optimizer) -> None:
+            me = reference()
+            if me is not None and not me._variables.closed:
+                me._send_state(optimizer, _all_managed(optimizer))
+
+        optimizer.register_state_dict_pre_hook(fetch)
+        optimizer.register_load_state_dict_post_hook(send)
+
+    def _fetch_state(
+        self, optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]
+    ) -> None:
+        """Take over the servers' state, shards put together."""
+        client, number = self._variables.client, self._numbers[optimizer]
+        for managed in all_managed:
+            description = managed.kept.description
+            assert description is not None
+            pieces: dict[str, list[Any]] = {}
+            for shard in description.shards:
+                for entry in client.read_state(shard.server, number, (shard.number,)):
+                    pieces.setdefault(entry.key, []).append(entry.value)
+            state = {key: _joined(values) for key, values in pieces.items()}
+            if state:
+                optimizer.state[managed.central] = state
+
+    def _send_state(
+        self, optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]
+    ) -> None:
+        """Write the local state to the servers, cut along the shards."""
+        client, number = self._variables.client, self._numbers[optimizer]
+        for managed in all_managed:
+            state = optimizer.state.get(managed.central)
+            remote = managed.kept.remote
+            if not state or remote is None:
+                continue
+            for index, place in enumerate(remote.places):
+                entries = []
+                for key, value in state.items():
+                    part = value
+                    if isinstance(value, Tensor) and value.shape == managed.central.shape:
+                        part = remote.cut(value)[index]
+                    entries.append(StateEntry(variable=place.variable, key=key, value=part))
+                client.write_state(place.server, number, entries)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<OptimizersOnServers {len(self._numbers)} optimizers>"
+
+
+class _Keeper:
+    """What an optimizer knows of the servers' side; it keeps nothing alive."""
+
+    def __init__(self, optimizers: OptimizersOnServers) -> None:
+        self._optimizers = weakref.ref(optimizers)
+
+    def bring(self, optimizer: Optimizer) -> None:
+        found = self._optimizers()
+        if found is not None:
+            found.bring(optimizer)
+
+    def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
+        found = self._optimizers()
+        return real() if found is None else found.step(optimizer, real)
+
+
+def refuse_whole_tensor_optimizers(optimizer: Optimizer) -> None:
+    """Raise if the optimizer's mathematics needs what a shard does not have."""
+    name = type(optimizer).__name__
+    if name == "LBFGS":
+        raise UnsupportedOptimizer(
+            "LBFGS evaluates the loss several times within one step and needs all parameters at "
+            "once; it cannot run on parameter servers. Use SGD, Adagrad or Adam, or OneDeviceStrategy."
+        )
+    if name not in WHOLE_TENSOR_OPTIMIZERS:
+        return
+    for managed in _all_managed(optimizer):
+        description = managed.kept.description
+        if description is not None and description.is_sharded:
+            raise UnsupportedOptimizer(
+                f"{name} looks at a whole tensor at once, but {managed.name!r} of shape "
+                f"{description.shape} is in {len(description.shards)} shards: on parts of it {name} "
+                "would compute something else. Use an elementwise optimizer (SGD, Adagrad, Adam …), "
+                "or a partitioner that leaves this variable in one piece."
+            )
+
+
+def _managed_by_group(optimizer: Optimizer) -> list[list[CoordinatorParameter | None]]:
+    found: list[list[CoordinatorParameter | None]] = []
+    for group in optimizer.param_groups:
+        all_managed = [managed_of(parameter) for parameter in group["params"]]
+        found.append(
+            [
+                managed if isinstance(managed, CoordinatorParameter) else None
+                for managed in all_managed
+            ]
+        )
+    return found
+
+
+def _all_managed(optimizer: Optimizer) -> list[CoordinatorParameter]:
+    return [
+        managed
+        for group in _managed_by_group(optimizer)
+        for managed in group
+        if managed is not None
+    ]
+
+
+def _has_stepped(state: dict[str, Any]) -> bool:
+    """Whether there is something to remember; some classes make their state before the first step."""
+    return float(state["step"]) > 0 if "step" in state else bool(state)
+
+
+def _joined(values: list[Any]) -> Any:
+    first = values[0]
+    if len(values) > 1 and isinstance(first, Tensor) and first.dim() > 0:
+        return torch.cat(values)
+    return first

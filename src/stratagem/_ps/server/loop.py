@@ -1,0 +1,391 @@
+"""The event loop of one parameter server.
+
+Two threads. The *work* thread does everything that touches variables, in the order it arrives: no locks. The *door*
+thread listens, lets in who proves the key, reads each connection's Hello, keeps ``control`` connections (pings and
+statistics, answered even while a long optimizer step runs) and hands ``data`` connections to the work thread.
+
+What a message means is in `sessions.py`, the door in `door.py`; process start, signals and readiness belong to `_cluster`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self, final
+
+from typing_extensions import override
+
+from stratagem import config
+from stratagem._owner import Owner
+from stratagem._ps.malloc import give_back_freed_memory
+from stratagem._ps.server.acceptor import Acceptor
+from stratagem._ps.server.session import Session, SlotMaps
+from stratagem._ps.server.session_table import SessionTable
+from stratagem._wire import messages
+from stratagem._wire.arenas import Budget, memory_of_machine
+from stratagem._wire.channel import Channel
+from stratagem._wire.failures import failure_from
+from stratagem._wire.frames import Buffer, Limits
+from stratagem._wire.handshake import ClusterKey
+from stratagem._wire.listener import Listener
+from stratagem._wire.messages import Frame, Message
+from stratagem._wire.process_probe import own_process
+from stratagem.errors import ConnectionLost, NotFoundError, ProtocolError, StratagemError, WireError
+
+_log = logging.getLogger("stratagem.ps")
+
+_TICK_S = 0.5
+"""How often leases and silent connections are looked at."""
+
+UNSENT_LIMIT_BYTES = 1 << 26
+"""Replies a connection may leave unread before its next request is looked at."""
+
+_FOR_THE_SERVER = (
+    messages.OpenSession,
+    messages.JoinSession,
+    messages.CloseSession,
+    messages.Ping,
+    messages.AskStats,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """What one parameter server allows.
+
+    Example:
+        >>> from stratagem._ps.server.loop import ServerOptions
+        >>> ServerOptions(memory_limit_bytes=1 << 30).memory_limit_bytes
+        1073741824
+    """
+
+    memory_limit_bytes: int | None = None
+    """For the variables of all sessions; by default nine tenths of the machine's memory."""
+
+    optimizer_modules: Sequence[str] | None = None
+    """Modules beside ``torch.optim`` whose optimizer classes may be imported here; by default
+    `config.optimizer_modules()`."""
+
+    shared_memory: bool | None = None
+    """False sends bytes even to tasks on this host; by default `config.shared_memory_allowed()`."""
+
+    limits: Limits = field(default_factory=lambda: Limits(frame_bytes=config.frame_bytes()))
+    """Of what one connection sends; by default `config.frame_bytes()` in one message."""
+
+
+@final
+class _Connection:
+    """One client, as the work thread sees it."""
+
+    def __init__(self, channel: Channel, task: str, *, shared_memory: bool) -> None:
+        self.channel = channel
+        self.task = task
+        self.session: Session | None = None
+        self.slots = SlotMaps(allowed=shared_memory)
+        self.inbox: deque[Frame] = deque()
+        self.events = selectors.EVENT_READ
+
+
+@final
+class ParameterServer(Owner):
+    """One parameter server: listens at once, works when `start` or `serve` is called.
+
+    Example:
+        >>> from stratagem._ps.server.loop import ParameterServer
+        >>> with ParameterServer("127.0.0.1:0", task="/job:ps/task:0").start() as server:
+        ...     print(server.address.startswith("127.0.0.1:"), server.session_count)
+        True 0
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        task: str = "/job:ps/task:0",
+        key: ClusterKey | None = None,
+        options: ServerOptions | None = None,
+    ) -> None:
+        """Listens on `address` (``host:port``, port 0 takes a free one).
+
+        Raises:
+            PermissionError: not a loopback address, and no key.
+        """
+        self._options = options or ServerOptions()
+        shared = self._options.shared_memory
+        self._shared = config.shared_memory_allowed() if shared is None else shared
+        limit = self._options.memory_limit_bytes
+        budget = Budget(limit if limit is not None else memory_of_machine() * 9 // 10)
+        modules = self._options.optimizer_modules
+        optimizer_modules = config.optimizer_modules() if modules is None else tuple(modules)
+        self.task = task
+        self.life = secrets.token_hex(8)
+        listener = Listener(address, key=key, limits=self._options.limits)
+        self.address = listener.address
+        self._door = Acceptor(self, listener)
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._arrivals: deque[_Connection] = deque()
+        self._connections: set[_Connection] = set()
+        self._leases = SessionTable(
+            self.task, budget, optimizer_modules, shared_memory=self._shared
+        )
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._closed = False
+        self._finished = threading.Event()
+        self._work_began: float | None = None
+        self._served = 0
+        self._rested_after = 0
+        self._next_facts = 0.0
+        self.facts: Mapping[str, object] = {}
+        """Numbers about this server, refreshed when it is idle; safe to read from any thread."""
+        self._publish_facts()
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Works in a thread of its own."""
+        self._thread = threading.Thread(
+            target=self.serve, name=f"stratagem-ps-work-{self.address}", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def serve(self) -> None:
+        """Works in the calling thread until `stop` or `close`."""
+        self._door.thread.start()
+        try:
+            while not self._stopping:
+                ready = self._selector.select(_TICK_S)
+                if not ready:
+                    self._rest()
+                for key, _ in ready:
+                    if key.data is None:
+                        os.eventfd_read(self._wake)
+                    else:
+                        self._turn(key.data)
+                while self._arrivals:
+                    self._admit(self._arrivals.popleft())
+                now = time.monotonic()
+                for name, lease_s in self._leases.expired(now):
+                    self._end_session(name, f"its coordinator has been gone for {lease_s:g} s")
+                if now >= self._next_facts:
+                    self._publish_facts()
+        finally:
+            for connection in list(self._connections):
+                self._forget(connection)
+            self._leases.close_all()
+            self._finished.set()
+
+    def _rest(self) -> None:
+        """Nobody has asked for anything for a while: give up memory that only work needs."""
+        if self._rested_after == self._served:
+            return
+        self._rested_after = self._served
+        for connection in self._connections:
+            connection.slots.rest()
+        give_back_freed_memory()
+
+    def stop(self) -> None:
+        """Asks the loop to end; returns at once. Safe in signal handlers and from any thread."""
+        self._stopping = True
+        if not self._closed:
+            os.eventfd_write(self._wake, 1)
+
+    @override
+    def close(self) -> None:
+        """Ends all connections and frees all variables. May be called again."""
+        if self._closed:
+            return
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(10.0)
+        elif self._door.thread.ident is not None and not self._finished.wait(10.0):
+            _log.warning("%s is busy: closing it without waiting longer", self.task)
+        self._closed = True
+        self._door.stop()
+        for connection in self._arrivals:
+            connection.channel.close()
+        self._selector.close()
+        os.close(self._wake)
+
+    @property
+    def session_count(self) -> int:
+        """Strategies that have variables here."""
+        return len(self._leases)
+
+    @override
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "stopping" if self._stopping else "open"
+        return (
+            f"<ParameterServer {self.task} at {self.address} {state}, {len(self._leases)} sessions, "
+            f"{len(self._connections)} connections, {self._served} messages served>"
+        )
+
+    # -- for the door -------------------------------------------------------------------------
+
+    def welcome(self) -> messages.Welcome:
+        """The answer to a Hello."""
+        return messages.Welcome(
+            task=self.task,
+            pid=os.getpid(),
+            life=self.life,
+            shares_memory=self._shared,
+            frame_bytes=self._options.limits.frame_bytes,
+            process=own_process(),
+        )
+
+    def pong(self) -> messages.Pong:
+        """The answer to a Ping; says how long the work thread has been at one message."""
+        began = self._work_began
+        busy_s = time.monotonic() - began if began is not None else 0.0
+        return messages.Pong(busy_s=busy_s, served=self._served)
+
+    def take_in(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
+        """Hands a data connection, and what it already sent, to the work thread."""
+        connection = _Connection(channel, task or channel.peer, shared_memory=self._shared)
+        connection.inbox.extend(frames)
+        self._arrivals.append(connection)
+        os.eventfd_write(self._wake, 1)
+
+    # -- work ---------------------------------------------------------------------------------
+
+    def _admit(self, connection: _Connection) -> None:
+        self._connections.add(connection)
+        self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+        self._work_off(connection)
+
+    def _turn(self, connection: _Connection) -> None:
+        """One connection's turn: one read, then its complete requests."""
+        try:
+            if connection.channel.wants_write:
+                connection.channel.flush()
+            if not connection.inbox:  # else it has requests waiting for room: read no more
+                connection.inbox.extend(connection.channel.receive_ready())
+        except ConnectionLost as error:
+            self._lose(connection, str(error), quiet=True)
+        except WireError as error:
+            self._lose(connection, str(error))
+        else:
+            self._work_off(connection)
+
+    def _work_off(self, connection: _Connection) -> None:
+        channel = connection.channel
+        try:
+            while connection.inbox:
+                if channel.outgoing_bytes > UNSENT_LIMIT_BYTES and not channel.flush():
+                    break  # until it has read its replies; the selector says when
+                frame = connection.inbox.popleft()
+                self._work_began = time.monotonic()
+                try:
+                    self._answer(connection, frame)
+                finally:
+                    self._work_began = None
+                self._served += 1
+            if channel.wants_write:
+                channel.flush()
+        except ConnectionLost as error:
+            self._lose(connection, str(error), quiet=True)
+            return
+        except (WireError, MemoryError) as error:
+            self._lose(connection, str(error) or "no memory is left for its replies")
+            return
+        self._watch(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        """Selects for what the connection can go on with."""
+        events = 0 if connection.inbox else selectors.EVENT_READ
+        if connection.channel.wants_write or connection.inbox:
+            # With requests waiting always: the last flush may have sent everything, and nothing else
+            # would ever wake this connection.
+            events |= selectors.EVENT_WRITE
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.channel, events, connection)
+
+    def _answer(self, connection: _Connection, frame: Frame) -> None:
+        buffers: Sequence[Buffer] = ()
+        try:
+            message: Message
+            if isinstance(frame.message, _FOR_THE_SERVER):
+                message = self._about_session(connection, frame.message)
+            else:
+                if connection.session is None:
+                    raise NotFoundError(
+                        f"{connection.task} has joined no session on {self.task}: it was closed, or "
+                        f"its lease ran out because its coordinator was gone"
+                    )
+                message, buffers = connection.session.handle(frame, connection.slots)
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
+            if isinstance(error, ProtocolError):
+                # The text, not the error: a kept log record would keep frames, and so variables.
+                reason = str(error)
+                _log.warning("%s refused a message of %s: %s", self.task, connection.task, reason)
+            unforeseen = not isinstance(error, StratagemError)
+            message = failure_from(error, task=self.task, with_traceback=unforeseen)
+            buffers = ()
+        connection.channel.enqueue_reply(frame, message, buffers)
+        # The buffers may be a variable's own memory, which the next write changes: what the socket
+        # does not take at once is copied. Replies without buffers wait for the end of the turn.
+        if buffers and not connection.channel.flush():
+            connection.channel.keep_unsent()
+
+    def _about_session(self, connection: _Connection, message: Message) -> Message:
+        """Messages about sessions as a whole, and about the server."""
+        if isinstance(message, messages.OpenSession):
+            connection.session = self._leases.open(message, owner=connection)
+            return messages.Ok()
+        if isinstance(message, messages.JoinSession):
+            connection.session = self._leases.find(message.session)
+            return messages.Ok()
+        if isinstance(message, messages.CloseSession):
+            self._end_session(message.session, "its coordinator closed it")
+            return messages.Ok()
+        if isinstance(message, messages.Ping):
+            return messages.Pong(served=self._served)
+        self._publish_facts()
+        return messages.Stats(facts=self.facts)
+
+    def _end_session(self, name: str, reason: str) -> None:
+        session = self._leases.close(name)
+        if session is None:
+            return
+        _log.info("%s closes session %s: %s", self.task, name, reason)
+        for connection in self._connections:
+            if connection.session is session:
+                connection.session = None
+
+    def _lose(self, connection: _Connection, reason: str, *, quiet: bool = False) -> None:
+        level = logging.INFO if quiet else logging.WARNING
+        _log.log(level, "%s lost %s: %s", self.task, connection.task, reason)
+        self._forget(connection)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.channel)
+        self._leases.leave(connection, time.monotonic())
+        connection.slots.close()
+        connection.channel.close()
+
+    def _publish_facts(self) -> None:
+        stores = [session.store.stats() for session in self._leases.sessions()]
+        self.facts = {
+            "task": self.task,
+            "sessions": len(self._leases),
+            "connections": len(self._connections),
+            "served": self._served,
+            "variables": sum(one.variables for one in stores),
+            "bytes": sum(one.bytes for one in stores),
+            "applied": sum(one.applied for one in stores),
+            "duplicates": sum(one.duplicates for one in stores),
+            "fenced": sum(one.fenced for one in stores),
+        }
+        self._next_facts = time.monotonic() + _TICK_S

@@ -1,0 +1,135 @@
+"""Which sessions a parameter server has, and who keeps each of them alive.
+
+A session lives while a connection of its coordinator is open, and `lease_s` seconds longer. No clock and no socket here: `server.py`
+says when connections come and go, and what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import final
+
+from typing_extensions import override
+
+from stratagem._ps.server.session import Session
+from stratagem._wire import messages
+from stratagem._wire.arenas import Budget
+from stratagem.errors import NotFoundError
+
+SESSION_LIMIT = 256
+"""Strategies at one time; a cluster is shared by a handful."""
+
+
+class _Lease:
+    """Who keeps a session alive."""
+
+    def __init__(self, session: Session, lease_s: float) -> None:
+        self.session = session
+        self.lease_s = lease_s
+        self.owners: set[Hashable] = set()
+        self.orphaned_at: float | None = None
+
+
+@final
+class SessionTable:
+    """The sessions of one server by name.
+
+    Example:
+        >>> from stratagem._ps.server.session_table import Leases
+        >>> from stratagem._wire.arenas import Budget
+        >>> from stratagem._wire.messages import OpenSession
+        >>> leases = Leases("/job:ps/task:0", Budget(1 << 20))
+        >>> leases.open(OpenSession(session="s", lease_s=5.0), owner="chief")
+        <Session 's': 0 variables, 0 bytes, 0 writes>
+        >>> leases.leave("chief", 100.0)
+        >>> leases.expired(104.0), leases.expired(106.0)
+        ([], [('s', 5.0)])
+        >>> leases.close_all()
+    """
+
+    def __init__(
+        self,
+        task: str,
+        budget: Budget,
+        optimizer_modules: Sequence[str] = (),
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        self._task = task
+        self._budget = budget
+        self._optimizer_modules = optimizer_modules
+        self._shared_memory = shared_memory
+        self._leases: dict[str, _Lease] = {}
+
+    def open(self, message: messages.OpenSession, *, owner: Hashable) -> Session:
+        """A new session, or one that exists, with one more owner.
+
+        Raises:
+            MemoryError: there are too many.
+        """
+        lease = self._leases.get(message.session)
+        if lease is None:
+            if len(self._leases) >= SESSION_LIMIT:
+                raise MemoryError(
+                    f"{self._task} already serves {len(self._leases)} sessions, which is its limit: "
+                    f"close strategies that are not used any more"
+                )
+            session = Session(
+                message.session,
+                budget=self._budget,
+                optimizer_modules=self._optimizer_modules,
+                shared_memory=self._shared_memory,
+            )
+            lease = self._leases[message.session] = _Lease(session, message.lease_s)
+        lease.owners.add(owner)
+        lease.orphaned_at = None
+        return lease.session
+
+    def find(self, name: str) -> Session:
+        """A session that exists; NotFoundError otherwise."""
+        if name not in self._leases:
+            raise NotFoundError(
+                f"session {name!r} is not open on {self._task}: its coordinator closed it, or the "
+                f"server was restarted"
+            )
+        return self._leases[name].session
+
+    def leave(self, owner: Hashable, now: float) -> None:
+        """A connection is gone; sessions without any owner start to expire."""
+        for lease in self._leases.values():
+            if owner in lease.owners:
+                lease.owners.discard(owner)
+                if not lease.owners:
+                    lease.orphaned_at = now
+
+    def expired(self, now: float) -> list[tuple[str, float]]:
+        """Names and leases of sessions whose coordinator has been gone for too long."""
+        return [
+            (name, lease.lease_s)
+            for name, lease in self._leases.items()
+            if lease.orphaned_at is not None and now - lease.orphaned_at > lease.lease_s
+        ]
+
+    def close(self, name: str) -> Session | None:
+        """Ends a session and frees its variables; None if there is none of that name."""
+        lease = self._leases.pop(name, None)
+        if lease is None:
+            return None
+        lease.session.close()
+        return lease.session
+
+    def close_all(self) -> None:
+        """Ends every session."""
+        for name in list(self._leases):
+            self.close(name)
+
+    def sessions(self) -> list[Session]:
+        """All there are."""
+        return [lease.session for lease in self._leases.values()]
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Leases of {self._task}: {len(self._leases)} sessions>"

@@ -1,0 +1,456 @@
+"""How a real ``torch.optim`` class steps on the shards one server holds.
+
+Called by `store.py` only. Knows parameters, gradients and optimizer classes; knows no version, no
+worker and no message.
+
+Three ways to apply a gradient given as rows (unique ids, one value each):
+
+- *compact*: parameter rows and their state rows are gathered, the real class steps on these alone,
+  and the rows are put back. Used where a zero gradient changes nothing (plain SGD, Adagrad without
+  weight decay, SparseAdam), so that the outcome is the one of the dense gradient.
+- *sparse*: the layer asked for sparse gradients (``sparse=True``) and the class is another one: it
+  gets a sparse tensor, as in plain PyTorch, and may refuse it, as in plain PyTorch.
+- *dense*: every other class (Adam's moments decay with zero gradients too): the rows are spread over
+  a gradient of the shard's shape, a piece at a time (`pieces.py`). Costs the time of the whole
+  shard, gives plain PyTorch's numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adagrad import adagrad
+from typing_extensions import override
+
+from stratagem._ps.malloc import give_back_freed_memory
+from stratagem._ps.rows import put_rows, take_rows
+from stratagem._ps.server.chunked_step import (
+    ELEMENTWISE,
+    PIECE_BYTES,
+    RowsOfGradient,
+    batches,
+    step_in_pieces,
+)
+from stratagem._ps.server.state_memory import StateApart
+from stratagem._wire.shm import zeros_apart
+from stratagem.errors import UnsupportedOptimizer
+
+HyperparameterValue = float | int | bool | str | None | Sequence[float | None]
+Hyperparameters = Mapping[str, HyperparameterValue]
+StateValue = Tensor | float | int | bool | None
+
+_ABSENT = object()
+
+# Classes that look at a whole tensor at once (its norm, its rows and columns, its matrix shape):
+# on a part of the tensor they would compute something else.
+WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "LBFGS"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """The gradient of one variable: of its shape, or rows of it (unique ids, duplicates summed)."""
+
+    variable: int
+    values: Tensor
+    ids: Tensor | None = None
+    sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One parameter group: the variables of it that live on this server, and its settings."""
+
+    variables: tuple[int, ...]
+    hyperparameters: Hyperparameters
+
+
+def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> type[Optimizer]:
+    """The class behind a dotted name, if its module may be imported here.
+
+    Raises:
+        UnsupportedOptimizer: the module is not allowed, or the name is no optimizer class.
+
+    Example:
+        >>> resolve_optimizer_class("torch.optim.SGD")
+        <class 'torch.optim.sgd.SGD'>
+    """
+    module_name, _, name = class_name.rpartition(".")
+    allowed = ("torch.optim", *modules)
+    if not any(module_name == one or module_name.startswith(one + ".") for one in allowed):
+        raise UnsupportedOptimizer(
+            f"parameter servers may not import {class_name!r}: only optimizers from "
+            f"{', '.join(allowed)} are allowed. Start the servers with the module on their list of "
+            "optimizer modules (STRATAGEM_OPTIMIZER_MODULES)."
+        )
+    found = getattr(importlib.import_module(module_name), name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UnsupportedOptimizer(f"{class_name!r} is not a torch.optim.Optimizer class.")
+    return found
+
+
+class ServerOptimizer:
+    """One optimizer over the variables of one server.
+
+    Args:
+        class_name: dotted name of the class.
+        groups: its parameter groups; a group may have no variable here.
+        parameters: memory of every variable named in the groups.
+        modules: modules beside ``torch.optim`` that may be imported.
+        defaults: what the coordinator's object was made with, for the parameters of the class's
+            ``__init__`` that have these names: it may make state there (Adagrad does).
+        attributes: what else the class keeps on the coordinator's object.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.5})]
+        >>> stepper = ServerOptimizer("torch.optim.SGD", groups, {1: w})
+        >>> stepper.step([Gradient(variable=1, values=torch.ones(2))])
+        >>> w
+        tensor([0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        class_name: str,
+        groups: Sequence[GroupSpec],
+        parameters: Mapping[int, Tensor],
+        *,
+        modules: Sequence[str] = (),
+        defaults: Hyperparameters = MappingProxyType({}),
+        attributes: Hyperparameters = MappingProxyType({}),
+    ) -> None:
+        self._class = cast("Any", resolve_optimizer_class(class_name, modules))
+        self._parameters = {
+            number: nn.Parameter(tensor, requires_grad=False)
+            for number, tensor in parameters.items()
+        }
+        self._tensors = dict(parameters)
+        self._group_of = {
+            number: index for index, group in enumerate(groups) for number in group.variables
+        }
+        with StateApart():
+            self._optimizer: Any = self._class(
+                [
+                    {
+                        "params": [self._parameters[number] for number in group.variables],
+                        **_checked(group.hyperparameters),
+                    }
+                    for group in groups
+                ],
+                **_arguments(self._class, {**attributes, **defaults}),
+            )
+        for name, value in _checked(attributes).items():
+            if name not in _KEPT_BY_TORCH:
+                self._optimizer.__dict__[name] = value
+
+    @property
+    def class_name(self) -> str:
+        """Name of the optimizer class, without its module."""
+        return str(self._class.__name__)
+
+    @contextmanager
+    def settings(self, changes: Mapping[int, Hyperparameters]) -> Iterator[None]:
+        """While open, groups (by their number) have these settings instead of their own."""
+        before = []
+        try:
+            for index, values in changes.items():
+                group = self._optimizer.param_groups[index]
+                before.append((group, {key: group.get(key, _ABSENT) for key in values}))
+                group.update(_checked(values))
+            yield
+        finally:
+            for group, own in before:
+                group.update(own)
+                for key in [key for key, value in own.items() if value is _ABSENT]:
+                    del group[key]
+
+    def step(self, gradients: Sequence[Gradient]) -> None:
+        """One step of the real class; variables without a gradient are left alone."""
+        whole: list[Gradient] = []
+        large: list[Gradient] = []
+        compact: list[Gradient] = []
+        plain: list[Gradient] = []
+        groups = self._optimizer.param_groups
+        suffice = [self._rows_suffice(group) for group in groups]
+        writes = [self._may_write_gradients(group) for group in groups]
+        is_sgd, is_adagrad = (self._class is one for one in (torch.optim.SGD, torch.optim.Adagrad))
+        for gradient in gradients:
+            parameter = self._find(gradient.variable)
+            _check_shape(parameter, gradient)
+            may_be_rows = suffice[self._group_of[gradient.variable]]
+            if writes[self._group_of[gradient.variable]]:
+                gradient = replace(gradient, values=gradient.values.clone())
+            if may_be_rows and gradient.ids is not None:
+                compact.append(gradient)
+            elif may_be_rows and is_sgd:  # works in place, whatever the size
+                plain.append(gradient)
+            elif self._goes_in_pieces(parameter, gradient):
+                large.append(gradient)
+            elif may_be_rows and is_adagrad:
+                plain.append(gradient)
+            else:
+                whole.append(gradient)
+        if whole:
+            self._step_whole(whole)
+        for gradient in large:
+            index = self._group_of[gradient.variable]
+            parts = RowsOfGradient(gradient.values, gradient.ids)
+            step_in_pieces(self._optimizer, index, self._find(gradient.variable), parts)
+        for gradient in compact:
+            self._step_rows(gradient)
+        if plain:
+            self._step_plainly(plain)
+
+    def forget(self, variable: int) -> bool:
+        """The variable was deleted: let go of its memory and state; True if none is left."""
+        parameter = self._parameters.pop(variable, None)
+        if parameter is not None:
+            self._tensors.pop(variable)
+            group = self._optimizer.param_groups[self._group_of.pop(variable)]
+            group["params"] = [one for one in group["params"] if one is not parameter]
+            self._optimizer.state.pop(parameter, None)
+        return not self._parameters
+
+    def adopt_state(self, previous: ServerOptimizer) -> None:
+        """Take over what another one remembers about the variables both have."""
+        for number, parameter in previous._parameters.items():
+            state = previous._optimizer.state.get(parameter)
+            if state and number in self._parameters:
+                self._optimizer.state[self._parameters[number]] = state
+
+    def state_entries(self) -> Iterator[tuple[int, str, StateValue]]:
+        """All state, as (variable, key, value)."""
+        for number, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                yield number, key, value
+
+    def load_state(self, entries: Iterable[tuple[int, str, StateValue]]) -> None:
+        """Replace the state of the variables named."""
+        fresh: dict[int, dict[str, StateValue]] = {}
+        for number, key, value in entries:
+            kept = value.clone() if isinstance(value, Tensor) else value
+            fresh.setdefault(number, {})[key] = kept
+        for number, state in fresh.items():
+            self._optimizer.state[self._find(number)] = state
+
+    def _find(self, variable: int) -> nn.Parameter:
+        if variable not in self._parameters:
+            raise ValueError(
+                f"variable {variable!r} got a gradient for a {self.class_name} that does not train "
+                "it: add it to one of the optimizer's parameter groups."
+            )
+        return self._parameters[variable]
+
+    def _rows_suffice(self, group: Mapping[str, Any]) -> bool:
+        """True if a zero gradient changes nothing, so that updating only some rows is enough."""
+        if self._class is torch.optim.SGD:
+            return not group["momentum"] and not group["weight_decay"]
+        if self._class is torch.optim.Adagrad:
+            # Without eps an untouched row with an empty accumulator would be 0/0.
+            return not group["weight_decay"] and bool(group["eps"])
+        return bool(self._class is torch.optim.SparseAdam)
+
+    def _may_write_gradients(self, group: Mapping[str, Any]) -> bool:
+        """True if a step may change the gradient it is given, or keep it: then it gets a copy.
+
+        The memory is a worker's, who goes on using it.
+        """
+        if self._class is torch.optim.SGD:
+            return bool(group["nesterov"] and group.get("foreach"))
+        return not self._class.__module__.startswith("torch.optim.")
+
+    def _goes_in_pieces(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
+        return parameter.nbytes > PIECE_BYTES and self._class in ELEMENTWISE and not gradient.sparse
+
+    def _step_whole(self, gradients: Sequence[Gradient]) -> None:
+        """The real class steps on these; a few at a time where all at once would take much memory."""
+        by_parameter = {self._find(one.variable): one for one in gradients}
+        parameters = list(by_parameter)
+        is_first = any(not self._optimizer.state.get(parameter) for parameter in parameters)
+        makes_copies = any(group.get("foreach") for group in self._optimizer.param_groups)
+        for batch in batches(parameters) if is_first or makes_copies else [parameters]:
+            try:
+                for parameter in batch:
+                    parameter.grad = _full_gradient(parameter, by_parameter[parameter])
+                self._optimizer.step()
+            finally:
+                for parameter in batch:
+                    parameter.grad = None
+            if is_first and len(batch) < len(parameters):
+                give_back_freed_memory()  # else state that stays lies between holes that stay
+
+    def _step_plainly(self, gradients: Sequence[Gradient]) -> None:
+        """SGD without momentum and Adagrad, without decay: all variables of a group in one call.
+
+        The whole of these classes' steps; their own loops cost several times the arithmetic for
+        small parameters, which is what a server does all day.
+        """
+        is_sgd = self._class is torch.optim.SGD
+        by_group: dict[int, tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]] = {}
+        for gradient in gradients:
+            index = self._group_of[gradient.variable]
+            parameters, values, states = by_group.setdefault(index, ([], [], []))
+            parameter = self._tensors[gradient.variable]
+            parameters.append(parameter)
+            values.append(_full_gradient(parameter, gradient))
+            if not is_sgd:
+                states.append(self._optimizer.state[self._parameters[gradient.variable]])
+        for index, (parameters, values, states) in by_group.items():
+            if is_sgd:
+                torch._foreach_add_(parameters, values, alpha=self._plain_rate(index))
+                continue
+            group = self._optimizer.param_groups[index]
+            sums, steps = ([state[key] for state in states] for key in ("sum", "step"))
+            step_adagrad(parameters, values, sums, steps, group)
+
+    def _plain_rate(self, index: int) -> float:
+        group = self._optimizer.param_groups[index]
+        return float(group["lr"]) * (1 if group["maximize"] else -1)
+
+    def _step_rows(self, gradient: Gradient) -> None:
+        """Step on the rows of the gradient alone, with the real class."""
+        parameter = self._find(gradient.variable)
+        ids = gradient.ids
+        assert ids is not None
+        group = self._optimizer.param_groups[self._group_of[gradient.variable]]
+        if self._class is torch.optim.SGD:
+            # The whole of plain SGD's step. The ids are unique: this is `index_add_`, in half its time.
+            rate = self._plain_rate(self._group_of[gradient.variable])
+            put_rows(parameter, ids, take_rows(parameter, ids).add_(gradient.values, alpha=rate))
+            return
+        state = self._optimizer.state[parameter]
+        if self._class is torch.optim.Adagrad:
+            rows, sums = take_rows(parameter, ids), take_rows(state["sum"], ids)
+            step_adagrad([rows], [gradient.values], [sums], [state["step"]], group)
+            put_rows(parameter, ids, rows)
+            put_rows(state["sum"], ids, sums)
+            return
+        if not state:
+            state["step"] = 0
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = zeros_apart(tuple(parameter.shape), parameter.dtype)
+        taken = nn.Parameter(take_rows(parameter, ids), requires_grad=False)
+        taken.grad = torch.sparse_coo_tensor(
+            torch.arange(ids.numel()).unsqueeze(0),
+            gradient.values,
+            taken.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        settings = {key: value for key, value in group.items() if key != "params"}
+        small: Any = self._class.__new__(self._class)
+        Optimizer.__init__(small, [{"params": [taken], **settings}], dict(self._optimizer.defaults))
+        whole = {key: value for key, value in state.items() if _is_per_row(value, parameter)}
+        small.state[taken] = {
+            key: take_rows(value, ids) if key in whole else value for key, value in state.items()
+        }
+        small.step()
+        put_rows(parameter, ids, taken)
+        for key, value in small.state[taken].items():
+            if key in whole:
+                put_rows(whole[key], ids, value)
+            else:
+                state[key] = value
+
+    @override
+    def __repr__(self) -> str:
+        return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a class of its own keeps on the object beside groups and state, if it is no torch class.
+
+    Example:
+        >>> own_attributes(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        {}
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return {}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith(("_optimizer_", "_zero_grad_", "_patched_", "_opt_"))
+        and name not in _KEPT_BY_TORCH
+    }
+
+
+# What `Optimizer.__init__` and LR schedulers put on every object, and what we do.
+_KEPT_BY_TORCH = frozenset(
+    {*dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured"}
+)
+
+
+def _arguments(kind: type[Optimizer], known: Hyperparameters) -> dict[str, Any]:
+    """Those of `known` that the class takes by name, beside its parameters."""
+    taken = [
+        one.name
+        for one in inspect.signature(kind).parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    return _checked({name: known[name] for name in taken[1:] if name in known})
+
+
+def step_adagrad(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    sums: list[Tensor],
+    steps: list[Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """torch's own Adagrad step on these tensors, with the settings of a group."""
+    adagrad(
+        parameters,
+        gradients,
+        sums,
+        steps,
+        fused=group.get("fused"),
+        foreach=group.get("foreach"),
+        has_complex=any(parameter.is_complex() for parameter in parameters),
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        lr_decay=group["lr_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _is_per_row(value: StateValue, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def _full_gradient(parameter: Tensor, gradient: Gradient) -> Tensor:
+    values, ids = gradient.values, gradient.ids
+    if ids is None:
+        return values
+    if gradient.sparse:
+        return torch.sparse_coo_tensor(
+            ids.unsqueeze(0), values, parameter.shape, is_coalesced=True, check_invariants=False
+        )
+    return torch.zeros_like(parameter).index_copy_(0, ids, values)
+
+
+def _check_shape(parameter: Tensor, gradient: Gradient) -> None:
+    ids, shape = gradient.ids, gradient.values.shape
+    expected = parameter.shape if ids is None else (ids.numel(), *parameter.shape[1:])
+    if shape != expected:
+        raise ValueError(
+            f"variable {gradient.variable!r} got a gradient of shape {tuple(shape)!r}: expected "
+            f"{tuple(expected)!r}."
+        )
+
+
+def _checked(values: Hyperparameters) -> dict[str, Any]:
+    """Settings as torch wants them: sequences (betas, etas) are tuples."""
+    return {
+        key: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for key, value in values.items()
+    }

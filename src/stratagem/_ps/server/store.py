@@ -1,0 +1,445 @@
+"""What one parameter server holds for one strategy: variables, their versions, their optimizers.
+
+Pure state: no socket, no clock, no thread. `server.py` keeps one `VariableStore` per session, hands
+it memory (`allocate`), asks `admit` before every write, calls one method per message, and publishes
+the versions the method returns. Ids are numbers given by the coordinator: one per shard of a
+variable, one per optimizer. A method that raises has changed nothing but, at most, the memory of
+the variable named in the error.
+
+Which writes may be applied is decided in `ledger.py`, how an optimizer steps in `stepping.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._ps.rows import take_rows
+from stratagem._ps.server.ledger import Admission, WriteId, WriteLedger
+from stratagem._ps.server.shard_optimizer import (
+    Gradient,
+    GroupSpec,
+    Hyperparameters,
+    ServerOptimizer,
+)
+from stratagem.errors import NotFoundError
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitOp:
+    """One in-place initialisation, run on the server so that a huge table is never sent.
+
+    Attributes:
+        name: ``zeros``, ``fill`` (value), ``uniform`` (low, high), ``normal`` (mean, std),
+            ``trunc_normal`` (mean, std, low, high), ``fill_row`` (row, value), ``scale`` (factor).
+        args: its numbers.
+        seed: of the random ones; the same seed gives the same shard.
+    """
+
+    name: str
+    args: tuple[float, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """One piece of an optimizer's state: what `optimizer` keeps under `key` for one variable."""
+
+    variable: int
+    key: str
+    value: Tensor | float | int | bool | None
+
+
+@dataclass(slots=True)
+class StoredVariable:
+    """A shard in the server's memory, and how many writes it has seen."""
+
+    name: str
+    tensor: Tensor
+    version: int = 0
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Facts for metrics and `repr`."""
+
+    variables: int
+    optimizers: int
+    bytes: int
+    applied: int
+    duplicates: int
+    fenced: int
+    versions: dict[int, int] = field(default_factory=dict)
+
+
+def _plain_allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+class VariableStore:
+    """Variables and optimizers of one strategy on one server.
+
+    Args:
+        allocate: gives the memory of a new variable; the server passes shared memory.
+        optimizer_modules: modules (and their submodules) whose optimizer classes may be imported,
+            beside ``torch.optim``.
+
+    Example:
+        >>> store = VariableStore()
+        >>> store.create(7, "w", (2,), torch.float32).fill_(1.0)
+        tensor([1., 1.])
+        >>> store.assign(7, "add", torch.ones(2))
+        1
+        >>> store.read(7)
+        tensor([2., 2.])
+    """
+
+    def __init__(
+        self, allocate: Allocate = _plain_allocate, *, optimizer_modules: Sequence[str] = ()
+    ) -> None:
+        self._allocate = allocate
+        self._optimizer_modules = tuple(optimizer_modules)
+        self._variables: dict[int, StoredVariable] = {}
+        self._optimizers: dict[int, ServerOptimizer] = {}
+        self._ledger = WriteLedger()
+
+    # Writes: who may.
+
+    def admit(self, write: WriteId) -> Admission:
+        """Ask before every write of a worker; only `Admission.APPLY` may be carried out."""
+        return self._ledger.admit(write)
+
+    def fence(self, worker: str, incarnation: int) -> None:
+        """Refuse this incarnation of the worker, and earlier ones, from now on."""
+        self._ledger.fence(worker, incarnation)
+
+    def forget_closures(self, closures: Iterable[int]) -> None:
+        """These exactly-once closures are finished and need not be remembered."""
+        self._ledger.forget_closures(closures)
+
+    # Variables.
+
+    def create(self, variable: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make room for a shard; its contents are undefined until written.
+
+        Creating the same variable again (a message sent twice) answers the first one.
+        """
+        known = self._variables.get(variable)
+        if known is not None:
+            if (known.name, tuple(known.tensor.shape), known.tensor.dtype) == (
+                name,
+                tuple(shape),
+                dtype,
+            ):
+                return known.tensor
+            raise ValueError(
+                f"variable {variable!r} exists as {known.name!r} with shape "
+                f"{tuple(known.tensor.shape)!r} and {known.tensor.dtype}: cannot create it again "
+                f"as {name!r} with shape {tuple(shape)!r} and {dtype}. Give every shard its own id."
+            )
+        tensor = self._allocate(tuple(shape), dtype)
+        self._variables[variable] = StoredVariable(name, tensor)
+        return tensor
+
+    def delete(self, variable: int) -> None:
+        """Forget a variable, and what optimizers keep for it; unknown ones are forgotten already."""
+        self._variables.pop(variable, None)
+        empty = [number for number, one in self._optimizers.items() if one.forget(variable)]
+        for number in empty:
+            del self._optimizers[number]
+
+    def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
+        """Run in-place initialisations in order; returns the new version."""
+        stored = self._find(variable)
+        for operation in operations:
+            initialise(stored.tensor, operation)
+        return self._moved(stored)
+
+    def write_rows(self, variable: int, start: int, values: Tensor) -> int:
+        """Write consecutive rows from `start` (an upload in pieces); returns the new version.
+
+        A variable without axes is one row.
+        """
+        stored = self._find(variable)
+        target = stored.tensor if stored.tensor.dim() else stored.tensor.reshape(1)
+        rows = values if stored.tensor.dim() else values.reshape(1)
+        if start < 0 or start + rows.shape[0] > target.shape[0]:
+            raise ValueError(
+                f"rows {start}…{start + rows.shape[0]} do not fit into {stored.name!r}, which has "
+                f"{target.shape[0]} rows."
+            )
+        target[start : start + rows.shape[0]].copy_(rows)
+        return self._moved(stored)
+
+    def read(self, variable: int) -> Tensor:
+        """The shard itself, not a copy."""
+        return self._find(variable).tensor
+
+    def read_rows(self, variable: int, ids: Tensor) -> Tensor:
+        """Copies of the rows asked, in the order asked."""
+        stored = self._find(variable)
+        _check_ids(stored, ids)
+        return take_rows(stored.tensor, ids)
+
+    def version(self, variable: int) -> int:
+        """How many writes the variable has seen."""
+        return self._find(variable).version
+
+    def versions(self, variables: Iterable[int] | None = None) -> dict[int, int]:
+        """Versions of these variables (of all, if none are named)."""
+        if variables is None:
+            return {number: stored.version for number, stored in self._variables.items()}
+        return {number: self._find(number).version for number in variables}
+
+    def name(self, variable: int) -> str:
+        """The name it was created with."""
+        return self._find(variable).name
+
+    def assign(self, variable: int, operation: str, value: Tensor) -> int:
+        """``set``, ``add`` or ``sub`` a value of the variable's shape; returns the new version."""
+        stored = self._find(variable)
+        if value.shape != stored.tensor.shape:
+            raise ValueError(
+                f"cannot {operation} a value of shape {tuple(value.shape)!r} to {stored.name!r}: "
+                f"expected shape {tuple(stored.tensor.shape)!r}."
+            )
+        if operation == "set":
+            stored.tensor.copy_(value)
+        elif operation == "add":
+            stored.tensor.add_(value)
+        elif operation == "sub":
+            stored.tensor.sub_(value)
+        else:
+            raise ValueError(f"unknown assignment {operation!r}: expected 'set', 'add' or 'sub'.")
+        return self._moved(stored)
+
+    def scatter(self, variable: int, operation: str, ids: Tensor, values: Tensor) -> int:
+        """Combine rows into the variable; duplicates accumulate. Returns the new version.
+
+        `operation` is one of ``add sub mul div min max update``; with ``update`` the last of
+        several values for one row wins.
+        """
+        stored = self._find(variable)
+        _check_ids(stored, ids)
+        expected = (ids.numel(), *stored.tensor.shape[1:])
+        if tuple(values.shape) != expected:
+            values = values.expand(expected)
+        if values.dtype != stored.tensor.dtype:
+            raise ValueError(
+                f"cannot scatter {values.dtype} into {stored.name!r}: expected "
+                f"{stored.tensor.dtype}."
+            )
+        if ids.numel():
+            _scatter(stored.tensor, operation, ids, values)
+        return self._moved(stored)
+
+    # Optimizers.
+
+    def create_optimizer(
+        self,
+        optimizer: int,
+        class_name: str,
+        groups: Sequence[GroupSpec],
+        *,
+        defaults: Hyperparameters = MappingProxyType({}),
+        attributes: Hyperparameters = MappingProxyType({}),
+    ) -> None:
+        """Set up the real optimizer class over the variables of `groups` that live here.
+
+        `defaults` and `attributes` are what the coordinator's object was made with and keeps. Creating one that exists replaces its class and groups but keeps the state of variables
+        that stay (an `add_param_group` on the coordinator).
+        """
+        parameters = {
+            number: self._find(number).tensor for group in groups for number in group.variables
+        }
+        made = ServerOptimizer(
+            class_name,
+            groups,
+            parameters,
+            modules=self._optimizer_modules,
+            defaults=defaults,
+            attributes=attributes,
+        )
+        previous = self._optimizers.get(optimizer)
+        if previous is not None:
+            made.adopt_state(previous)
+        self._optimizers[optimizer] = made
+
+    def push(
+        self,
+        optimizer: int,
+        gradients: Sequence[Gradient],
+        hyperparameters: Mapping[int, Hyperparameters] | None = None,
+    ) -> list[int]:
+        """One optimizer step with these gradients; returns each variable's version after it.
+
+        `hyperparameters` (group number → values) are those of this step alone: another worker's step
+        has its own.
+        """
+        stepper = self._find_optimizer(optimizer)
+        stored = [self._find(gradient.variable) for gradient in gradients]
+        for variable, gradient in zip(stored, gradients, strict=True):
+            if gradient.ids is not None:
+                _check_ids(variable, gradient.ids)
+        with stepper.settings(hyperparameters) if hyperparameters else nullcontext():
+            stepper.step(gradients)
+        return [self._moved(variable) for variable in stored]
+
+    def optimizer_state(self, optimizer: int) -> list[StateEntry]:
+        """Everything the optimizer remembers about the variables here; tensors are not copied."""
+        return [
+            StateEntry(variable=variable, key=key, value=value)
+            for variable, key, value in self._find_optimizer(optimizer).state_entries()
+        ]
+
+    def load_optimizer_state(self, optimizer: int, entries: Sequence[StateEntry]) -> None:
+        """Replace what the optimizer remembers about the variables named in `entries`."""
+        self._find_optimizer(optimizer).load_state(
+            (entry.variable, entry.key, entry.value) for entry in entries
+        )
+
+    def write_optimizer_rows(
+        self, optimizer: int, entries: Sequence[StateEntry], start: int
+    ) -> None:
+        """Write consecutive rows from `start` of state that `load_optimizer_state` made room for."""
+        there = {
+            (entry.variable, entry.key): entry.value for entry in self.optimizer_state(optimizer)
+        }
+        for entry in entries:
+            target, rows = there.get((entry.variable, entry.key)), entry.value
+            if not (isinstance(target, Tensor) and isinstance(rows, Tensor) and rows.dim()):
+                raise ValueError(
+                    f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
+                )
+            if start + rows.shape[0] > target.shape[0]:
+                raise ValueError(
+                    f"rows {start}…{start + rows.shape[0]} do not fit into {entry.key!r} of variable "
+                    f"{entry.variable!r}, which has {target.shape[0]} rows."
+                )
+            target[start : start + rows.shape[0]].copy_(rows)
+
+    # Facts.
+
+    def stats(self) -> StoreStats:
+        """What is here, in numbers."""
+        return StoreStats(
+            variables=len(self._variables),
+            optimizers=len(self._optimizers),
+            bytes=sum(stored.tensor.nbytes for stored in self._variables.values()),
+            applied=self._ledger.applied,
+            duplicates=self._ledger.duplicates,
+            fenced=self._ledger.fenced,
+            versions=self.versions(),
+        )
+
+    def _find(self, variable: int) -> StoredVariable:
+        stored = self._variables.get(variable)
+        if stored is None:
+            raise NotFoundError(
+                f"variable {variable!r} is not on this server, which holds "
+                f"{len(self._variables)} variables: it was never created here, or its session was "
+                "closed."
+            )
+        return stored
+
+    def _find_optimizer(self, optimizer: int) -> ServerOptimizer:
+        found = self._optimizers.get(optimizer)
+        if found is None:
+            raise NotFoundError(f"optimizer {optimizer!r} was never created on this server.")
+        return found
+
+    @staticmethod
+    def _moved(stored: StoredVariable) -> int:
+        stored.version += 1
+        return stored.version
+
+    @override
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"<VariableStore {stats.variables} variables ({stats.bytes} bytes), "
+            f"{stats.optimizers} optimizers, {stats.applied} writes>"
+        )
+
+
+def _check_ids(stored: StoredVariable, ids: Tensor) -> None:
+    if ids.dim() != 1 or ids.dtype != torch.int64:
+        raise ValueError(
+            f"row ids for {stored.name!r} have shape {tuple(ids.shape)!r} and {ids.dtype}: expected "
+            "one axis of int64."
+        )
+    if ids.numel() == 0:
+        return
+    if stored.tensor.dim() == 0:
+        raise ValueError(f"{stored.name!r} has no axis, so it has no rows.")
+    smallest, largest = torch.aminmax(ids)
+    if smallest < 0 or largest >= stored.tensor.shape[0]:
+        bad = int(smallest) if smallest < 0 else int(largest)
+        raise ValueError(
+            f"row id {bad!r} is out of range for {stored.name!r}: expected 0 <= id < "
+            f"{stored.tensor.shape[0]}."
+        )
+
+
+def initialise(tensor: Tensor, operation: InitOp) -> None:
+    """Run one initialisation in place."""
+    generator = torch.Generator().manual_seed(operation.seed)
+    name, args = operation.name, operation.args
+    if name == "zeros":
+        tensor.zero_()
+    elif name == "fill":
+        tensor.fill_(args[0])
+    elif name == "uniform":
+        tensor.uniform_(args[0], args[1], generator=generator)
+    elif name == "normal":
+        tensor.normal_(args[0], args[1], generator=generator)
+    elif name == "trunc_normal":
+        torch.nn.init.trunc_normal_(tensor, args[0], args[1], args[2], args[3], generator=generator)
+    elif name == "fill_row":
+        tensor[int(args[0])].fill_(args[1])
+    elif name == "scale":
+        tensor.mul_(args[0])
+    else:
+        raise ValueError(
+            f"unknown initialisation {name!r}: expected zeros, fill, uniform, normal, "
+            "trunc_normal, fill_row or scale."
+        )
+
+
+def _scatter(tensor: Tensor, operation: str, ids: Tensor, values: Tensor) -> None:
+    if operation in ("add", "sub"):
+        tensor.index_add_(0, ids, values, alpha=1 if operation == "add" else -1)
+        return
+    # The others work on the rows touched alone: gathered, combined, put back.
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    rows = tensor.index_select(0, unique)
+    target = inverse.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    if operation in ("min", "max"):
+        rows.scatter_reduce_(0, target, values, "amin" if operation == "min" else "amax")
+    elif operation == "mul":
+        rows.scatter_reduce_(0, target, values, "prod")
+    elif operation == "div":
+        # a / b1 / b2 = a / (b1·b2): the divisors of each row are multiplied first.
+        divisors = torch.ones_like(rows).scatter_reduce_(0, target, values, "prod")
+        rows.div_(divisors, rounding_mode=None if tensor.is_floating_point() else "trunc")
+    elif operation == "update":
+        # Of several values for one row the last counts; scatter_ alone leaves the winner open.
+        order = torch.arange(ids.numel())
+        last = torch.zeros_like(unique).scatter_reduce_(
+            0, inverse, order, "amax", include_self=False
+        )
+        rows = values.index_select(0, last)
+    else:
+        raise ValueError(
+            f"unknown scatter operation {operation!r}: expected add, sub, mul, div, min, max or "
+            "update."
+        )
+    tensor.index_copy_(0, unique, rows)

@@ -1,0 +1,106 @@
+"""A table seen by several replicas of one worker: each looks rows up for itself.
+
+`ReplicatedTable` is the home (`_core/replicated_parameters.py`) of a `TableParameter` where a worker has several devices.
+Every replica gets a table of its own over the same rows (in host memory, copied to the replica's device), which takes the gradient of the rows that replica
+looked up. At the end of `backward` the replicas' gradients meet as sparse tensors of the table's shape
+(`_core/gradients.py` adds these as it adds all others), and each table keeps the rows of the outcome: all
+rows that any replica looked up, and no others. No replica ever holds the whole table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import cast, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._core import gradients
+from stratagem._core.context import Replica
+from stratagem._core.managed import central_gradient, journal_of, version_of
+from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
+from stratagem._ps.tables.table_parameter import TableParameter
+
+
+@final
+class ReplicatedTable(ReplicatedParameter):
+    """One table and one view of it per replica."""
+
+    __slots__ = ("_shown",)
+
+    central: TableParameter
+
+    def __init__(self, central: TableParameter, strategy: object, name: str) -> None:
+        super().__init__(central, strategy, name)
+        self._shown: weakref.ref[Tensor] | None = None  # the view's gradient that central shows
+
+    @override
+    def gradient_of(self, leaf: Leaf) -> Tensor | None:
+        return _table(leaf).gradient.as_sparse()
+
+    @override
+    def gradients_on(self, replica: Replica) -> torch.device:
+        return self.central.device  # rows' gradients are where the rows come from
+
+    @override
+    def call_before_gradients(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
+        _table(leaf).gradient.before = hook
+
+    @override
+    def publish(self, leaf: Leaf) -> None:
+        value = _table(leaf).grad
+        if value is None:
+            self.central.grad = None
+        elif self._shown is None or self._shown() is not value or self.central.grad is None:
+            self._shown = weakref.ref(value)
+            self.central.gradient.take_over(_table(leaf).gradient, copy=False)
+
+    @override
+    def _bring_up_to_date(self, replica: Replica) -> Tensor:
+        central = self.central
+        if replica.strategy is not self.strategy:
+            return central
+        leaf = self.by_replica.get(replica.id)
+        if leaf is None:
+            leaf = self._new_leaf(replica)
+        elif not leaf.journal.settled:  # its last run failed
+            leaf.aggregated = leaf.agreed = leaf.base = None
+        table = _table(leaf)
+        if table.requires_grad != central.requires_grad:
+            table.requires_grad_(central.requires_grad)
+        self._follow_gradient(leaf)
+        if not leaf.keeps_apart and (self.adds_up or gradients.has_hooks(central)):
+            gradients.keep_apart(leaf)
+        leaf.journal = journal = journal_of(replica)
+        journal.leaves.append(leaf)
+        return table
+
+    @override
+    def _new_leaf(self, replica: Replica) -> Leaf:
+        table = TableParameter.over(self.central.source, requires_grad=self.central.requires_grad)
+        leaf = Leaf(self, replica.id, table, shares=True)
+        self.by_replica[replica.id] = leaf
+        self.hands_out(table)
+        table.gradient.after = gradients.arrival_hook(leaf)
+        return leaf
+
+    def _follow_gradient(self, leaf: Leaf) -> None:
+        """At the start of a run the view's gradient is central's, whatever was done to that outside."""
+        table, grad, agreed = _table(leaf), central_gradient(self.central), leaf.agreed
+        if grad is None:
+            table.grad = None
+        elif (
+            agreed is None
+            or agreed[0]() is not grad
+            or agreed[1] != version_of(grad)
+            or table.grad is None
+        ):
+            table.gradient.take_over(self.central.gradient, copy=True)
+            kept = table.grad
+            leaf.aggregated = None if kept is None else weakref.ref(kept)
+
+
+def _table(leaf: Leaf) -> TableParameter:
+    return cast("TableParameter", leaf.tensor)

@@ -1,0 +1,537 @@
+"""A table of rows on parameter servers, standing where a layer's ``weight`` stands.
+
+`TableParameter` is a tensor by type and shape, but holds no rows. Operators that look rows up
+(`F.embedding`, `F.embedding_bag`, ``weight[ids]``, `index_select`) fetch only the rows they need
+into a small leaf tensor, which takes the gradient; any other operator gets the whole table, as
+tf.distribute's page says of sharded variables. How rows come and go is `RowSource`'s business
+(`remote.py`); who sends the gradient is the optimizer's (`workers.py`).
+
+The gradient of a table: ``table.grad`` holds one row per id looked up since the last `zero_grad`
+(duplicates summed), and ``table.grad_ids`` says which rows these are. All rows not named have a zero
+gradient, so norms over ``table.grad`` and scaling it in place (gradient clipping) are the norms and
+the scaling of the gradient as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from stratagem._core.context import current_replica
+from stratagem._core.torch_patches import private_api
+from stratagem._core.torch_patches.autograd_grad import own_leaf
+from stratagem._core.torch_patches.compiling import eagerly
+from stratagem._ps.rows import SortedIds, sort_ids, sum_rows, take_rows
+from stratagem._ps.tables.row_gradient import RowGradient, RowSource
+from stratagem.errors import ForeignParameterError
+
+_ID_TYPES = (torch.int64, torch.int32)
+
+
+class TableParameter(nn.Parameter):
+    """A parameter whose rows live elsewhere; see the module's docstring.
+
+    Example:
+        >>> class Memory:
+        ...     name, shape, dtype = "table", (4, 2), torch.float32
+        ...     data = torch.arange(8.0).reshape(4, 2)
+        ...
+        ...     def rows(self, ids):
+        ...         return self.data[ids]
+        ...
+        ...     def whole(self):
+        ...         return self.data
+        >>> table = TableParameter.over(Memory())
+        >>> F.embedding(torch.tensor([3, 0, 3]), table).sum().backward()
+        >>> table.grad_ids, table.grad
+        (tensor([0, 3]), tensor([[1., 1.],
+                [2., 2.]]))
+    """
+
+    source: RowSource
+    gradient: RowGradient
+
+    @classmethod
+    def over(cls, source: RowSource, *, requires_grad: bool = True) -> TableParameter:
+        """A table over rows held elsewhere."""
+        # Shape and dtype without memory. Code that reaches the tensor past `__torch_function__`
+        # (torch.func wraps it in C++) then has no numbers to go wrong with: torch says so, at the
+        # latest where a value is wanted.
+        stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        with private_api.WithoutSubclasses():
+            table: TableParameter = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
+        table.source = source
+        table.gradient = RowGradient(source)
+        return table
+
+    @property
+    def grad_ids(self) -> Tensor | None:
+        """Rows that `grad` speaks of, or None if it speaks of the whole table (or is None)."""
+        return self.gradient.ids()
+
+    @override
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(func, args, {} if kwargs is None else kwargs)
+
+    @override
+    # Tensor takes this argument and nn.Parameter does not: no signature suits both.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        with private_api.WithoutSubclasses():
+            return f"<TableParameter {self.source.name!r} {tuple(self.shape)} {self.dtype}>"
+
+    @override
+    def __deepcopy__(self, memo: Any) -> Any:
+        del memo
+        return self.__reduce_ex__(2)
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: its rows live on parameter servers. Use "
+            "state_dict() on the coordinator, or table.detach() for a copy of all rows."
+        )
+
+    def whole_leaf(self) -> Tensor:
+        """The whole table, where the replica computes; its gradient comes back to the host."""
+        leaf = self.gradient.whole_leaf(self._wants_gradient())
+        device = _replica_device()
+        return leaf if device is None else leaf.to(device)
+
+    def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> _Lookup:
+        """Fetch the rows of `ids`; `skip` is a row whose gradient is not recorded (padding)."""
+        if ids.dtype not in _ID_TYPES:
+            raise RuntimeError(
+                f"ids of {ids.dtype} cannot name rows of table {self.source.name!r}: expected "
+                "torch.int64 or torch.int32, as in plain PyTorch. Convert them with ids.long()."
+            )
+        device = ids.device if ids.device.type != "cpu" else _replica_device()
+        found = sort_ids(ids if ids.device.type == "cpu" else ids.cpu())
+        unique = found.unique
+        if unique.numel() and (int(unique[0]) < 0 or int(unique[-1]) >= self.source.shape[0]):
+            bad = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
+            raise IndexError(
+                f"row {bad!r} is out of range for table {self.source.name!r}: expected 0 <= id < "
+                f"{self.source.shape[0]}."
+            )
+        leaf = self.source.rows(unique)
+        if self._wants_gradient():
+            leaf.requires_grad_()
+            self.gradient.watch(unique, leaf, sparse=sparse, skip=skip)
+        return _Lookup(found, leaf, device)
+
+    def _wants_gradient(self) -> bool:
+        with private_api.WithoutSubclasses():
+            return self.requires_grad and torch.is_grad_enabled()
+
+
+@eagerly
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a torch function gives for a table; rows are fetched as written, also in compiled code."""
+    own = _OWN.get(func)
+    if own is not None:
+        return own(*args, **kwargs)
+    if func in _ABOUT_THE_TENSOR:
+        with private_api.WithoutSubclasses():
+            return func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if name == "backward" and func is not Tensor.backward:
+        return _backward_to(*args, **kwargs)  # torch.autograd's, whoever has wrapped it
+    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__"):
+        _refuse_writing((*args, *kwargs.values()), name)
+    with private_api.WithoutSubclasses():
+        return func(
+            *[_materialise(arg) for arg in args],
+            **{key: _materialise(value) for key, value in kwargs.items()},
+        )
+
+
+def _replica_device() -> torch.device | None:
+    """Where the replica that asks computes; None in host memory, where rows are already."""
+    replica = current_replica()
+    return None if replica is None or replica.device.type == "cpu" else replica.device
+
+
+class _Lookup:
+    """Rows fetched for one operator: ids and the leaf in host memory, copies where they are used.
+
+    Attributes:
+        leaf: the rows; takes the gradient, from whatever device it comes.
+        device: where the operator works, if it is not the host.
+    """
+
+    __slots__ = ("device", "found", "leaf", "unique")
+
+    def __init__(self, found: SortedIds, leaf: Tensor, device: torch.device | None) -> None:
+        self.found = found
+        self.unique = found.unique
+        self.leaf = leaf
+        self.device = device
+
+    @property
+    def places(self) -> Tensor:
+        """For every id asked, which of the rows it is; where the operator works."""
+        return self.found.places if self.device is None else self.found.places.to(self.device)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows where the operator works."""
+        return self.leaf if self.device is None else self.leaf.to(self.device)
+
+    def spread(self) -> Tensor:
+        """The rows in the order and shape of the ids asked, repeated where these repeat."""
+        if self.device is None:
+            flat = cast("Tensor", cast("Any", _Spread).apply(self.leaf, self.found))
+        else:
+            flat = self.rows.index_select(0, self.places.reshape(-1))
+        return flat.view(*self.found.places.shape, *self.leaf.shape[1:])
+
+    def shorten(self, table: TableParameter, max_norm: float, norm_type: float) -> None:
+        """Shorten rows longer than `max_norm`, here and at home, as F.embedding does in place."""
+        with torch.no_grad():
+            before = self.leaf.detach().clone()
+            everything = torch.arange(self.unique.numel())
+            torch.embedding_renorm_(self.leaf.detach(), everything, max_norm, norm_type)
+            changed = (before != self.leaf.detach()).flatten(1).any(1).nonzero().flatten()
+            if changed.numel():
+                table.source.update_rows(self.unique[changed], self.leaf.detach()[changed])
+
+
+def _place_of(unique: Tensor, row: int | None, rows: int) -> int | None:
+    """Where one row of the table is among those looked up; None if it is not."""
+    if row is None:
+        return None
+    row = row + rows if row < 0 else row
+    found = int(torch.searchsorted(unique, row))
+    return found if found < unique.numel() and int(unique[found]) == row else None
+
+
+class _Spread(torch.autograd.Function):
+    """``leaf.index_select(0, places)``, the same numbers bit for bit; a quarter of its time.
+
+    The ids are sorted already, so that the backward adds up neighbours instead of scattering.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaf: Tensor, found: SortedIds) -> Tensor:
+        ctx.found = found
+        return take_rows(leaf, found.places.reshape(-1))
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        found: SortedIds = ctx.found
+        if not torch.is_grad_enabled():
+            return sum_rows(gradient, found), None
+        total = gradient.new_zeros(found.unique.numel(), *gradient.shape[1:])
+        return total.index_add(0, found.places.reshape(-1), gradient), None
+
+    @staticmethod
+    @override
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        found: SortedIds = ctx.found
+        return tangent.index_select(0, found.places.reshape(-1))
+
+
+# ------------------------------------------------------------------ operators that look rows up
+
+
+def _embedding(
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if not isinstance(weight, TableParameter):
+        return F.embedding(
+            _materialise(input),
+            weight,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+        )
+    found, padding = _look_up(weight, input, padding_idx, sparse)
+    if max_norm is not None:
+        found.shorten(weight, max_norm, norm_type)
+    if padding is None and not scale_grad_by_freq and found.leaf.dim() == 2:
+        return found.spread()
+    return F.embedding(
+        found.places, found.rows, padding_idx=padding, scale_grad_by_freq=scale_grad_by_freq
+    )
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Any,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    if not isinstance(weight, TableParameter):
+        raise TypeError("F.embedding_bag expects the table as `weight`, not as another argument.")
+    found, padding = _look_up(weight, input, padding_idx, sparse)
+    if max_norm is not None:
+        found.shorten(weight, max_norm, norm_type)
+    return F.embedding_bag(
+        found.places,
+        found.rows,
+        offsets,
+        scale_grad_by_freq=scale_grad_by_freq,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding,
+    )
+
+
+def _look_up(
+    table: TableParameter, ids: Tensor, padding_idx: int | None, sparse: bool
+) -> tuple[_Lookup, int | None]:
+    rows = table.source.shape[0]
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        raise AssertionError("Padding_idx must be within num_embeddings")
+    skip = None
+    if padding_idx is not None and sparse:
+        skip = _place_of(sort_ids(ids.cpu()).unique, padding_idx, rows)
+    found = table.lookup(ids, sparse=sparse, skip=skip)
+    return found, _place_of(found.unique, padding_idx, rows)
+
+
+def _torch_embedding(
+    weight: Any,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    padding = None if padding_idx < 0 else padding_idx
+    return _embedding(
+        indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    )
+
+
+def _index_select(input: Any, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
+    if not isinstance(input, TableParameter) or dim not in (0, -len(input.source.shape)) or kwargs:
+        return torch.index_select(_materialise(input), dim, _materialise(index), **kwargs)
+    return input.lookup(index).spread()
+
+
+def _getitem(table: TableParameter, key: Any) -> Tensor:
+    first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+    ids = _row_ids(first, table.source.shape[0])
+    if ids is None or any(isinstance(part, (Tensor, list)) for part in rest):
+        return table.whole_leaf()[key]
+    found = table.lookup(ids)
+    # A table looked up in order, without repetition, needs no second gather.
+    in_order = ids.dim() == 1 and found.unique.numel() == ids.numel()
+    is_leaf = in_order and torch.equal(found.unique, ids.cpu())
+    rows = found.rows if is_leaf else found.spread()
+    if not rest:
+        return rows
+    return rows[(slice(None),) * ids.dim() + tuple(rest)]
+
+
+def _row_ids(first: Any, rows: int) -> Tensor | None:
+    """Row ids a first index means, with its shape; None if it needs the whole table."""
+    if isinstance(first, bool) or first is None or first is Ellipsis:
+        return None
+    if isinstance(first, int):
+        if not -rows <= first < rows:
+            raise IndexError(f"row {first!r} is out of range: the table has {rows} rows.")
+        return torch.tensor(first % rows)
+    if isinstance(first, slice):
+        wanted = first.indices(rows)
+        return None if wanted == (0, rows, 1) else torch.arange(*wanted)
+    ids = torch.as_tensor(first)
+    if ids.dtype == torch.bool:
+        return ids.nonzero().flatten() if ids.dim() == 1 and ids.numel() == rows else None
+    if ids.dtype not in _ID_TYPES:
+        return None  # torch's own indexing says what it thinks of them (bytes are a mask)
+    return torch.where(ids < 0, ids + rows, ids)
+
+
+def _differentiate(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with tables among the inputs: each gets a gradient of its whole shape."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    tables = {
+        place: own_leaf(one)[0].gradient.leaves()
+        for place, one in enumerate(given)
+        if isinstance(one, TableParameter)
+    }
+    for place in tables:
+        if not given[place].requires_grad:
+            raise RuntimeError("One of the differentiated Tensors does not require grad")
+    plain = [one for place, one in enumerate(given) if place not in tables]
+    asked = [*plain, *(one.leaf for leaves in tables.values() for one in leaves)]
+    found: list[Tensor | None] = []
+    if asked:
+        found = list(
+            torch.autograd.grad(
+                _materialise(outputs),
+                asked,
+                grad_outputs,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                only_inputs=only_inputs,
+                allow_unused=True,
+                is_grads_batched=is_grads_batched,
+            )
+        )
+    rest, pieces = iter(found[: len(plain)]), iter(found[len(plain) :])
+    results = [
+        _gathered(one, [(leaf.ids, next(pieces)) for leaf in tables[place]], int(is_grads_batched))
+        if place in tables
+        else next(rest)
+        for place, one in enumerate(given)
+    ]
+    for place, (one, result) in enumerate(zip(given, results, strict=True)):
+        if result is None and materialize_grads:
+            results[place] = torch.zeros(one.shape, dtype=one.dtype, device=one.device)
+        elif result is None and not allow_unused:
+            raise RuntimeError(  # in torch's own words
+                f"The differentiated Tensor at index {place} appears to not have been used in the "
+                "graph. Set allow_unused=True if this is the desired behavior."
+            )
+    return tuple(results)
+
+
+def _backward_to(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
+    """``backward(inputs=…)`` with tables among the inputs: to all that stands for them in graphs."""
+    if inputs is not None:
+        reached: list[Any] = []
+        for one in inputs:
+            if isinstance(one, TableParameter):
+                reached += (live.leaf for live in own_leaf(one)[0].gradient.leaves())
+            else:
+                reached.append(one)
+        if not reached:  # none of the tables was used; to torch, no inputs would mean every leaf
+            return
+        kwargs["inputs"] = reached
+    torch.autograd.backward(_materialise(tensors), **kwargs)
+
+
+def _gathered(
+    table: TableParameter, pieces: Sequence[tuple[Tensor | None, Tensor | None]], dim: int
+) -> Tensor | None:
+    """One gradient of the table's shape from those of its leaves; rows are along `dim`."""
+    total: Tensor | None = None
+    for ids, piece in pieces:
+        if piece is None:
+            continue
+        if total is None:
+            total = piece.new_zeros(*piece.shape[:dim], *table.source.shape)
+        total = total + piece if ids is None else total.index_add(dim, ids, piece)
+    return total
+
+
+def _get_grad(table: TableParameter) -> Tensor | None:
+    return table.gradient.value()
+
+
+def _set_grad(table: TableParameter, value: Tensor | None) -> None:
+    table.gradient.replace(value)
+
+
+def _materialise(value: Any) -> Any:
+    if isinstance(value, TableParameter):
+        return value.whole_leaf()
+    if isinstance(value, (list, tuple)) and any(isinstance(one, TableParameter) for one in value):
+        return type(value)(_materialise(one) for one in value)
+    return value
+
+
+def _refuse_writing(args: Sequence[Any], name: str) -> None:
+    if args and isinstance(args[0], TableParameter):
+        raise ForeignParameterError(
+            f"{name} would write into a copy of table {args[0].source.name!r}, whose rows live on "
+            "parameter servers. Change it by optimizer.step(), by a sg.Variable's assign and "
+            "scatter methods, or on the coordinator."
+        )
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+# The attributes as the classes hold them (type checkers see what an instance would answer).
+_GRAD = cast("Any", Tensor.grad)
+_REQUIRES_GRAD = cast("Any", Tensor.requires_grad)
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    torch.embedding: _torch_embedding,
+    F.embedding_bag: _embedding_bag,
+    torch.index_select: _index_select,
+    Tensor.index_select: _index_select,
+    Tensor.__getitem__: _getitem,
+    torch.autograd.grad: _differentiate,
+    # The stand-in has no memory; where the rows come from is the host.
+    cast("Any", Tensor.device).__get__: lambda table: torch.device("cpu"),
+    cast("Any", Tensor.is_meta).__get__: lambda table: False,
+    Tensor.get_device: lambda table: -1,
+    _GRAD.__get__: _get_grad,
+    _GRAD.__set__: _set_grad,
+    _GRAD.__delete__: lambda table: _set_grad(table, None),
+}
+
+# What can be said of a table without its rows.
+_ABOUT_THE_TENSOR = _getters(
+    "shape", "dtype", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
+) | _getters(
+    "_version",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "is_cuda",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "grad_fn",
+    "nbytes",
+    "itemsize",
+)
+_ABOUT_THE_TENSOR |= {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.ndimension,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_inference,
+    Tensor.__len__,
+    Tensor.__hash__,
+    Tensor.requires_grad_,
+    _REQUIRES_GRAD.__set__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}

@@ -1,0 +1,73 @@
+"""What a write returns inside a scheduled function: the value afterwards, read when somebody looks.
+
+Most functions never look, and waiting for the server's answer would cost more than the write.
+`variables.py` makes these; to everybody else they are tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+
+@final
+class LazyReadTensor(Tensor):
+    """A tensor whose value is read at its first use, and stays what it was then.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._ps.worker.lazy_value import LazyReadTensor
+        >>> late = LazyReadTensor(torch.Size([2]), torch.float32, lambda: torch.ones(2))
+        >>> late + 1, late.tolist()
+        (tensor([2., 2.]), [1.0, 1.0])
+    """
+
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
+    ) -> LazyReadTensor:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made._read = read
+        return made
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
+        """Takes what `__new__` takes; a tensor is complete by then."""
+
+    def now(self) -> Tensor:
+        """The value; read if nobody has done so yet."""
+        found: Tensor | None = self.__dict__.get("_value")
+        if found is None:
+            # Replicas may look at the same time: all get what the first of them has found.
+            found = self.__dict__.setdefault("_value", self._read())
+        return found
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            LazyReadTensor, LazyReadTensor.now, (tuple(args), kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The same below Python's surface, where torch itself meets one."""
+        return cls.__torch_function__(func, types, args, kwargs)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.now(),)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value

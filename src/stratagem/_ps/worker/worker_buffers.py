@@ -1,0 +1,197 @@
+"""Buffers on a worker: copies of its own, since layers write them; what a step changed is sent with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from stratagem._core.managed import version_of
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.client.write_batch import WriteBatch
+
+COMPARED = 1 << 16
+"""Elements up to which a buffer is compared by value after a step (20 µs)."""
+
+
+class WorkerBuffer:
+    """A buffer's copy on this worker."""
+
+    __slots__ = ("_instead", "_told", "counts", "remote", "start", "tensor", "version")
+
+    def __init__(self, remote: RemoteVariable, *, counts: bool) -> None:
+        # What the function put in the copy's place, in which module's buffers, under which name.
+        self._instead: tuple[Tensor, dict[str, Tensor | None], str] | None = None
+        self._told: int | None = None  # the version of it that was sent
+        self.remote = remote
+        self.counts = counts
+        self.tensor = remote.read()
+        self.version = self.tensor._version
+        # Batch normalisation writes its statistics without counting a version, so that small
+        # buffers are compared by value.
+        self.start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
+
+    def refresh(self) -> None:
+        """Take over the server's value, if it moved."""
+        if self._instead is None and self.remote.versions() != self.remote.seen:
+            # Through `.data`: a layer may have kept the buffer for its backward pass (batch normalisation
+            # does), and that others' values show in it is no mistake of the function (a generator
+            # trained after the critic's step, in one function).
+            self.remote.read_into(self.tensor.data)
+            self._note()
+
+    def take_back(self) -> None:
+        """The function failed: what it wrote is not sent, and the next refresh reads anew."""
+        if self._instead is not None or self.is_changed():
+            self.remote.forget_seen()
+        self.put_back()
+
+    def put(self, tensor: Tensor, buffers: dict[str, Tensor | None], name: str) -> None:
+        """The function assigned a tensor to the buffer's name in a module."""
+        self._instead = None if tensor is self.tensor else (tensor, buffers, name)
+        self._told = None
+
+    def put_back(self) -> None:
+        """The function is over: let the module have the worker's copy again."""
+        if self._instead is not None:
+            _, buffers, name = self._instead
+            self._instead = None
+            dict.__setitem__(buffers, name, self.tensor)
+            self.remote.forget_seen()
+
+    def is_changed(self) -> bool:
+        """Whether the step wrote the buffer."""
+        if self._instead is not None:
+            instead = self._instead[0]
+            if self.start is None or not _are_alike(instead, self.start):
+                return version_of(instead) != self._told
+            return not torch.equal(instead, self.start)
+        if self.start is not None:
+            return not torch.equal(self.tensor, self.start)
+        return self.tensor._version != self.version
+
+    def add_change(self, batch: WriteBatch) -> None:
+        """Send what the step changed: a counter's increase, any other buffer's new value."""
+        current = self.tensor if self._instead is None else self._instead[0].detach()
+        if not _are_alike(current, self.tensor):
+            raise ValueError(
+                f"buffer {self.remote.name!r} was given {tuple(current.shape)} {current.dtype} inside "
+                f"a scheduled function, but lives on a parameter server as "
+                f"{tuple(self.tensor.shape)} {self.tensor.dtype}: expected the same."
+            )
+        if self.counts and self.start is not None:
+            self.remote.add_assign(batch, "add", current - self.start)
+        else:
+            self.remote.add_assign(batch, "set", current)
+        if self._instead is None:
+            self._note()
+            return
+        self._told = version_of(current)
+        if self.start is not None:
+            self.start.copy_(current)
+
+    def _note(self) -> None:
+        self.version = self.tensor._version
+        if self.start is not None:
+            self.start.copy_(self.tensor)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+class NewBuffers:
+    """Buffers that functions give to modules of the coordinator's, and no server knows.
+
+    One that is not part of the state dict may stay the worker's own: a cache, mostly. Any other would be
+    missing on the coordinator and different on every worker, silently, so it is refused.
+
+    Attributes:
+        is_view: whether a module is the worker's view of one of the coordinator's; any other is the
+            function's own.
+    """
+
+    __slots__ = ("_noted", "is_view")
+
+    def __init__(self) -> None:
+        self.is_view: Callable[[nn.Module], bool] = _is_no_view
+        self._noted: list[tuple[nn.Module, str]] = []
+
+    def note(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """A function registers a buffer, or gives a tensor to a name that was registered as None."""
+        if not self.is_view(module):
+            return
+        held: Any = module._buffers
+        if isinstance(held, WatchedBuffers) and held.keeps(name):
+            return  # the function itself has set it to None, or deleted it
+        if name not in held:
+            self._noted.append((module, name))  # whether it is persistent, torch notes after this
+            return
+        if dict.__getitem__(held, name) is None and name not in module._non_persistent_buffers_set:
+            raise ValueError(
+                f"buffer {name!r} of {type(module).__name__} is None on the coordinator and was "
+                f"given {tuple(tensor.shape)} {tensor.dtype} inside a scheduled function: it would "
+                f"stay this worker's own. {_INSTEAD}"
+            )
+
+    def take_back(self) -> str | None:
+        """At a function's end: take away what it left that is part of the state dict; say what it was.
+
+        So the next function that registers it is told, too.
+        """
+        found = None
+        while self._noted:
+            module, name = self._noted.pop()
+            held: Any = module._buffers
+            is_own = name in module._non_persistent_buffers_set or name not in held
+            if not is_own and dict.__getitem__(held, name) is not None:
+                tensor = dict.pop(held, name)
+                found = (
+                    f"buffer {name!r} of {type(module).__name__}, {tuple(tensor.shape)} {tensor.dtype}, "
+                    "was registered inside a scheduled function: no parameter server knows it, and it "
+                    f"would stay this worker's own. {_INSTEAD}"
+                )
+        return found
+
+
+def _is_no_view(module: nn.Module) -> bool:
+    del module
+    return False
+
+
+_INSTEAD = (
+    "Give it a tensor of its shape on the coordinator before you schedule the function; or register it "
+    "with persistent=False if every worker is to have its own."
+)
+
+
+class WatchedBuffers(dict[str, Any]):
+    """A module's ``_buffers`` on a worker: notices what is assigned to the name of one we keep."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, plain: Mapping[str, Any], kept: dict[str, WorkerBuffer]) -> None:
+        super().__init__(plain)
+        self._kept = kept
+
+    def keeps(self, name: str) -> bool:
+        """Whether the buffer of this name lives on a server."""
+        return name in self._kept
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, name, value)
+        kept = self._kept.get(name)
+        if kept is not None and value is not None:
+            kept.put(value, self, name)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)  # copied, or sent back, it is nobody's
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)

@@ -96,7 +96,7 @@ DOORS: dict[str, set[str]] = {
 }
 
 # Lines of code: docstrings, comments and blank lines are not held against a file.
-MOST_LINES = 400
+MOST_LINES = 410
 # file -> why it is one room although it is longer.
 LONG: dict[str, str] = {
     "_ps/client/ps_client.py": "the one face of all servers; links, batches and mappings have their own files",

@@ -47,7 +47,7 @@ def strategy(cluster: sg.LocalCluster) -> Iterator[sg.ParameterServerStrategy]:
 
 def lent_so_far() -> int:
     """How many tensors this worker has lent; counted from the first call on."""
-    from stratagem._ps.client.ps_client import write_batch
+    from stratagem._ps.client import write_batch
 
     plain = write_batch.WriteBatch.take_lent
     if not hasattr(plain, "count"):
@@ -312,7 +312,7 @@ from stratagem._ps import sessions
 from stratagem._ps.client.write_batch import Sharing
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
-from stratagem._ps.client.mapping import Place
+from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.server.loop import ParameterServer
 from stratagem._wire import shared_heap, shm
 
@@ -324,7 +324,7 @@ class Door:
 
 sessions.shm = Door()
 heap = shared_heap.install()
-w = Place(0, 1, (1 << 19,), torch.float32)
+w = ShardLocation(0, 1, (1 << 19,), torch.float32)
 for refuses in (False, True):
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with ParameterServer("127.0.0.1:0").start() as server:
@@ -360,13 +360,13 @@ HALF_SENT = """
 import torch
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
-from stratagem._ps.client.mapping import Place
+from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.server.loop import ParameterServer
 from stratagem._wire import shared_heap
 from stratagem.errors import ParameterServerLost
 
 heap = shared_heap.install()
-places = [Place(server, 1, (1 << 22,), torch.float32) for server in (0, 1)]
+places = [ShardLocation(server, 1, (1 << 22,), torch.float32) for server in (0, 1)]
 who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
 with ParameterServer("127.0.0.1:0").start() as one, ParameterServer("127.0.0.1:0").start() as two:
     servers = [("/job:ps/task:0", one.address), ("/job:ps/task:1", two.address)]

@@ -83,16 +83,16 @@ def test_a_number_of_tasks_is_a_whole_number(argument: str) -> None:
 
 STARTING = """
 import stratagem as sg
-from stratagem._cluster import processes
+from stratagem._cluster.launch import fork_server
 
-processes._BOOT = "import time; time.sleep(600)"  # as on a machine where imports take very long
-listen = processes.ForkServer._listen
+fork_server._BOOT = "import time; time.sleep(600)"  # as on a machine where imports take very long
+listen = fork_server.ForkServer._listen
 
 def tell_and_listen(self):  # on the thread that is started last
     print(self.pid, flush=True)
     listen(self)
 
-processes.ForkServer._listen = tell_and_listen
+fork_server.ForkServer._listen = tell_and_listen
 sg.LocalCluster(workers=1, ps=1)
 """
 

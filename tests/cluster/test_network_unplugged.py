@@ -22,7 +22,7 @@ import pytest
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._cluster.coordinator.coordinator import watch_threads
+from stratagem._cluster.coordinator import watch_threads
 from stratagem._cluster.coordinator.engine import Engine
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec

@@ -81,8 +81,8 @@ def test_without_names_that_can_be_replaced_the_numbers_are_the_same() -> None:
     """Some of it slower; and the doctor says which."""
     plain = program(then=TRAIN)
     doctor = (
-        "from stratagem._core import inside_torch\n"
-        "print(sorted(path for path, _, replaced in inside_torch.missing() if replaced))\n"
+        "from stratagem._core.torch_patches import private_api\n"
+        "print(sorted(path for path, _, replaced in private_api.missing() if replaced))\n"
     )
     # The compiler is loaded first: it needs some of the names itself.
     found = program(*REPLACED, then=TRAIN + doctor, first="torch._dynamo")

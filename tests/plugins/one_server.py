@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stratagem._ps.client.mapping import Place
+from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.server.loop import ParameterServer
@@ -15,7 +15,7 @@ CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s
 STEADY = Membership(session="s", task="/job:chief/task:0", is_owner=True)
 WORKER = Membership(session="s", task="/job:worker/task:0")
 
-W = Place(0, 1, (2,), torch.float32)
+W = ShardLocation(0, 1, (2,), torch.float32)
 """The variable of these tests."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stratagem._ps.client import ps_client as client_module
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
-from stratagem._ps.client.ps_client import ps_client as client_module
 from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.server import loop as server_module
 from stratagem._ps.server import session
 from stratagem._ps.server.loop import ParameterServer, ServerOptions
-from stratagem._ps.server.loop import loop as server_module
 from stratagem._ps.server.shard_optimizer import GroupSpec
 from stratagem._ps.server.store import StateEntry
 from stratagem._wire import messages

@@ -8,9 +8,9 @@ import pytest
 import torch
 from one_server import STEADY, WORKER, W, add_one, listed
 
+from stratagem._ps.client import outbox as outbox_module
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
-from stratagem._ps.client.ps_client import outbox as outbox_module
 from stratagem._ps.server.loop import ParameterServer
 from stratagem.errors import NotFoundError, WriteFenced
 

@@ -5,7 +5,7 @@ import torch
 from elementwise import ELEMENTWISE
 from torch import nn
 
-from stratagem._ps.server.loop import chunked_step
+from stratagem._ps.server import chunked_step
 from stratagem._ps.server.shard_optimizer import Gradient, GroupSpec, ServerOptimizer
 
 STEPS = 3
@@ -42,8 +42,8 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces of 4 KB, so that a few thousand numbers are many pieces."""
-    for module in ("pieces", "stepping"):
-        monkeypatch.setattr(f"stratagem._ps.{module}.PIECE_BYTES", 1 << 12)
+    for module in ("chunked_step", "shard_optimizer"):
+        monkeypatch.setattr(f"stratagem._ps.server.{module}.PIECE_BYTES", 1 << 12)
 
 
 def start(shape):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from stratagem._ps.client import mapping
 from stratagem._ps.client.mapping import ShardLocation
-from stratagem._ps.client.ps_client import PsClient, mapping
+from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.client.write_batch import PushedGradient, Sharing
 from stratagem._ps.server.loop import ParameterServer, ServerOptions

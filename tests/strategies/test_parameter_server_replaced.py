@@ -251,7 +251,7 @@ def test_what_does_not_change_is_not_looked_at(coordinator: sg.ClusterCoordinato
         strategy.run(lambda: (model[:2](torch.rand(4, 2)).sum().backward(), optimizer.step())[1])
 
     run(coordinator, step)
-    watch = change_notes.Watch()
+    watch = change_notes.ChangeWatch()
     for number, module in enumerate(model.modules()):
         watch.keys[id(module)] = number
         for kind in ("_parameters", "_buffers", "_modules", "_forward_hooks"):

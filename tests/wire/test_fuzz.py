@@ -18,7 +18,7 @@ from hostile import KEY, LIMIT_S, SEED, Target, attack_as_strangers, mutate, sen
 from hostile import broken as broken_bytes
 
 import stratagem
-from stratagem._ps.client.mapping import Place
+from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._wire import frames, messages
@@ -64,7 +64,7 @@ def target() -> Iterator[Target]:
 def honest(target: Target) -> Iterator[PsClient]:
     """An ordinary client; after the attack it must find everything as it was."""
     who = Membership(session="honest", task="/job:chief/task:0", is_owner=True, key=KEY)
-    w = Place(0, 1, (4,), torch.float32)
+    w = ShardLocation(0, 1, (4,), torch.float32)
     with PsClient([("/job:ps/task:0", target.address)], who) as client:
         client.create(w, "w", value=torch.arange(4.0))
         yield client

@@ -49,8 +49,8 @@ class CpuProbe:
     """Looks at one process now and then.
 
     Example:
-        >>> from stratagem._wire.process_probe import Pulse, own_process
-        >>> Pulse(own_process()).can_be_felt, Pulse("some other host's").can_be_felt
+        >>> from stratagem._wire.process_probe import CpuProbe, own_process
+        >>> CpuProbe(own_process()).can_be_felt, CpuProbe("some other host's").can_be_felt
         (True, False)
     """
 
@@ -98,8 +98,8 @@ class CpuProbe:
     @override
     def __repr__(self) -> str:
         if not self.can_be_felt:
-            return "<Pulse of a process elsewhere>"
-        return f"<Pulse of {self._pid}, {'computes' if self._computes else 'rests'}>"
+            return "<CpuProbe of a process elsewhere>"
+        return f"<CpuProbe of {self._pid}, {'computes' if self._computes else 'rests'}>"
 
 
 @final
@@ -113,8 +113,8 @@ class LivenessCheck:
 
     Example:
         >>> import logging
-        >>> from stratagem._wire.process_probe import Silence
-        >>> silence = Silence("/job:ps/task:0", "another host's", log=logging.getLogger())
+        >>> from stratagem._wire.process_probe import LivenessCheck
+        >>> silence = LivenessCheck("/job:ps/task:0", "another host's", log=logging.getLogger())
         >>> limits = dict(limit_s=4.0, busy_limit_s=60.0, cut_off_s=lambda: 0.0)
         >>> silence.judge(0.0, silent_s=3.9, **limits)
         >>> silence.judge(0.2, silent_s=4.1, **limits)[:41]
@@ -174,7 +174,7 @@ class LivenessCheck:
 
     @override
     def __repr__(self) -> str:
-        return f"<Silence of {self._task}, {self._pulse!r}>"
+        return f"<LivenessCheck of {self._task}, {self._pulse!r}>"
 
 
 _STOPPED: Final = (

@@ -97,7 +97,7 @@ class ClosureQueue:
         >>> queue.take(0)
         [1]
         >>> queue.worker_lost(0)
-        [Fence(worker=0, incarnation=1)]
+        [FenceWorker(worker=0, incarnation=1)]
         >>> queue.fenced(0)
         []
         >>> queue

@@ -6,7 +6,7 @@ functions, classes and modules of the user's by what is in them (of a module: wh
 names); tensors by identity and version, small ones by value. Anything else it captures (a list, a dictionary, an
 object of yours) may have changed inside without a trace: such a function has no mark.
 
-A worker has each class once, as it was told last (`Marker.epoch` counts the changes seen), and a function it
+A worker has each class once, as it was told last (`FunctionIdentifier.epoch` counts the changes seen), and a function it
 has keeps using it. So what was sent before such a change is not sent knowledge any more.
 
 Marks hold ids. What they belong to is either kept (code, classes, modules) or, for the strategy's
@@ -103,11 +103,11 @@ class FunctionIdentifier:
         describe: a token for an object of the strategy's, None for any other.
 
     Example:
-        >>> marker = Marker(lambda obj: None)
+        >>> marker = FunctionIdentifier(lambda obj: None)
         >>> at_least = functools.partial(functools.partial, max)
-        >>> marker.mark(at_least(1), Look()) == marker.mark(at_least(1), Look())
+        >>> marker.mark(at_least(1), CaptureScan()) == marker.mark(at_least(1), CaptureScan())
         True
-        >>> marker.mark(at_least(1), Look()) == marker.mark(at_least(2), Look())
+        >>> marker.mark(at_least(1), CaptureScan()) == marker.mark(at_least(2), CaptureScan())
         False
     """
 

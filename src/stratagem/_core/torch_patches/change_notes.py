@@ -1,7 +1,7 @@
 """Who wants to hear of changes to modules, optimizers and hooks: every change is told to those who asked.
 
 Parameter servers tell workers what moved on the coordinator; looking at a model of a thousand modules at
-every `schedule` would cost more than scheduling does. So a `Watch` says which objects it is about, and
+every `schedule` would cost more than scheduling does. So a `ChangeWatch` says which objects it is about, and
 what changes of them is noted there: attributes set or deleted, parameters, buffers and parts registered,
 replaced or removed, hooks that come or go. What each change is, the reader finds out by looking.
 
@@ -48,7 +48,7 @@ class ChangeWatch:
         touched: keys, with the name of the attribute.
 
     Example:
-        >>> layer, watch = nn.Dropout(0.5), Watch()
+        >>> layer, watch = nn.Dropout(0.5), ChangeWatch()
         >>> watch.keys[id(layer)] = "layer"
         >>> layer.p = 0.25
         >>> watch.take()
@@ -75,7 +75,7 @@ class ChangeWatch:
 
     @override
     def __repr__(self) -> str:
-        return f"<Watch of {len(self.keys)} objects, {len(self.touched)} touched>"
+        return f"<ChangeWatch of {len(self.keys)} objects, {len(self.touched)} touched>"
 
 
 def _drop(reference: weakref.ref[ChangeWatch]) -> None:
@@ -90,7 +90,7 @@ class NotedParts(dict[str, Any]):
     It pickles and copies as a plain dict.
 
     Example:
-        >>> model, watch = nn.Sequential(nn.ReLU()), Watch()
+        >>> model, watch = nn.Sequential(nn.ReLU()), ChangeWatch()
         >>> model._modules = NotedParts(model._modules)
         >>> watch.keys[id(model._modules)] = "model"
         >>> _ = model.insert(0, nn.Tanh())

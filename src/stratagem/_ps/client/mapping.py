@@ -38,10 +38,10 @@ class ShardLocation:
 
         Example:
             >>> import torch
-            >>> from stratagem._ps.client.mapping import Place
-            >>> Place(0, 1, (8,), torch.float32).pieces()
+            >>> from stratagem._ps.client.mapping import ShardLocation
+            >>> ShardLocation(0, 1, (8,), torch.float32).pieces()
             [(0, -1)]
-            >>> len(Place(0, 1, (1 << 20, 64), torch.float32).pieces())
+            >>> len(ShardLocation(0, 1, (1 << 20, 64), torch.float32).pieces())
             4
         """
         if self.nbytes <= PIECE_BYTES or not self.shape:

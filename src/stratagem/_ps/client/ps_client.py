@@ -55,12 +55,12 @@ class PsClient(Owner):
         >>> import torch
         >>> from stratagem._ps.client.ps_client import PsClient
         >>> from stratagem._ps.client.server_connection import Membership
-        >>> from stratagem._ps.client.mapping import Place
+        >>> from stratagem._ps.client.mapping import ShardLocation
         >>> from stratagem._ps.server.loop import ParameterServer
         >>> who = Membership(session="example", task="/job:chief/task:0", is_owner=True)
         >>> with ParameterServer("127.0.0.1:0").start() as server:
         ...     with PsClient([("/job:ps/task:0", server.address)], who) as client:
-        ...         w = Place(0, 1, (2,), torch.float32)
+        ...         w = ShardLocation(0, 1, (2,), torch.float32)
         ...         client.create(w, "w", value=torch.ones(2))
         ...         batch = client.batch()
         ...         batch.assign(0, 1, "add", torch.ones(2))

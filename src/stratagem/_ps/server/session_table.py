@@ -35,10 +35,10 @@ class SessionTable:
     """The sessions of one server by name.
 
     Example:
-        >>> from stratagem._ps.server.session_table import Leases
+        >>> from stratagem._ps.server.session_table import SessionTable
         >>> from stratagem._wire.arenas import Budget
         >>> from stratagem._wire.messages import OpenSession
-        >>> leases = Leases("/job:ps/task:0", Budget(1 << 20))
+        >>> leases = SessionTable("/job:ps/task:0", Budget(1 << 20))
         >>> leases.open(OpenSession(session="s", lease_s=5.0), owner="chief")
         <Session 's': 0 variables, 0 bytes, 0 writes>
         >>> leases.leave("chief", 100.0)
@@ -132,4 +132,4 @@ class SessionTable:
 
     @override
     def __repr__(self) -> str:
-        return f"<Leases of {self._task}: {len(self._leases)} sessions>"
+        return f"<SessionTable of {self._task}: {len(self._leases)} sessions>"

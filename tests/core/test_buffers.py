@@ -148,8 +148,8 @@ def test_untouched_buffers_cost_nothing_at_the_end_of_a_run(two):
 
     def use(x):
         modules[7](x)
-        journal = managed.journal_of(sg._core.context.current_replica())
-        touched.append((len(journal.leaves), len(journal.copies)))
+        record = managed.run_record(sg._core.context.current_replica())
+        touched.append((len(record.leaves), len(record.copies)))
 
     two.run(use, args=(sg.PerReplica(cut(4, 2)),))
     assert touched == [(2, 3), (2, 3)]

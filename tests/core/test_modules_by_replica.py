@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem._core.managed import ManagedParameter, managed_of
+from stratagem._core.managed import ManagedParameter, find_managed
 from stratagem._core.torch_patches.module_members import BuffersByReplica, ParametersByReplica
 
 
@@ -31,7 +31,7 @@ def test_lookups_give_each_replica_a_leaf_over_the_central_memory(two):
         assert type(leaf) is nn.Parameter
         assert leaf is not linear.weight
         assert leaf.data_ptr() == linear.weight.data_ptr()
-        assert managed_of(leaf) is managed_of(linear.weight)
+        assert find_managed(leaf) is find_managed(linear.weight)
     again = two.local_results(two.run(lambda: linear.weight))
     assert all(a is b for a, b in zip(leaves, again, strict=True))
 
@@ -59,11 +59,11 @@ def test_tied_weights_share_one_home(two):
     with two.scope():
         a, b = nn.Linear(3, 3), nn.Linear(3, 3)
     b.weight = a.weight
-    assert managed_of(a.weight) is managed_of(b.weight)
+    assert find_managed(a.weight) is find_managed(b.weight)
     assert two.run(lambda: a.weight is b.weight) is True
     twin = copy.deepcopy(nn.ModuleList([a, b]))
     assert twin[0].weight is twin[1].weight
-    assert managed_of(twin[0].weight) is not managed_of(a.weight)
+    assert find_managed(twin[0].weight) is not find_managed(a.weight)
     assert two.run(lambda: twin[0].weight is twin[1].weight) is True
 
 
@@ -113,7 +113,8 @@ def test_recurrent_modules_stay_what_they_are_called(two):
     flat = two.local_results(two.run(lambda: list(lstm._flat_weights)))
     for weights in flat:
         assert all(
-            managed_of(w) is managed_of(c) for w, c in zip(weights, lstm.parameters(), strict=True)
+            find_managed(w) is find_managed(c)
+            for w, c in zip(weights, lstm.parameters(), strict=True)
         )
     assert not {id(w) for w in flat[0]} & {id(w) for w in flat[1]}
 
@@ -167,18 +168,18 @@ def test_a_home_of_another_kind_answers_lookups(two):
             Counting.asked += 1
             return self.central
 
-        def manage_copy(self, parameter):
+        def adopt_copy(self, parameter):
             return None
 
     linear = nn.Linear(2, 2)
     managed = Counting(linear.weight)
-    assert managed_of(linear.weight) is managed
+    assert find_managed(linear.weight) is managed
     held = ParametersByReplica(dict(linear._parameters))
     linear._parameters = held
     assert linear.weight is managed.central
     assert Counting.asked == 1
     assert type(copy.deepcopy(linear)._parameters) is ParametersByReplica
-    assert managed_of(copy.deepcopy(linear).weight) is None
+    assert find_managed(copy.deepcopy(linear).weight) is None
 
 
 def test_buffers_dict_answers_and_deletes(two):

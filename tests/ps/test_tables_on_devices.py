@@ -167,4 +167,4 @@ def test_gradients_of_rows_meet_in_host_memory(replica):
 
     strategy = Strategy()
     managed = ReplicatedTable(TableParameter.over(InMemory()), strategy, "table")
-    assert managed.gradients_on(replica) == torch.device("cpu")
+    assert managed.gradient_device(replica) == torch.device("cpu")

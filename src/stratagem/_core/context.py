@@ -50,11 +50,11 @@ class Replica:
         device: the torch device it computes on.
         label: the logical device, in canonical form.
         strategy: the strategy that runs it.
-        journal: what this replica touched in this run (`_core.homes.Journal`), None until it touches
+        record: what this replica touched in this run (`_core.homes.RunRecord`), None until it touches
             something. A fresh Replica per run, or None again at its start, is part of the contract.
     """
 
-    __slots__ = ("_context", "device", "group", "id", "journal", "label", "strategy")
+    __slots__ = ("_context", "device", "group", "id", "label", "record", "strategy")
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Replica:
         self.device = device
         self.label = label
         self.strategy = strategy
-        self.journal: Any = None
+        self.record: Any = None
         self._context: ReplicaContext | None = None
 
     @property

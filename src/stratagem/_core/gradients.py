@@ -13,7 +13,7 @@ rows is left out (its gradients may be NaN), and may not come at all.
 Earlier gradients (accumulation over several passes): under "mean" the weights sum to 1, so aggregating
 ``base + gradient`` leaves an equal base as it is; nothing needs to be kept apart. Under "sum", or when
 somebody put hooks on the central parameter (they act on the aggregated gradient of this pass, once, as
-on one device), the base is put aside before the pass and added back after it (`keep_apart`).
+on one device), the base is put aside before the pass and added back after it (`add_base_hook`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from stratagem._core.managed import Journal
+from stratagem._core.managed import RunRecord
 from stratagem._core.torch_patches import private_api
 from stratagem.errors import ReplicaError
 
@@ -44,20 +44,20 @@ def watch(leaf: Leaf) -> None:
     tensor = leaf.tensor
     wanted = tensor.requires_grad
     tensor.requires_grad_()  # hooks can only be put on a tensor that takes gradients
-    tensor.register_post_accumulate_grad_hook(arrival_hook(leaf))
+    tensor.register_post_accumulate_grad_hook(accumulation_hook(leaf))
     tensor.requires_grad_(wanted)
 
 
-def arrival_hook(leaf: Leaf) -> Callable[[Tensor], None]:
+def accumulation_hook(leaf: Leaf) -> Callable[[Tensor], None]:
     """What is to be called when a gradient has arrived at the leaf."""
     return _hook(leaf, _accumulated)
 
 
-def keep_apart(leaf: Leaf) -> None:
+def add_base_hook(leaf: Leaf) -> None:
     """Put earlier gradients aside during a pass, for a leaf whose aggregation needs it."""
     if leaf.tensor.requires_grad:
-        leaf.managed.call_before_gradients(leaf, _hook(leaf, _put_base_aside))
-        leaf.keeps_apart = True
+        leaf.managed.add_pre_gradient_hook(leaf, _hook(leaf, _put_base_aside))
+        leaf.has_base_hook = True
 
 
 def has_hooks(central: Tensor) -> bool:
@@ -65,68 +65,66 @@ def has_hooks(central: Tensor) -> bool:
     return bool(central._backward_hooks or central._post_accumulate_grad_hooks)
 
 
-def _hook(leaf: Leaf, call: Callable[[Leaf, Journal], None]) -> Callable[[Tensor], None]:
+def _hook(leaf: Leaf, call: Callable[[Leaf, RunRecord], None]) -> Callable[[Tensor], None]:
     """A hook for the leaf's tensor; weak, since the tensor keeps it and the leaf keeps the tensor."""
     reference = weakref.ref(leaf)
 
     def hook(_: Tensor) -> None:
         leaf = reference()
-        if (
-            leaf is not None and not leaf.journal.settled
-        ):  # else: used outside the run it belongs to
-            call(leaf, leaf.journal)
+        if leaf is not None and not leaf.record.closed:  # else: used outside the run it belongs to
+            call(leaf, leaf.record)
 
     return hook
 
 
-def _accumulated(leaf: Leaf, journal: Journal) -> None:
-    journal.accumulated[leaf.managed] = leaf
-    if not journal.queued:
-        _queue(journal)
+def _accumulated(leaf: Leaf, record: RunRecord) -> None:
+    record.accumulated[leaf.managed] = leaf
+    if not record.queued:
+        _queue(record)
 
 
-def _put_base_aside(leaf: Leaf, journal: Journal) -> None:
+def _put_base_aside(leaf: Leaf, record: RunRecord) -> None:
     # Also called for torch.autograd.grad(), which accumulates nothing: then the meeting's callback
     # finds no new gradient and only puts the base back.
     if leaf.base is None and leaf.tensor.grad is not None:
         leaf.base = leaf.managed.gradient_of(leaf)
         leaf.tensor.grad = None
-        journal.put_aside.append(leaf)
-        if not journal.queued:
-            _queue(journal)
+        record.put_aside.append(leaf)
+        if not record.queued:
+            _queue(record)
 
 
-def _queue(journal: Journal) -> None:
-    journal.queued = True
-    private_api.queue_callback(lambda: _end_of_backward(journal))
+def _queue(record: RunRecord) -> None:
+    record.queued = True
+    private_api.queue_callback(lambda: _end_of_backward(record))
 
 
 # ------------------------------------------------------------------ meeting
 
 
-def _end_of_backward(journal: Journal) -> None:
-    accumulated, journal.accumulated = journal.accumulated, {}
-    put_aside, journal.put_aside = journal.put_aside, []
-    journal.queued = False
-    journal.arrived = len(accumulated)
+def _end_of_backward(record: RunRecord) -> None:
+    accumulated, record.accumulated = record.accumulated, {}
+    put_aside, record.put_aside = record.put_aside, []
+    record.queued = False
+    record.arrived = len(accumulated)
     with torch.no_grad():
         if accumulated:
             offer = _Offer(accumulated)
             if offer.gradients is None:
-                _refuse_graphs(journal, accumulated)
-            _aggregate(journal.replica, offer, BACKWARD)
+                _refuse_graphs(record, accumulated)
+            _aggregate(record.replica, offer, BACKWARD)
         for leaf in put_aside:  # torch.autograd.grad() only: see _put_base_aside
             if leaf.base is not None:
                 leaf.tensor.grad, leaf.base = leaf.base, None
 
 
-def _refuse_graphs(journal: Journal, accumulated: Mapping[ReplicatedParameter, Leaf]) -> None:
+def _refuse_graphs(record: RunRecord, accumulated: Mapping[ReplicatedParameter, Leaf]) -> None:
     """``backward(create_graph=True)``: what the replicas agree on is not differentiable any more."""
     for managed, leaf in accumulated.items():
         grad = managed.gradient_of(leaf)
         if grad is not None and grad.requires_grad:
             raise ReplicaError(
-                f"backward(create_graph=True) in {journal.replica!r} left a gradient with a graph on "
+                f"backward(create_graph=True) in {record.replica!r} left a gradient with a graph on "
                 f"{managed.describe()}. Gradients in .grad are aggregated over the replicas and the "
                 "graph ends there, so a loss made of them would have no gradient. Use grads = "
                 "torch.autograd.grad(loss, model.parameters(), create_graph=True) and, for the "
@@ -135,11 +133,11 @@ def _refuse_graphs(journal: Journal, accumulated: Mapping[ReplicatedParameter, L
             )
 
 
-def forget_pass(journal: Journal) -> None:
+def forget_pass(record: RunRecord) -> None:
     """A backward pass failed: no meeting follows it, and the next pass must ask for its own."""
-    journal.accumulated = {}
-    put_aside, journal.put_aside = journal.put_aside, []
-    journal.queued = False
+    record.accumulated = {}
+    put_aside, record.put_aside = record.put_aside, []
+    record.queued = False
     for leaf in put_aside:
         if leaf.base is not None:
             leaf.tensor.grad, leaf.base = leaf.base, None
@@ -230,7 +228,7 @@ def _aggregate(replica: Any, offer: _Offer, label: str, *, by_hand: bool = False
         ):
             _give(managed, me, result)
     for managed, gradients, factors in plan.rest:
-        _give(managed, me, _combine_one(gradients, factors, managed.gradients_on(replica)))
+        _give(managed, me, _combine_one(gradients, factors, managed.gradient_device(replica)))
 
 
 def _plan(group: ReplicaGroup, brought: Sequence[_Offer | None], *, by_hand: bool) -> _Plan:
@@ -392,7 +390,7 @@ def _take(leaf: Leaf, result: Tensor | None) -> None:
         ):  # dense + sparse, never the other way round: torch knows only the first
             base = result + base if base.is_sparse else base + result
         leaf.tensor.grad = base
-    leaf.met = leaf.journal
+    leaf.met = leaf.record
     kept = leaf.tensor.grad  # of a table: the rows of it
     leaf.aggregated = None if kept is None else weakref.ref(kept)
 
@@ -447,4 +445,4 @@ def _met_in_this_run(managed: ReplicatedParameter, live: Iterable[int]) -> bool:
     # Then what was put in .grad by hand was made from the aggregated gradient, alike on every
     # replica: it is averaged (which changes nothing), also under "sum".
     leaves = [leaf for i in live if (leaf := managed.by_replica.get(i)) is not None]
-    return any(leaf.met is leaf.journal for leaf in leaves)
+    return any(leaf.met is leaf.record for leaf in leaves)

@@ -10,7 +10,7 @@ A *home* stands behind one parameter or buffer of a module. Code outside any rep
   replica writes its own; `settle` merges them into central when the run has succeeded.
 
 Within a run a tensor is brought up to date once, when the replica first asks for it; what was touched
-is noted in the replica's `Journal`, so the end of a run looks at nothing else. Modules meet homes in
+is noted in the replica's `RunRecord`, so the end of a run looks at nothing else. Modules meet homes in
 `modules`, gradients in `gradients`, optimizers in `optimizers`; parameter servers bring homes of their
 own (`ManagedParameter`). The leaves are in `leaves`, the copies in `buffers`; here is what they share.
 Nothing here knows a process or a thread.
@@ -33,15 +33,22 @@ if TYPE_CHECKING:
     from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
 
 
-class Journal:
+class RunRecord:
     """What one replica touched in one run, and the gradients of the backward pass in progress.
 
-    A tensor is up to date while its journal is its replica's; a journal that was never settled belongs
+    A tensor is up to date while its record is its replica's; a record that was never settled belongs
     to a run that is under way, or failed.
     """
 
     __slots__ = (
-        "accumulated", "arrived", "copies", "leaves", "put_aside", "queued", "replica", "settled",
+        "accumulated",
+        "arrived",
+        "closed",
+        "copies",
+        "leaves",
+        "put_aside",
+        "queued",
+        "replica",
     )  # fmt: skip
 
     def __init__(self, replica: Replica | None) -> None:
@@ -54,35 +61,35 @@ class Journal:
             Leaf
         ] = []  # leaves whose earlier gradients wait for the end of the pass
         self.queued = False  # the engine already knows that the replicas meet after this backward
-        self.settled = False
+        self.closed = False
 
     def close(self) -> None:
         """What it tells has come home; the tensors that still point here keep nothing alive."""
-        self.settled = True
+        self.closed = True
         self.replica = None
         self.leaves = []
         self.copies = []
 
     def __repr__(self) -> str:
         return (
-            f"<Journal of {self.replica!r}: {len(self.leaves)} parameters, "
+            f"<RunRecord of {self.replica!r}: {len(self.leaves)} parameters, "
             f"{len(self.copies)} buffers>"
         )
 
 
-BLANK = Journal(None)
-"""The journal of a tensor no run has used yet."""
+BLANK = RunRecord(None)
+"""The record of a tensor no run has used yet."""
 BLANK.close()
 
 
-def journal_of(replica: Replica) -> Journal:
-    """The replica's journal, opened when first needed."""
-    journal: Journal | None = replica.journal
-    if journal is None:
-        journal = replica.journal = Journal(replica)
+def run_record(replica: Replica) -> RunRecord:
+    """The replica's record, opened when first needed."""
+    record: RunRecord | None = replica.record
+    if record is None:
+        record = replica.record = RunRecord(replica)
         group = replica.group
         group.at_end("homes.settle", lambda: settle(group.replicas))
-    return journal
+    return record
 
 
 def version_of(tensor: Tensor) -> int:
@@ -99,7 +106,7 @@ class ManagedParameter(abc.ABC):
 
     A strategy makes homes in its hook ``_adopt_parameter(module, name, parameter)``. Subclass this to
     keep parameters elsewhere. A tensor ``resolve`` hands out in central's place should be told to
-    `hands_out`, and `owns` should know it, so that an optimizer given it finds the home.
+    `register_alias`, and `owns` should know it, so that an optimizer given it finds the home.
     """
 
     __slots__ = ("__weakref__", "central")
@@ -118,8 +125,8 @@ class ManagedParameter(abc.ABC):
         """Whether ``tensor`` is central or something we hand out in its place."""
         return tensor is self.central
 
-    def hands_out(self, tensor: Tensor) -> None:
-        """Let `managed_of` find us by ``tensor`` too; we must keep it alive as long as ourselves."""
+    def register_alias(self, tensor: Tensor) -> None:
+        """Let `find_managed` find us by ``tensor`` too; we must keep it alive as long as ourselves."""
         _HOMES[id(tensor)] = self
 
     @property
@@ -128,7 +135,7 @@ class ManagedParameter(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def manage_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
+    def adopt_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
         """A home for ``parameter``, a deep copy of central; None leaves the copy an ordinary one."""
 
 
@@ -138,13 +145,13 @@ _HOMES: weakref.WeakValueDictionary[int, ManagedParameter] = weakref.WeakValueDi
 _REFERENCES: dict[int, weakref.ref[ManagedParameter]] = _HOMES.data  # type: ignore[attr-defined]
 
 
-def managed_of(parameter: Tensor) -> ManagedParameter | None:
+def find_managed(parameter: Tensor) -> ManagedParameter | None:
     """The home behind a parameter (or behind a replica's leaf of it), by identity; None if it has none.
 
     Example:
         >>> import torch
-        >>> from stratagem._core.managed import managed_of
-        >>> managed_of(torch.nn.Parameter(torch.zeros(1))) is None
+        >>> from stratagem._core.managed import find_managed
+        >>> find_managed(torch.nn.Parameter(torch.zeros(1))) is None
         True
     """
     managed = _HOMES.get(id(parameter))
@@ -175,29 +182,29 @@ def settle(replicas: Sequence[Replica]) -> None:
     """A run has succeeded: parameters and buffers the replicas touched come home.
 
     Runs once, after every replica has returned, in cross-replica context. After a failed run nothing
-    is called: a tensor whose last journal was never settled starts again from central.
+    is called: a tensor whose last record was never settled starts again from central.
     """
     weights = replicas[0].group.row_weights
     if 0.0 in weights:
         replicas = sorted(replicas, key=lambda replica: weights[replica.id] <= 0)  # rows first
-    journals = [replica.journal for replica in replicas if replica.journal is not None]
-    for journal in journals:
-        for leaf in journal.leaves:
+    records = [replica.record for replica in replicas if replica.record is not None]
+    for record in records:
+        for leaf in record.leaves:
             if leaf.tensor._version != leaf.version:
                 leaf.was_written()
     agreed: dict[ReplicatedParameter, Any] = {}
     copies: dict[ReplicatedBuffer, list[BufferCopy]] = {}
-    for journal in journals:
-        for leaf in journal.leaves:
+    for record in records:
+        for leaf in record.leaves:
             managed = leaf.managed
             if managed not in agreed:  # the first replica speaks for all
                 agreed[managed] = managed.settle(leaf)
-            leaf.agreed = agreed[managed]
-        for copy in journal.copies:
+            leaf.synced_with = agreed[managed]
+        for copy in record.copies:
             copies.setdefault(copy.managed, []).append(copy)
     for buffer, written in copies.items():
         buffer.settle(written, weights)
-    for journal in journals:
-        journal.close()
+    for record in records:
+        record.close()
     for replica in replicas:
-        replica.journal = None
+        replica.record = None

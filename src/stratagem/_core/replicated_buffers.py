@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.managed import (
     BLANK,
-    Journal,
-    journal_of,
+    RunRecord,
     outside_transforms,
+    run_record,
     version_of,
 )
 from stratagem._core.torch_patches.private_api import in_transform
@@ -30,9 +30,9 @@ class BufferCopy:
     """One replica's copy of a buffer."""
 
     __slots__ = (
-        "journal",
         "managed",
         "own",
+        "record",
         "replica_id",
         "source",
         "source_version",
@@ -43,7 +43,7 @@ class BufferCopy:
     def __init__(self, managed: ReplicatedBuffer, replica_id: int) -> None:
         self.managed = managed
         self.replica_id = replica_id
-        self.journal: Journal = BLANK
+        self.record: RunRecord = BLANK
         self.own: Tensor | None = None  # the copy made from central
         self.tensor: Tensor | None = None  # what the replica sees: ``own``, or what it put there
         self.version = -1
@@ -69,13 +69,13 @@ class BufferCopy:
         self.source = central
         self.source_version = version_of(central)
 
-    def is_of(self, central: Tensor, journal: Journal | None) -> bool:
+    def is_of(self, central: Tensor, record: RunRecord | None) -> bool:
         """Whether the copy was made from central as it is, and no failed run has been at it."""
         return (
             self.own is not None
             and self.source is central
             and self.source_version == version_of(central)
-            and (self.journal.settled or self.journal is journal)
+            and (self.record.closed or self.record is record)
         )
 
     def written(self) -> bool:
@@ -118,9 +118,9 @@ class ReplicatedBuffer:
         if replica is None:
             return self.central
         copy = self._copies.get(replica.id)
-        if copy is not None and copy.journal is replica.journal:
-            return copy.tensor  # type: ignore[return-value]  # set with the journal; on the hot path
-        return self._bring_up_to_date(replica)
+        if copy is not None and copy.record is replica.record:
+            return copy.tensor  # type: ignore[return-value]  # set with the record; on the hot path
+        return self._refresh(replica)
 
     @property
     def strategy(self) -> Any:
@@ -131,7 +131,7 @@ class ReplicatedBuffer:
         """Tell how another tensor is put where central stands in the module."""
         self._replace = replace
 
-    def manage_copy(self, buffer: Tensor) -> ReplicatedBuffer:
+    def adopt_copy(self, buffer: Tensor) -> ReplicatedBuffer:
         """The home of a deep copy of central."""
         return ReplicatedBuffer(buffer, self.strategy)
 
@@ -144,12 +144,12 @@ class ReplicatedBuffer:
         self.resolve()
         self._copies[replica.id].tensor = tensor
 
-    def _bring_up_to_date(self, replica: Replica) -> Tensor:
+    def _refresh(self, replica: Replica) -> Tensor:
         central = self.central
         if replica.strategy is not self._strategy() or is_lazy(central):
             return central
         if in_transform() is not None:
-            return outside_transforms(self._bring_up_to_date, replica)
+            return outside_transforms(self._refresh, replica)
         replica.group.check_unbroken()
         copy = self._copies.get(replica.id)
         if copy is None:
@@ -160,8 +160,8 @@ class ReplicatedBuffer:
                 copy.refill(central, replica.device)
             else:
                 copy.share(twin, central)
-        copy.journal = journal = journal_of(replica)
-        journal.copies.append(copy)
+        copy.record = record = run_record(replica)
+        record.copies.append(copy)
         assert copy.tensor is not None
         return copy.tensor
 
@@ -175,7 +175,7 @@ class ReplicatedBuffer:
             if managed is None or managed is self or managed.central is not central:
                 continue
             copy = managed._copies.get(replica.id)
-            if copy is not None and copy.is_of(central, replica.journal):
+            if copy is not None and copy.is_of(central, replica.record):
                 return copy
         return None
 

@@ -18,11 +18,11 @@ from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.managed import (
     BLANK,
-    Journal,
     ManagedParameter,
+    RunRecord,
     central_gradient,
-    journal_of,
     outside_transforms,
+    run_record,
     version_of,
 )
 from stratagem._core.torch_patches.private_api import in_transform
@@ -38,15 +38,15 @@ class Leaf:
     __slots__ = (
         "__weakref__",
         "aggregated",
-        "agreed",
         "base",
         "central_version",
-        "journal",
-        "keeps_apart",
+        "has_base_hook",
         "managed",
         "met",
+        "record",
         "replica_id",
         "shares",
+        "synced_with",
         "tensor",
         "version",
     )  # fmt: skip
@@ -58,14 +58,14 @@ class Leaf:
         self.replica_id = replica_id
         self.tensor = tensor
         self.shares = shares  # central's memory, rather than a copy on another device
-        self.journal: Journal = BLANK
+        self.record: RunRecord = BLANK
         self.version = tensor._version
         self.central_version = version_of(managed.central)
-        self.met: Any = None  # the journal of the run in which its gradient was last aggregated
+        self.met: Any = None  # the record of the run in which its gradient was last aggregated
         self.aggregated: weakref.ref[Tensor] | None = None  # the gradient the replicas agreed on
-        self.agreed: _Agreed = None
+        self.synced_with: _Agreed = None
         self.base: Tensor | None = None  # gradient of earlier passes, kept apart during this one
-        self.keeps_apart = False  # whether ``base`` is in use (see gradients)
+        self.has_base_hook = False  # whether ``base`` is in use (see gradients)
 
     def fits(self, central: Tensor) -> bool:
         """Whether this still is a view of central, which may have been moved or given other data."""
@@ -125,11 +125,11 @@ class ReplicatedParameter(ManagedParameter):
         if replica is None:
             return self.central
         leaf = self.by_replica.get(replica.id)
-        if leaf is not None and leaf.journal is replica.journal:
+        if leaf is not None and leaf.record is replica.record:
             return leaf.tensor
-        return self._bring_up_to_date(replica)
+        return self._refresh(replica)
 
-    def manage_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
+    def adopt_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
         """The copy belongs to the same strategy (VAR-18), while that still exists."""
         strategy = self._strategy()
         if strategy is None:
@@ -153,23 +153,23 @@ class ReplicatedParameter(ManagedParameter):
         name = f"parameter {self.name!r}" if self.name else "a parameter"
         return f"{name} of shape {tuple(self.central.shape)}"
 
-    def _bring_up_to_date(self, replica: Replica) -> Tensor:
+    def _refresh(self, replica: Replica) -> Tensor:
         # On the path of every parameter in every run: what usually has not changed is asked in few words.
         central = self.central
         leaf = self.by_replica.get(replica.id)
         if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
             return central
         if in_transform() is not None:
-            return outside_transforms(self._bring_up_to_date, replica)
+            return outside_transforms(self._refresh, replica)
         replica.group.check_unbroken()
         if leaf is None or not leaf.fits(central):
             leaf = self._new_leaf(replica)
-        elif not leaf.journal.settled:  # its last run failed
-            before = leaf.journal.replica
+        elif not leaf.record.closed:  # its last run failed
+            before = leaf.record.replica
             if before is not None and before.group.has_broken_up:
                 # A replica that was left behind may still put a gradient on the old one.
                 leaf = self._new_leaf(replica)
-            leaf.aggregated = leaf.agreed = leaf.base = None
+            leaf.aggregated = leaf.synced_with = leaf.base = None
         if not leaf.shares and leaf.central_version != version_of(central):
             leaf.refresh(central)
         tensor = leaf.tensor
@@ -177,7 +177,7 @@ class ReplicatedParameter(ManagedParameter):
             tensor.requires_grad_(central.requires_grad)
         if central.__dict__:
             tensor.__dict__.update(central.__dict__)  # marks that users put on parameters
-        grad, agreed = central_gradient(central), leaf.agreed
+        grad, agreed = central_gradient(central), leaf.synced_with
         if (
             grad is None
             or agreed is None
@@ -186,22 +186,22 @@ class ReplicatedParameter(ManagedParameter):
             or tensor.grad is None
         ):
             _follow_gradient(leaf, grad)
-        if not leaf.keeps_apart and (self.adds_up or gradients.has_hooks(central)):
-            gradients.keep_apart(leaf)
+        if not leaf.has_base_hook and (self.adds_up or gradients.has_hooks(central)):
+            gradients.add_base_hook(leaf)
         leaf.version = tensor._version
-        leaf.journal = journal = replica.journal or journal_of(replica)
-        journal.leaves.append(leaf)
+        leaf.record = record = replica.record or run_record(replica)
+        record.leaves.append(leaf)
         return tensor
 
     def gradient_of(self, leaf: Leaf) -> Tensor | None:
         """A leaf's gradient in a form that can be added to other leaves'."""
         return leaf.tensor.grad
 
-    def gradients_on(self, replica: Replica) -> torch.device:
+    def gradient_device(self, replica: Replica) -> torch.device:
         """Where a replica's gradient is put together from all replicas' gradients."""
         return replica.device
 
-    def call_before_gradients(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
+    def add_pre_gradient_hook(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
         """Have `hook` called in a backward pass before a gradient is added to the leaf's."""
         leaf.tensor.register_hook(hook)
 
@@ -215,7 +215,7 @@ class ReplicatedParameter(ManagedParameter):
             tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
             leaf = Leaf(self, replica.id, tensor, shares=shares)
             self.by_replica[replica.id] = leaf
-            self.hands_out(tensor)
+            self.register_alias(tensor)
             gradients.watch(leaf)
         return leaf
 
@@ -231,7 +231,7 @@ class ReplicatedParameter(ManagedParameter):
             if not leaf.shares:
                 leaf.refresh(self.central)
 
-    def publish(self, leaf: Leaf) -> None:
+    def expose_gradient(self, leaf: Leaf) -> None:
         """Let code at home see the gradient of a leaf.
 
         Central gets an alias with its own version counter: a write by code outside replicas is
@@ -249,7 +249,7 @@ class ReplicatedParameter(ManagedParameter):
         central, tensor = self.central, lead.tensor
         if central.requires_grad != tensor.requires_grad:
             central.requires_grad_(tensor.requires_grad)
-        self.publish(lead)
+        self.expose_gradient(lead)
         grad = central.grad
         return None if grad is None else (weakref.ref(grad), version_of(grad))
 

@@ -127,7 +127,7 @@ class SingleStorage(VariableStorage):
         return managed.detach().clone()
 
     @override
-    def same_way(self, request: VariableRequest) -> VariableStorage:
+    def copy_for(self, request: VariableRequest) -> VariableStorage:
         return SingleStorage(
             request.initial_tensor(), self._device, tracks=self._tensor.requires_grad
         )
@@ -206,8 +206,8 @@ class CentralStorage(VariableStorage):
         return meet_to_write(replica, variable, f"scatter_{how}", (ids, rows), apply)
 
     @override
-    def same_way(self, request: VariableRequest) -> VariableStorage:
-        single = self._single.same_way(request)
+    def copy_for(self, request: VariableRequest) -> VariableStorage:
+        single = self._single.copy_for(request)
         assert isinstance(single, SingleStorage)
         return CentralStorage(single, request, self._strategy)
 
@@ -345,10 +345,10 @@ class MirroredStorage(VariableStorage):
         return meet_to_write(replica, variable, f"scatter_{how}", (ids, rows), apply)
 
     @override
-    def same_way(self, request: VariableRequest) -> VariableStorage:
+    def copy_for(self, request: VariableRequest) -> VariableStorage:
         singles = []
         for part, single in zip(self._parts, self._singles, strict=True):
-            copy = single.same_way(replace(request, initial_value=part.read_value))
+            copy = single.copy_for(replace(request, initial_value=part.read_value))
             assert isinstance(copy, SingleStorage)
             singles.append(copy)
         return MirroredStorage(singles, request, self._strategy, on_read=self._on_read)

@@ -148,7 +148,7 @@ class VariableStorage(ABC):
         """The variables behind this one: itself, one around the central copy, or one per replica."""
         return (variable,)
 
-    def same_way(self, request: VariableRequest) -> VariableStorage:
+    def copy_for(self, request: VariableRequest) -> VariableStorage:
         """A place of its own for a copy of the variable (deepcopy)."""
         raise NotImplementedError(f"a variable at {self!r} cannot be copied.")
 
@@ -435,7 +435,7 @@ class Variable(Convertible):
                 f"{self._strategy!r} cannot be deep-copied under {frame_strategy!r}."
             )
         request = replace(self._request, initial_value=self.read_value, shape=None, dtype=None)
-        twin = Variable.at(self._place.same_way(request), self._request, self._strategy)
+        twin = Variable.at(self._place.copy_for(request), self._request, self._strategy)
         memo[id(self)] = twin
         return twin
 

@@ -388,7 +388,10 @@ class Strategy(Owner):
     def _create_variable(self, request: variables.VariableRequest) -> Any:
         """A variable in its place; the default is one copy at home."""
         return variable_storage.central(
-            request, self._managed, self, shared=self._slices and self.num_replicas_in_sync > 1
+            request,
+            self._variable_device,
+            self,
+            shared=self._slices and self.num_replicas_in_sync > 1,
         )
 
     def _check_updated(self, variable: Any) -> None:
@@ -403,7 +406,7 @@ class Strategy(Owner):
         return nullcontext()
 
     @property
-    def _managed(self) -> Device:
+    def _variable_device(self) -> Device:
         """The logical device where single copies live."""
         return self._compute_devices[0]
 
@@ -428,7 +431,7 @@ class Strategy(Owner):
     @property
     def _central_device(self) -> torch.device:
         """Where central parameters and buffers live."""
-        return self._managed.torch_device
+        return self._variable_device.torch_device
 
     def _adopt_parameter(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter

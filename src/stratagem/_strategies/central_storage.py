@@ -78,7 +78,7 @@ class CentralStorageStrategy(Strategy):
 
     @property
     @override
-    def _managed(self) -> devices.Device:
+    def _variable_device(self) -> devices.Device:
         return self._parameter_device
 
     @override

@@ -248,7 +248,7 @@ class WorkerObjects:
         elif update.kind != "_buffers" or update.value is None:
             held[update.name] = update.value
         elif isinstance(held, module_members.BuffersByReplica):
-            held.settle_in(update.name, ReplicatedBuffer(update.value, strategy=self._strategy))
+            held.bind(update.name, ReplicatedBuffer(update.value, strategy=self._strategy))
         else:
             dict.__setitem__(held, update.name, update.value)
             module._buffers = self._variables.watched(held)
@@ -256,13 +256,13 @@ class WorkerObjects:
     def _answer_by_replica(self, module: nn.Module) -> None:
         """Several replicas in this worker: each sees leaves and buffer copies of its own."""
         held = module_members.ParametersByReplica(dict(module._parameters))
-        for name, managed in held.all_managed.items():
+        for name, managed in held.managed.items():
             special_modules.prepare(module, managed, name)
         module._parameters = held
         buffers = module_members.BuffersByReplica(dict(module._buffers))
         for name, value in dict.items(buffers):
             if value is not None:
-                buffers.settle_in(name, ReplicatedBuffer(value, strategy=self._strategy))
+                buffers.bind(name, ReplicatedBuffer(value, strategy=self._strategy))
         module._buffers = buffers
 
     def _optimizer(self, token: Hashable, definition: definitions.OptimizerDefinition) -> Optimizer:
@@ -360,7 +360,7 @@ def _set_class(module: nn.Module, update: definitions.SetClass) -> None:
                 held.pop(name, None)  # torch wants their places free
         compute(module, update.computed)
     if isinstance(module._parameters, module_members.ParametersByReplica):
-        for name, managed in module._parameters.all_managed.items():
+        for name, managed in module._parameters.managed.items():
             special_modules.prepare(module, managed, name)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stratagem._core.context import current_replica
-from stratagem._core.managed import managed_of
+from stratagem._core.managed import find_managed
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.private_api import ENGINE, explain
@@ -34,7 +34,7 @@ _log = logging.getLogger("stratagem.torch")
 
 def own_leaf(tensor: Any) -> tuple[Any, Tensor | None]:
     """What stands for a tensor in this replica, and the central parameter behind it if there is one."""
-    managed = managed_of(tensor) if isinstance(tensor, Tensor) else None
+    managed = find_managed(tensor) if isinstance(tensor, Tensor) else None
     if not isinstance(managed, ReplicatedParameter):
         return tensor, None
     central, leaf = managed.central, managed.resolve()

@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica, thread_notes
-from stratagem._core.managed import managed_of
+from stratagem._core.managed import find_managed
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.autograd_grad import own_leaf
@@ -65,10 +65,10 @@ def after_backward(replica: Replica, roots: Any, inputs: Any) -> None:
     if passes is None or passes.strategy() is not replica.strategy:
         passes = notes["passes"] = _Passes(replica.strategy)
     nodes = private_api.graph_nodes()
-    journal = replica.journal
+    record = replica.record
     ours = 0
-    if journal is not None:
-        ours, journal.arrived = journal.arrived, 0
+    if record is not None:
+        ours, record.arrived = record.arrived, 0
     kind = (nodes - passes.nodes, ours)
     passes.nodes = nodes
     clean = passes.clean
@@ -110,7 +110,7 @@ def _search(replica: Replica, roots: Any, inputs: Any) -> bool:
 def _is_own(tensor: Tensor, replica: Replica) -> bool:
     if not tensor.is_leaf:  # given as ``inputs``: a result of this replica
         return True
-    managed = managed_of(tensor)
+    managed = find_managed(tensor)
     if not isinstance(managed, ReplicatedParameter) or managed.strategy is not replica.strategy:
         return False
     leaf = managed.by_replica.get(replica.id)
@@ -161,7 +161,7 @@ def _several(given: Any) -> Iterable[Any]:
 
 
 def _whose(tensor: Tensor) -> str:
-    managed = managed_of(tensor)
+    managed = find_managed(tensor)
     if managed is None:
         return "no strategy"
     return "no strategy any more" if managed.strategy is None else repr(managed.strategy)
@@ -183,8 +183,8 @@ def install() -> None:
             plain(*args, **kwargs)
         except BaseException:
             replica = current_replica()
-            if replica is not None and replica.journal is not None:
-                gradients.forget_pass(replica.journal)  # the step may catch this and go on
+            if replica is not None and replica.record is not None:
+                gradients.forget_pass(replica.record)  # the step may catch this and go on
             raise
         replica = current_replica()
         if replica is not None and replica.group.size > 1:

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from stratagem._core import context
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.managed import ManagedParameter, managed_of
+from stratagem._core.managed import ManagedParameter, find_managed
 from stratagem._core.replicated_buffers import ReplicatedBuffer
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.torch_patches import change_notes, param_grad, special_modules
@@ -43,8 +43,8 @@ __all__ = [
     "ReplicatedParameter",
     "adopt_buffer",
     "adopt_parameter",
+    "find_managed",
     "install",
-    "managed_of",
 ]
 
 
@@ -101,17 +101,17 @@ class ParametersByReplica(_ByContext):
         homes: home of each parameter that has one, by name.
     """
 
-    __slots__ = ("_swapped", "all_managed")
+    __slots__ = ("_swapped", "managed")
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
-        self.all_managed: dict[str, ManagedParameter] = {}
+        self.managed: dict[str, ManagedParameter] = {}
         # What one replica put in a parameter's place for itself (torch.func.functional_call):
         # (replica number, name) -> tensor.
         self._swapped: dict[tuple[int, str], Any] = {}
         for name, value in plain.items():
-            if value is not None and (managed := managed_of(value)) is not None:
-                self.all_managed[name] = managed
+            if value is not None and (managed := find_managed(value)) is not None:
+                self.managed[name] = managed
 
     @override
     def __getitem__(self, name: str) -> Any:
@@ -119,33 +119,33 @@ class ParametersByReplica(_ByContext):
             replica = current_replica()
             if replica is not None and (replica.id, name) in self._swapped:
                 return self._swapped[replica.id, name]
-        managed = self.all_managed.get(name)
+        managed = self.managed.get(name)
         return dict.__getitem__(self, name) if managed is None else managed.resolve()
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
-        managed = None if value is None else managed_of(value)
+        managed = None if value is None else find_managed(value)
         replica = current_replica()
-        if replica is not None and replica.group.size > 1 and name in self.all_managed:
-            if managed is self.all_managed[name]:  # swapped back
+        if replica is not None and replica.group.size > 1 and name in self.managed:
+            if managed is self.managed[name]:  # swapped back
                 self._swapped.pop((replica.id, name), None)
                 return
             if managed is None:
                 self._swapped[replica.id, name] = value
                 return
-        if managed is None and name in self.all_managed and isinstance(value, nn.Parameter):
+        if managed is None and name in self.managed and isinstance(value, nn.Parameter):
             # Another parameter in its place (module.to(), load_state_dict(assign=True), ...).
-            managed = self.all_managed[name].manage_copy(value)
+            managed = self.managed[name].adopt_copy(value)
         if managed is None:
-            self.all_managed.pop(name, None)
+            self.managed.pop(name, None)
             dict.__setitem__(self, name, value)
             change_notes.note(self)
         else:
-            self.settle_in(name, managed)
+            self.bind(name, managed)
 
-    def settle_in(self, name: str, managed: ManagedParameter) -> None:
+    def bind(self, name: str, managed: ManagedParameter) -> None:
         """Let ``home`` answer for ``name``."""
-        self.all_managed[name] = managed
+        self.managed[name] = managed
         dict.__setitem__(self, name, managed.central)
         change_notes.note(self)
 
@@ -155,7 +155,7 @@ class ParametersByReplica(_ByContext):
             return  # another replica, running the same code, was here first
         dict.__delitem__(self, name)
         change_notes.note(self)
-        self.all_managed.pop(name, None)
+        self.managed.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         if current_replica() is not None:
@@ -169,12 +169,12 @@ class ParametersByReplica(_ByContext):
         for name, value in self.items():
             own = copy.deepcopy(value, memo)
             dict.__setitem__(twin, name, own)
-            if name in self.all_managed and own is not None:
-                managed = managed_of(own) or self.all_managed[name].manage_copy(
+            if name in self.managed and own is not None:
+                managed = find_managed(own) or self.managed[name].adopt_copy(
                     own
                 )  # tied weights: made before
                 if managed is not None:
-                    twin.settle_in(name, managed)
+                    twin.bind(name, managed)
         return twin
 
 
@@ -185,20 +185,20 @@ class BuffersByReplica(_ByContext):
         homes: home of each buffer that has one, by name.
     """
 
-    __slots__ = ("__weakref__", "all_managed")
+    __slots__ = ("__weakref__", "managed")
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
-        self.all_managed: dict[str, ReplicatedBuffer] = {}
+        self.managed: dict[str, ReplicatedBuffer] = {}
 
     @override
     def __getitem__(self, name: str) -> Any:
-        managed = self.all_managed.get(name)
+        managed = self.managed.get(name)
         return dict.__getitem__(self, name) if managed is None else managed.resolve()
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
-        managed = self.all_managed.get(name)
+        managed = self.managed.get(name)
         if managed is not None:
             replica = current_replica()
             if replica is not None and replica.strategy is managed.strategy and not is_lazy(value):
@@ -208,9 +208,9 @@ class BuffersByReplica(_ByContext):
                     managed.put(replica, value)
                 return
             if value is None or managed.strategy is None:
-                del self.all_managed[name]
+                del self.managed[name]
             elif managed.central is not value:
-                self.settle_in(name, managed.replaced_by(value))
+                self.bind(name, managed.replaced_by(value))
                 return
         dict.__setitem__(self, name, value)
         change_notes.note(self)
@@ -220,12 +220,12 @@ class BuffersByReplica(_ByContext):
         if current_replica() is not None and name not in self:
             return
         dict.__delitem__(self, name)
-        self.all_managed.pop(name, None)
+        self.managed.pop(name, None)
         change_notes.note(self)
 
-    def settle_in(self, name: str, managed: ReplicatedBuffer) -> None:
+    def bind(self, name: str, managed: ReplicatedBuffer) -> None:
         """Let ``home`` answer for ``name``."""
-        self.all_managed[name] = managed
+        self.managed[name] = managed
         dict.__setitem__(self, name, managed.central)
         change_notes.note(self)
         managed.on_replace(functools.partial(dict.__setitem__, self, name))
@@ -236,9 +236,9 @@ class BuffersByReplica(_ByContext):
         for name, value in self._central_items():
             own = copy.deepcopy(value, memo)
             dict.__setitem__(twin, name, own)
-            managed = self.all_managed.get(name)
+            managed = self.managed.get(name)
             if managed is not None and own is not None and managed.strategy is not None:
-                twin.settle_in(name, managed.manage_copy(own))
+                twin.bind(name, managed.adopt_copy(own))
         return twin
 
 
@@ -280,7 +280,7 @@ def _move(tensor: Tensor, device: torch.device) -> None:
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
     """Torch is about to register a parameter: find or make its home. The parameter to register."""
-    managed = managed_of(parameter)
+    managed = find_managed(parameter)
     if managed is not None:
         _settle_parameter(module, name, managed)
         return managed.central
@@ -308,7 +308,7 @@ def _settle_parameter(module: nn.Module, name: str, managed: ManagedParameter) -
     held = module._parameters
     if not isinstance(held, ParametersByReplica):
         module._parameters = held = ParametersByReplica(held)
-    held.settle_in(name, managed)
+    held.bind(name, managed)
 
 
 def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
@@ -319,7 +319,7 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
     if strategy is None:
         change_notes.note(module)
         return None
-    if isinstance(module._buffers, BuffersByReplica) and name in module._buffers.all_managed:
+    if isinstance(module._buffers, BuffersByReplica) and name in module._buffers.managed:
         return None  # another tensor for a name that has a home: __setitem__ knows what to do
     replica = current_replica()
 
@@ -329,7 +329,7 @@ def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | 
             held: Any = module._buffers
             if not isinstance(held, BuffersByReplica):
                 module._buffers = held = BuffersByReplica(held)
-            held.settle_in(name, found)
+            held.bind(name, found)
             special_modules.prepare_for_buffers(module)
         return found
 
@@ -344,7 +344,7 @@ def _strategy_of(module: nn.Module) -> Any:
     """Whose parameters a module has: a buffer it gets outside any scope is that strategy's as well."""
     for held in (module._parameters, module._buffers):
         if isinstance(held, ParametersByReplica | BuffersByReplica):
-            for managed in held.all_managed.values():
+            for managed in held.managed.values():
                 if managed.strategy is not None:
                     return managed.strategy
     return None

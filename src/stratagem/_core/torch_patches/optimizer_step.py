@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.managed import ManagedParameter, managed_of
+from stratagem._core.managed import ManagedParameter, find_managed
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.backward_guard import REMEDY
@@ -70,7 +70,9 @@ class GroupByReplica(dict[str, Any]):
         )
 
     def _find_managed(self, parameters: Iterable[Tensor]) -> None:
-        self.all_managed: list[ManagedParameter | None] = [managed_of(each) for each in parameters]
+        self.all_managed: list[ManagedParameter | None] = [
+            find_managed(each) for each in parameters
+        ]
         self.replicated = [
             managed for managed in self.all_managed if isinstance(managed, ReplicatedParameter)
         ]
@@ -219,7 +221,7 @@ def keep_state_with(optimizer: Optimizer, keeper: StateKeeper) -> None:
 
 
 def _central(key: Any) -> Any:
-    managed = managed_of(key) if isinstance(key, Tensor) else None
+    managed = find_managed(key) if isinstance(key, Tensor) else None
     return key if managed is None else managed.central
 
 
@@ -230,7 +232,7 @@ def adopt(optimizer: Optimizer) -> None:
     """Make an optimizer answer by context, if any of its parameters has a home. May be repeated."""
     groups = optimizer.param_groups
     if not isinstance(groups, _Groups):
-        if all(managed_of(each) is None for group in groups for each in group["params"]):
+        if all(find_managed(each) is None for group in groups for each in group["params"]):
             return
         optimizer.param_groups = _Groups(groups)
     if not isinstance(optimizer.state, _State):
@@ -352,7 +354,7 @@ def _step_central(
         if spoke is None:
             managed.central.grad = None
         else:
-            managed.publish(spoke)
+            managed.expose_gradient(spoke)
     result = all_managed[0].strategy._step_optimizer(optimizer, real)
     for managed in all_managed:
         managed.stepped()
@@ -404,7 +406,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if replica is not None and replica.group.size > 1:
         _refuse_foreign(optimizer, replica)
         if any(
-            managed_of(each) is not None for g in optimizer.param_groups for each in g["params"]
+            find_managed(each) is not None for g in optimizer.param_groups for each in g["params"]
         ):
             raise ForeignParameterError(
                 f"{type(optimizer).__name__}.step() in {replica!r}: the optimizer was made before its "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem._core.context import current_replica
-from stratagem._core.managed import managed_of
+from stratagem._core.managed import find_managed
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem.errors import ReplicaError
 
@@ -29,7 +29,7 @@ def _managed_of_leaf(tensor: Tensor) -> ReplicatedParameter | None:
     replica = current_replica()
     if replica is None or replica.group.size == 1:
         return None
-    managed = managed_of(tensor)
+    managed = find_managed(tensor)
     if isinstance(managed, ReplicatedParameter) and tensor is not managed.central:
         return managed
     return None

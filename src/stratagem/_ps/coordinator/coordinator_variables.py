@@ -201,7 +201,7 @@ class CoordinatorParameter(ManagedParameter):
         return self.kept.owner.strategy()
 
     @override
-    def manage_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
+    def adopt_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
         return self.kept.owner.new_managed(parameter, self.name, self.use)
 
     @override
@@ -251,7 +251,7 @@ class CoordinatorBuffer:
         with torch.no_grad():
             self.central.copy_(tensor)
 
-    def manage_copy(self, buffer: Tensor) -> CoordinatorBuffer:
+    def adopt_copy(self, buffer: Tensor) -> CoordinatorBuffer:
         """The home of a deep copy of central: a variable of its own."""
         return self.kept.owner.new_buffer(self.strategy, self._name, buffer, counts=self.counts)
 
@@ -264,7 +264,7 @@ class CoordinatorBuffer:
         alike = buffer.shape == self.central.shape and buffer.dtype == self.central.dtype
         known = owner.managed_buffer(buffer) is not None
         if self.kept.remote is None or not alike or known or self._modules > 1:
-            return self.manage_copy(buffer)
+            return self.adopt_copy(buffer)
         self._modules -= 1  # `on_replace` counts this module again
         self.kept.stand_for(buffer)
         owner.note_buffer(self)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from stratagem._core.managed import managed_of
+from stratagem._core.managed import find_managed
 from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
@@ -113,7 +113,7 @@ class ObjectHandles:
         return definitions.VariableDefinition((place.remote.description,), request)
 
     def _describe_tensor(self, tensor: Tensor) -> Token | None:
-        managed = managed_of(tensor)
+        managed = find_managed(tensor)
         if isinstance(managed, CoordinatorParameter) and managed.kept.owner is self._variables:
             return self._token_of(managed, "parameter")
         buffer = self._variables.managed_buffer(tensor)

@@ -179,7 +179,7 @@ class RemoteStorage(VariableStorage):
         return self._after()
 
     @override
-    def same_way(self, request: VariableRequest) -> VariableStorage:
+    def copy_for(self, request: VariableRequest) -> VariableStorage:
         raise NotImplementedError(
             f"variable {request.name!r} lives on a parameter server and cannot be deep-copied: make "
             "a new sg.Variable from its value under the strategy's scope."

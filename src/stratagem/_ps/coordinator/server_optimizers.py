@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._core.managed import managed_of
+from stratagem._core.managed import find_managed
 from stratagem._core.torch_patches.optimizer_step import keep_state_with
 from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorParameter,
@@ -209,7 +209,7 @@ def refuse_whole_tensor_optimizers(optimizer: Optimizer) -> None:
 def _managed_by_group(optimizer: Optimizer) -> list[list[CoordinatorParameter | None]]:
     found: list[list[CoordinatorParameter | None]] = []
     for group in optimizer.param_groups:
-        all_managed = [managed_of(parameter) for parameter in group["params"]]
+        all_managed = [find_managed(parameter) for parameter in group["params"]]
         found.append(
             [
                 managed if isinstance(managed, CoordinatorParameter) else None

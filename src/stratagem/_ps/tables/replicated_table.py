@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica
-from stratagem._core.managed import central_gradient, journal_of, version_of
+from stratagem._core.managed import central_gradient, run_record, version_of
 from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
 from stratagem._ps.tables.table_parameter import TableParameter
 
@@ -41,15 +41,15 @@ class ReplicatedTable(ReplicatedParameter):
         return _table(leaf).gradient.as_sparse()
 
     @override
-    def gradients_on(self, replica: Replica) -> torch.device:
+    def gradient_device(self, replica: Replica) -> torch.device:
         return self.central.device  # rows' gradients are where the rows come from
 
     @override
-    def call_before_gradients(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
+    def add_pre_gradient_hook(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
         _table(leaf).gradient.before = hook
 
     @override
-    def publish(self, leaf: Leaf) -> None:
+    def expose_gradient(self, leaf: Leaf) -> None:
         value = _table(leaf).grad
         if value is None:
             self.central.grad = None
@@ -58,23 +58,23 @@ class ReplicatedTable(ReplicatedParameter):
             self.central.gradient.take_over(_table(leaf).gradient, copy=False)
 
     @override
-    def _bring_up_to_date(self, replica: Replica) -> Tensor:
+    def _refresh(self, replica: Replica) -> Tensor:
         central = self.central
         if replica.strategy is not self.strategy:
             return central
         leaf = self.by_replica.get(replica.id)
         if leaf is None:
             leaf = self._new_leaf(replica)
-        elif not leaf.journal.settled:  # its last run failed
-            leaf.aggregated = leaf.agreed = leaf.base = None
+        elif not leaf.record.closed:  # its last run failed
+            leaf.aggregated = leaf.synced_with = leaf.base = None
         table = _table(leaf)
         if table.requires_grad != central.requires_grad:
             table.requires_grad_(central.requires_grad)
         self._follow_gradient(leaf)
-        if not leaf.keeps_apart and (self.adds_up or gradients.has_hooks(central)):
-            gradients.keep_apart(leaf)
-        leaf.journal = journal = journal_of(replica)
-        journal.leaves.append(leaf)
+        if not leaf.has_base_hook and (self.adds_up or gradients.has_hooks(central)):
+            gradients.add_base_hook(leaf)
+        leaf.record = record = run_record(replica)
+        record.leaves.append(leaf)
         return table
 
     @override
@@ -82,13 +82,13 @@ class ReplicatedTable(ReplicatedParameter):
         table = TableParameter.over(self.central.source, requires_grad=self.central.requires_grad)
         leaf = Leaf(self, replica.id, table, shares=True)
         self.by_replica[replica.id] = leaf
-        self.hands_out(table)
-        table.gradient.after = gradients.arrival_hook(leaf)
+        self.register_alias(table)
+        table.gradient.after = gradients.accumulation_hook(leaf)
         return leaf
 
     def _follow_gradient(self, leaf: Leaf) -> None:
         """At the start of a run the view's gradient is central's, whatever was done to that outside."""
-        table, grad, agreed = _table(leaf), central_gradient(self.central), leaf.agreed
+        table, grad, agreed = _table(leaf), central_gradient(self.central), leaf.synced_with
         if grad is None:
             table.grad = None
         elif (

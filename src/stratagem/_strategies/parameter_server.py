@@ -1,7 +1,7 @@
 """`ParameterServerStrategy`: variables on parameter servers, computation on workers that come and go.
 
 This is the coordinator's strategy. It checks the cluster, opens a session on the servers, decides where
-variables go and hands out homes for parameters. What functions see on a worker is `worker_view.py`;
+variables go and hands out homes for parameters. What functions see on a worker is `_ps/worker/worker_objects.py`;
 scheduling them is the `ClusterCoordinator`'s business, which finds the strategy's side of it through
 `_cluster_views` (contract 7).
 """
@@ -34,8 +34,9 @@ from stratagem._ps.coordinator.deferred_tables import DeferredTables
 from stratagem._ps.coordinator.handles import ObjectHandles
 from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.placement import device_name
+from stratagem._ps.worker.worker_objects import PsWorkerSetup
 from stratagem._strategies.base import GradientAggregation, Strategy
-from stratagem._strategies.worker_view import PsWorkerSetup, caching, reduce_nest
+from stratagem._strategies.worker_strategy import WorkerStrategy, caching, reduce_nest
 from stratagem._wire.handshake import ClusterKey
 
 _log = logging.getLogger("stratagem.ps")
@@ -175,6 +176,7 @@ class ParameterServerStrategy(Strategy):
                 session=self._session,
                 compute_devices=self._device_names,
                 gradient_aggregation=self._gradient_aggregation,
+                make_strategy=WorkerStrategy,
             )
             self._views = ObjectHandles(self, lambda: setup)
         return self._views

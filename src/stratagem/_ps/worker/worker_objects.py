@@ -1,41 +1,37 @@
-"""A worker's view of a parameter-server strategy: the other half of contract 7.
+"""The worker's own objects for the coordinator's strategy, modules, optimizers and variables.
 
-`WorkerSetup` travels to a worker and connects it; `WorkerViews` rebuilds, from the coordinator's
-definitions, the objects a shipped function works with: real modules over the worker's parameters, a real
-optimizer object whose step sends gradients to the servers, variables, and `WorkerStrategy`, which runs
-replicas on the worker's devices. One `WorkerViews` per worker life; nothing here is process-global, since
-an in-process cluster runs several workers side by side.
+`PsWorkerSetup` is sent to a worker and connects it to the servers. `WorkerObjects` then rebuilds, from the
+coordinator's definitions, the objects that a scheduled function works with: real modules over the worker's
+parameters, real optimizer objects whose step sends gradients to the servers, and variables. There is one
+`WorkerObjects` per worker session. Nothing here is process-global, since an in-process cluster runs
+several workers in one process.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._core import devices, reduction, values
 from stratagem._core.replicated_buffers import ReplicatedBuffer
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.torch_patches import module_members, special_modules
-from stratagem._core.variables import Variable, VariableRequest
+from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.coordinator.module_definitions import compute
 from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
-from stratagem._ps.placement import device_name
 from stratagem._ps.tables.replicated_table import ReplicatedTable
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.worker.worker_hooks import WorkerHooks
 from stratagem._ps.worker.worker_variables import WorkerClosure, WorkerVariables
-from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
 
@@ -49,7 +45,9 @@ class PsWorkerSetup:
     """Indices of all workers, in order; they need not be 0, 1, 2 …"""
     session: str
     compute_devices: tuple[str, ...]
-    gradient_aggregation: GradientAggregation
+    gradient_aggregation: Literal["mean", "sum"]
+    make_strategy: Callable[[PsWorkerSetup, WorkerVariables, ReadCache], Any]
+    """Class of the worker's strategy; named by the caller, since `_ps` does not import `_strategies`."""
 
     def connect(
         self, *, worker_index: int, incarnation: int, key: ClusterKey | None
@@ -75,12 +73,12 @@ class WorkerObjects:
         self._place = setup.workers.index(worker_index)
         self._variables = WorkerVariables(client)
         self._cache = ReadCache()
-        self._strategy = WorkerStrategy(setup, self._variables, self._cache)
+        self._strategy = setup.make_strategy(setup, self._variables, self._cache)
         self._objects: dict[Hashable, Any] = {("strategy", 0): self._strategy}
         self._variables.new_buffers.is_view = self._is_view
         # What moved on with objects that are not defined here, until they are.
         self._waiting: dict[Hashable, dict[Hashable, definitions.TokenUpdate]] = {}
-        self._steppers: dict[Hashable, _Stepper] = {}
+        self._steppers: dict[Hashable, OptimizerStepper] = {}
         self._hooks = WorkerHooks()
         # Homes of parameters seen from several replicas; modules hold them only by name.
         self._all_managed: list[ReplicatedParameter] = []
@@ -270,7 +268,7 @@ class WorkerObjects:
         made: Optimizer = definition.kind.__new__(definition.kind)
         groups = [dict(group) for group in definition.groups]
         Optimizer.__init__(made, groups, dict(definition.defaults))
-        stepper = _Stepper(self._variables, definition.number, definition.settings)
+        stepper = OptimizerStepper(self._variables, definition.number, definition.settings)
         self._steppers[token] = stepper
         self._strategy.steppers[id(made)] = stepper
         if self._strategy.num_replicas_in_sync == 1:
@@ -318,8 +316,8 @@ class WorkerObjects:
         return f"<WorkerViews of worker {self._worker_index}, {len(self._objects)} objects>"
 
 
-class _Stepper:
-    """What ``optimizer.step()`` does on a worker."""
+class OptimizerStepper:
+    """Sends the steps of one optimizer to the parameter servers."""
 
     def __init__(
         self, variables: WorkerVariables, number: int, settings: dict[int, dict[str, Any]]
@@ -379,95 +377,3 @@ def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-@final
-class WorkerStrategy(Strategy):
-    """The strategy as functions on a worker see it: replicas on the worker's own devices."""
-
-    def __init__(self, setup: PsWorkerSetup, variables: WorkerVariables, cache: ReadCache) -> None:
-        self._setup = setup
-        self._variables = variables
-        self._cache = cache
-        self._devices = devices.resolve_devices(setup.compute_devices, argument="worker_devices")
-        self.steppers: dict[int, _Stepper] = {}
-        super().__init__(gradient_aggregation=setup.gradient_aggregation)
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a strategy cannot leave the worker it is on: it holds the worker's connections to the "
-            "servers. The program that scheduled the function has its own; return values, or None."
-        )
-
-    @property
-    @override
-    def _compute_devices(self) -> tuple[devices.Device, ...]:
-        return self._devices
-
-    @property
-    @override
-    def _parameter_names(self) -> tuple[str, ...]:
-        return tuple(device_name(task) for task, _ in self._setup.servers)
-
-    @override
-    def _arguments(self) -> dict[str, Any]:
-        return {"worker_devices": list(self._setup.compute_devices)}
-
-    @contextmanager
-    def cache_variable_reads(self) -> Iterator[None]:
-        """Within it the first read of a variable is kept, and later reads return it (PSS-14)."""
-        with caching(self._cache):
-            yield
-
-    @override
-    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
-        return reduce_nest(self, op, value, axis)
-
-    @override
-    def _gather(self, value: Any, axis: int) -> Any:
-        return reduction.gather(value, axis, negative=True)
-
-    @override
-    def _create_variable(self, request: VariableRequest) -> Any:
-        raise ValueError(
-            f"variable {request.name!r} is being made inside a scheduled function: it would belong "
-            "to one worker's run of it. Make it on the coordinator, inside `with strategy.scope():`."
-        )
-
-    @override
-    def _adopt_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
-        return None  # a module made inside a function is that function's own
-
-    @override
-    def _adopt_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Any:
-        self._variables.new_buffers.note(module, name, buffer)
-        return None
-
-    @override
-    def _step_optimizer(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        stepper = self.steppers.get(id(optimizer))
-        return step() if stepper is None else stepper.step(optimizer)
-
-
-def reduce_nest(strategy: Strategy, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
-    """Reductions under parameter servers: nests are mapped over, plain leaves stay (PSS-32)."""
-
-    def one(leaf: Any) -> Any:
-        if axis is None and not isinstance(leaf, values.DistributedValues):
-            return leaf
-        return reduction.reduce(op, leaf, axis, size=strategy.num_replicas_in_sync, nests=False)
-
-    return values.map_leaves(one, value)
-
-
-@contextmanager
-def caching(cache: ReadCache) -> Iterator[None]:
-    """Keep reads until the end of the block; blocks do not nest (PSS-14)."""
-    if cache.values is not None:
-        raise ValueError("cache_variable_reads() is open already: blocks of it do not nest.")
-    cache.values = {}
-    try:
-        yield
-    finally:
-        cache.values = None

@@ -1,4 +1,4 @@
-"""Input: datasets and how they are shared. The public names of the `_data` room.
+"""Input: datasets, and how workers share them. Public names of the package `_data`.
 
 Example:
     >>> import stratagem as sg
@@ -7,6 +7,7 @@ Example:
     3
 """
 
+from stratagem._data.cursor import Skipped
 from stratagem._data.dataset import Dataset, as_dataset
 from stratagem._data.distribute import (
     DistributedDataset,
@@ -14,7 +15,7 @@ from stratagem._data.distribute import (
     OptionalElement,
 )
 from stratagem._data.iteration import DatasetIterator
-from stratagem._data.node import INFINITE, UNKNOWN, Skipped
+from stratagem._data.node import INFINITE, UNKNOWN
 from stratagem._data.options import SHARD_HINT, AutoShardPolicy, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE
 from stratagem._data.readers import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import stratagem as sg
 from stratagem._data import autoshard
 from stratagem._data.distribute import distribute_dataset, distribute_datasets_from_function
-from stratagem._data.iteration import DatasetIterator, Passes, Playback
+from stratagem._data.iteration import DatasetIterator, EpochCounter, EpochReader
 from stratagem._data.seeds import fresh_seed
 from stratagem._data.transforms import ShardNode
 from stratagem.data import SHARD_HINT, AutoShardPolicy, Dataset, DistributeOptions, Options
@@ -151,7 +151,7 @@ def test_together_the_workers_see_every_row_exactly_once(pipeline, workers, poli
     seed = fresh_seed() if workers == 1 and build().node.wants_seed else autoshard.SHARED_SEED
     node = with_policy(build(), policy).node
     whole = node if workers == 1 else ShardNode(node, 1, 0)
-    reference = DatasetIterator(Playback(Passes(base_seed=seed).begin(whole)))
+    reference = DatasetIterator(EpochReader(EpochCounter(base_seed=seed).begin(whole)))
     assert merged == [x.tolist() for x in reference], name
 
 

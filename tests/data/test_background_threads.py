@@ -216,7 +216,7 @@ def test_prefetch_runs_ahead_and_no_further():
     with iter(Dataset.from_generator(source).prefetch(3)) as iterator:
         next(iterator)
         assert reached.wait(10)  # 0 delivered, 1 to 3 ahead
-        assert iterator.state_dict()["cursor"]["child"]["position"] == 4
+        assert iterator.state_dict()["cursor"]["children"][0]["position"] == 4
         assert made == [0, 1, 2, 3]
 
 

@@ -8,7 +8,7 @@ import torch
 
 import stratagem as sg
 from stratagem._data.distribute import distribute_dataset, distribute_datasets_from_function
-from stratagem._data.transfer import Movers
+from stratagem._data.transfer import DeviceTransfer
 from stratagem.data import Dataset
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta: a second device every machine has
@@ -60,11 +60,11 @@ def test_positions_hold_host_data_only():
 def test_host_parts_are_views_and_stay_where_they_are():
     """Logical CPU devices are all host memory: nothing is copied."""
     batch = torch.arange(4)
-    movers = Movers([CPU, CPU])
-    assert movers.idle
-    assert movers.move(batch, 1) is batch
+    transfer = DeviceTransfer([CPU, CPU])
+    assert transfer.idle
+    assert transfer.move(batch, 1) is batch
     text = np.array(["a"], dtype=object)
-    assert Movers([META]).move(text, 0) is text
+    assert DeviceTransfer([META]).move(text, 0) is text
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

@@ -1,6 +1,6 @@
-"""What users already have, as a source: loaders, datasets of other libraries, iterables.
+"""Sources of other libraries: loaders, datasets, iterables.
 
-Nothing of these libraries is imported here: an object of a library that is not loaded cannot exist.
+This module imports none of these libraries: an object of a library that is not loaded cannot exist.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -18,26 +19,22 @@ from typing_extensions import override
 
 from stratagem._data import nests
 from stratagem._data.calling import element_randomness
-from stratagem._data.node import END, UNKNOWN, Cursor, CursorContext, Node, State
+from stratagem._data.cursor import Cursor, CursorContext, State
+from stratagem._data.node import UNKNOWN, Node
+from stratagem._data.row_numbers import IndexedSource
 from stratagem._data.seeds import ElementRng, mix
-from stratagem._data.sources import (
-    Closable,
-    IndexedSource,
-    IteratorCursor,
-    SlicesNode,
-    Stateful,
-)
+from stratagem._data.sources import IterableCursor, IteratorCursor, SlicesNode, Stateful
 from stratagem.errors import DataError
 
 
 def node_of(source: Any) -> Node:
-    """A node for anything that yields elements; see `docs/input.md` for the table.
+    """Return a node for any object that yields elements; `docs/input.md` has the table.
 
     Raises:
-        TypeError: it yields nothing.
+        TypeError: `source` yields no elements.
     """
     if isinstance(source, torch_data.TensorDataset):
-        return SlicesNode(tuple(source.tensors))
+        return SlicesNode.of(tuple(source.tensors))
     if isinstance(source, Stateful) and isinstance(source, Iterable):
         return StatefulNode(source)  # StatefulDataLoader, datasets.IterableDataset, users' own
     if isinstance(source, torch_data.DataLoader):
@@ -48,7 +45,7 @@ def node_of(source: Any) -> Node:
     if isinstance(source, torch_data.Dataset) and not isinstance(source, Iterable):
         return MapStyleNode(source)
     if isinstance(source, torch.Tensor | np.ndarray | tuple | dict):
-        return SlicesNode(source)
+        return SlicesNode.of(source)
     if isinstance(source, Iterator):
         return OnceNode(source)
     if isinstance(source, Iterable) and not isinstance(source, str | bytes):
@@ -60,189 +57,66 @@ def node_of(source: Any) -> Node:
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class IterableNode(Node):
-    """Any object that can be iterated again and again; a position is a count of elements.
+    """Elements of an object that can be iterated again and again."""
 
-    Iterators with `get_state`/`set_state` (grain's) or `state_dict`/`load_state_dict` are asked
-    for their position instead.
-    """
-
-    def __init__(self, source: Iterable[Any]) -> None:
-        self._source = source
+    source: Iterable[Any]
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return _SeekingCursor(self._source)
+    def open(self, context: CursorContext) -> Cursor:
+        return IterableCursor(lambda: iter(self.source), type(self.source).__name__)
 
     @override
     def cardinality(self) -> int:
-        return len(self._source) if isinstance(self._source, list) else UNKNOWN
-
-
-@runtime_checkable
-class Seekable(Protocol):
-    """An iterator that tells and takes its position, in grain's words."""
-
-    def get_state(self) -> Any:
-        """Its position."""
-
-    def set_state(self, state: Any, /) -> None:
-        """Go to a position."""
+        return len(self.source) if isinstance(self.source, list) else UNKNOWN
 
 
 @final
-class _SeekingCursor(Cursor):
-    """An `IteratorCursor`, unless the iterator is `Seekable`."""
-
-    def __init__(self, source: Iterable[Any]) -> None:
-        self._source = source
-        self._made: Any = None
-        self._plain = IteratorCursor(self._begin, f"{type(source).__name__}")
-
-    def _begin(self) -> Any:
-        self._made = iter(self._source)
-        return self._made
-
-    @override
-    def next(self) -> Any:
-        return self._plain.next()
-
-    @override
-    def state(self) -> State:
-        state = self._plain.state()
-        if isinstance(self._made, Seekable) and not state["ended"]:
-            state["seek"] = self._made.get_state()
-        return state
-
-    @override
-    def restore(self, state: State) -> None:
-        if "seek" not in state:
-            self._plain.restore(state)
-            return
-        iterator = self._begin()
-        iterator.set_state(state["seek"])
-        self._plain.resume(iterator, state["position"])
-
-    @override
-    def close(self) -> None:
-        self._plain.close()
-        self._made = None
-
-
-@final
+@dataclass(frozen=True, eq=False)
 class OnceNode(Node):
-    """An iterator or generator object: there is only one pass in it."""
+    """Elements of an iterator or generator object, which can be read only once."""
 
     replayable = False
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._used = False
+    iterator: Iterator[Any]
+    _begun: list[bool] = field(default_factory=list)
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return IteratorCursor(self._begin, f"{type(self._iterator).__name__} object")
+    def open(self, context: CursorContext) -> Cursor:
+        return IterableCursor(self._begin, f"{type(self.iterator).__name__} object")
 
     def _begin(self) -> Iterator[Any]:
-        if self._used:
+        if self._begun:
             raise DataError(
-                f"this dataset is a {type(self._iterator).__name__} object, which can be iterated "
+                f"this dataset is a {type(self.iterator).__name__} object, which can be iterated "
                 "once, and has been. Use sg.data.Dataset.from_generator(function), or a list."
             )
-        self._used = True
-        return self._iterator
+        self._begun.append(True)
+        return self.iterator
 
     @override
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a dataset over a {type(self._iterator).__name__} object cannot be sent to another "
+            f"a dataset over a {type(self.iterator).__name__} object cannot be sent to another "
             "process. Use sg.data.Dataset.from_generator(function)."
         )
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class StatefulNode(Node):
-    """A loader that keeps its own position: `state_dict()`, and `load_state_dict()` before `iter`."""
+    """Loader with positions of its own: `state_dict()`, and `load_state_dict()` before `iter`."""
 
     replayable = False
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    source: Any
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return StatefulCursor(self._source)
+    def open(self, context: CursorContext) -> Cursor:
+        return StatefulCursor(self.source)
 
     @override
     def cardinality(self) -> int:
-        return _loader_length(self._source)
-
-
-@final
-class StatefulCursor(Cursor):
-    """Asks the loader for its position after every element, as such loaders expect."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._iterator: Any = None
-        self._saved: Any = None
-        self._ended = False
-
-    @override
-    def next(self) -> Any:
-        if self._ended:
-            return END
-        if self._iterator is None:
-            self._iterator = iter(self._source)
-        try:
-            value = next(self._iterator)
-        except StopIteration:
-            self._ended = True
-            self.close()
-            return END
-        return nests.to_element(value)
-
-    @override
-    def state(self) -> State:
-        if self._iterator is not None:
-            self._saved = self._source.state_dict()
-        return {"own": self._saved, "ended": self._ended}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._ended, self._saved = state["ended"], state["own"]
-        if not self._ended and self._saved is not None:
-            shared = torch.default_generator.get_state()
-            try:
-                self._source.load_state_dict(self._saved)
-                self._iterator = iter(self._source)
-            finally:
-                torch.default_generator.set_state(shared)
-
-    @override
-    def close(self) -> None:
-        iterator, self._iterator = self._iterator, None
-        if isinstance(self._source, torch_data.DataLoader):
-            _end_workers(self._source, iterator)
-        elif isinstance(iterator, Closable):
-            iterator.close()
-
-
-@runtime_checkable
-class _WithWorkers(Protocol):
-    """A DataLoader's iterator that has worker processes."""
-
-    def _shutdown_workers(self) -> None: ...
-
-
-def _end_workers(loader: torch_data.DataLoader[Any], iterator: Any) -> None:
-    """End worker processes now; persistent ones belong to the loader.
-
-    Torch ends them when the iterator is collected, but after an error its traceback keeps the
-    iterator for as long as somebody looks at the error.
-    """
-    if isinstance(iterator, _WithWorkers) and not loader.persistent_workers:
-        iterator._shutdown_workers()
+        return _loader_length(self.source)
 
 
 def _loader_length(loader: Any) -> int:
@@ -252,51 +126,98 @@ def _loader_length(loader: Any) -> int:
         return UNKNOWN
 
 
+class LoaderCursor(IteratorCursor):
+    """Elements of a loader whose worker processes end with the cursor."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__("the DataLoader")
+        self._source = source
+
+    @override
+    def _begin(self) -> Iterator[Any]:
+        return iter(self._source)
+
+    @override
+    def close(self) -> None:
+        # Torch ends worker processes when the iterator is collected. After an error the traceback keeps
+        # the iterator alive. Persistent workers belong to the loader.
+        if isinstance(self._source, torch_data.DataLoader):
+            iterator, self._iterator = self._iterator, None
+            if isinstance(iterator, _WithWorkers) and not self._source.persistent_workers:
+                iterator._shutdown_workers()
+        super().close()
+
+
+@runtime_checkable
+class _WithWorkers(Protocol):
+    """Iterator of a DataLoader that has worker processes."""
+
+    def _shutdown_workers(self) -> None: ...
+
+
 @final
+class StatefulCursor(LoaderCursor):
+    """Elements of a loader that has positions of its own."""
+
+    _saved: Any = None
+
+    @override
+    def _own_position(self) -> Any:
+        if self._iterator is not None:
+            self._saved = self._source.state_dict()
+        return self._saved
+
+    @override
+    def restore(self, state: State) -> None:
+        self._position, self._ended, self._saved = state["position"], state["ended"], state["own"]
+        if not self._ended and self._saved is not None:
+            shared = torch.default_generator.get_state()
+            try:
+                self._source.load_state_dict(self._saved)
+                self._iterator = self._begin()
+            finally:
+                torch.default_generator.set_state(shared)
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class LoaderNode(Node):
     """A `torch.utils.data.DataLoader`, with its workers, sampler and collation."""
 
     replayable = False
-
-    def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
-        self._loader = loader
+    loader: torch_data.DataLoader[Any]
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return LoaderCursor(self._loader)
+    def open(self, context: CursorContext) -> Cursor:
+        return TorchLoaderCursor(self.loader)
 
     @override
     def cardinality(self) -> int:
-        # A DataLoader's length over an IterableDataset is the dataset's own guess: not ours to trust.
-        if isinstance(self._loader.dataset, torch_data.IterableDataset):
+        # Over an IterableDataset the length of a DataLoader is a guess of that dataset.
+        if isinstance(self.loader.dataset, torch_data.IterableDataset):
             return UNKNOWN
-        return _loader_length(self._loader)
+        return _loader_length(self.loader)
 
 
 @final
-class LoaderCursor(Cursor):
+class TorchLoaderCursor(LoaderCursor):
     """Batches of a DataLoader.
 
-    Its position is the state its random generators had when the epoch began, and a count: on
-    resuming the epoch is begun again from that state and the batches before are passed over.
+    The position is the state that the loader's random generators had when the epoch began, and a count.
+    Resuming begins the epoch again from that state and skips the batches before the position.
 
-    Without worker processes the dataset's own randomness would draw from torch's global generator,
-    from a thread, while the training step draws from it too. So every batch but the first (in which
-    samplers draw the order, which stays what it is without us) has a random stream of its own.
+    Without worker processes the dataset would draw random numbers from torch's global generator in the
+    pipeline's thread, while the training step draws from it too. So every batch except the first has a
+    random stream of its own. In the first batch samplers draw the order, which stays the loader's own.
     """
 
-    def __init__(self, loader: torch_data.DataLoader[Any]) -> None:
-        self._loader = loader
-        self._iterator: Any = None
-        self._began: list[torch.Tensor] | None = None
-        self._stream = 0  # seed of the batches' random streams
-        self._position = 0
-        self._ended = False
+    _began: list[torch.Tensor] | None = None
+    _stream = 0  # seed of the batches' random streams
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators an epoch's order comes from; torch's global one where none was given."""
-        found = [self._loader.generator or torch.default_generator]
-        sampler = self._loader.sampler
+        """Return the generators of an epoch's order; torch's global one if none was given."""
+        found = [self._source.generator or torch.default_generator]
+        sampler = self._source.sampler
         if isinstance(
             sampler,
             torch_data.RandomSampler
@@ -307,80 +228,57 @@ class LoaderCursor(Cursor):
             found.append(own if isinstance(own, torch.Generator) else torch.default_generator)
         return found
 
+    @override
     def _begin(self) -> Iterator[Any]:
         self._began = [generator.get_state() for generator in self._generators()]
         self._stream = zlib.crc32(self._began[0].numpy().tobytes())
-        return iter(self._loader)
+        return super()._begin()
 
     @override
-    def next(self) -> Any:
-        if self._ended:
-            return END
-        if self._iterator is None:
-            self._iterator = self._begin()
-        try:
-            with self._randomness():
-                value = next(self._iterator)
-        except StopIteration:
-            self._ended = True
-            self.close()
-            return END
-        self._position += 1
-        return nests.to_element(value)
-
     def _randomness(self) -> AbstractContextManager[object]:
-        if self._position == 0 or self._loader.num_workers > 0:
-            return nullcontext()
+        if self._position == 0 or self._source.num_workers > 0:
+            return super()._randomness()
         return element_randomness(ElementRng(mix(self._stream, self._position)))
 
     @override
-    def state(self) -> State:
-        return {"position": self._position, "ended": self._ended, "began": self._began}
+    def _own_position(self) -> Any:
+        return self._began
+
+    @override
+    def _go_to(self, own: Any) -> bool:
+        return False  # read again from the beginning of the epoch
 
     @override
     def restore(self, state: State) -> None:
-        self._ended = state["ended"]
-        if self._ended or state["began"] is None:
-            return
         shared = torch.default_generator.get_state()
-        for generator, began in zip(self._generators(), state["began"], strict=True):
+        for generator, began in zip(self._generators(), state["own"] or (), strict=False):
             generator.set_state(began)
         try:
-            self._iterator = self._begin()
-            found = self.skip(state["position"])
+            super().restore(state)
         finally:
             torch.default_generator.set_state(shared)
-        if found < state["position"]:
-            raise DataError(
-                f"the DataLoader has only {found} batches, but the saved position is after "
-                f"{state['position']}: it is not the loader the position was taken from."
-            )
-
-    @override
-    def close(self) -> None:
-        iterator, self._iterator = self._iterator, None
-        _end_workers(self._loader, iterator)
 
 
-class _Indexed(IndexedSource):
-    """Somebody's object with a length, whose rows are had by number."""
+@dataclass(frozen=True, eq=False)
+class _SizedSource(IndexedSource):
+    """Object with a length whose rows are read by number."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    source: Any
 
     @property
     @override
     def size(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
 
 @final
-class MapStyleNode(_Indexed):
-    """A map-style `torch.utils.data.Dataset`: rows by number."""
+@dataclass(frozen=True, eq=False)
+class MapStyleNode(_SizedSource):
+    """Map-style `torch.utils.data.Dataset`."""
 
     @override
     def at(self, index: int) -> Any:
-        return nests.to_element(self._source[index])
+        return nests.to_element(self.source[index])
 
     @override
     def gather(self, indices: torch.Tensor) -> Any:
@@ -388,13 +286,14 @@ class MapStyleNode(_Indexed):
 
 
 @final
-class HuggingFaceNode(_Indexed):
-    """A `datasets.Dataset`: rows by number, batches by one call. Its format decides the types."""
+@dataclass(frozen=True, eq=False)
+class HuggingFaceNode(_SizedSource):
+    """A `datasets.Dataset`: its format decides the types, and one call reads a batch."""
 
     @override
     def at(self, index: int) -> Any:
-        return nests.to_element(dict(self._source[index]))
+        return nests.to_element(dict(self.source[index]))
 
     @override
     def gather(self, indices: torch.Tensor) -> Any:
-        return nests.to_columns(dict(self._source[indices.tolist()]))
+        return nests.to_columns(dict(self.source[indices.tolist()]))

@@ -1,6 +1,6 @@
-"""Sharing a dataset among workers: every row seen once by all of them together.
+"""Shares of a dataset for workers: together they see every row once.
 
-A pure rewriting of pipelines: the worker's share of a dataset is a dataset.
+Pure functions that rewrite pipelines: the share of a worker is a pipeline too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from stratagem._data.transforms import ShardNode
 from stratagem.errors import NotFoundError, ShardingError
 
 SHARED_SEED: Final = 0x5747_5241
-"""Base seed of unseeded shuffles when every worker reads everything and keeps its share: all must
-see one order, or rows would be lost. The orders still differ from epoch to epoch."""
+"""Base seed of unseeded shuffles if every worker reads everything and keeps its share. All workers must see one
+order, or rows would be lost. The orders still differ from epoch to epoch."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """One worker's share of a dataset.
+    """Share of one worker.
 
     Attributes:
-        node: the pipeline that yields it.
-        policy: the policy in force, AUTO resolved.
+        node: pipeline that yields the share.
+        policy: policy in force, with AUTO resolved.
         one_order: whether the workers must agree on the orders of unseeded shuffles.
     """
 
@@ -39,7 +39,7 @@ class Share:
 
 
 def share(node: Node, policy: AutoShardPolicy, *, num_workers: int, index: int) -> Share:
-    """The share of worker `index` of `num_workers`.
+    """Return the share of worker `index` of `num_workers`.
 
     Raises:
         NotFoundError: FILE for a dataset that reads no files (INP-31).
@@ -66,11 +66,11 @@ def share(node: Node, policy: AutoShardPolicy, *, num_workers: int, index: int) 
 
 
 def _choose(node: Node, num_workers: int) -> AutoShardPolicy:
-    """AUTO: by file where that gives every row once, else by data."""
+    """Resolve AUTO: by file if that gives every row once, else by data."""
     sources = [each for each in _walk(node) if not each.inputs]
     if not all(isinstance(source, FileSource) for source in sources):
         return AutoShardPolicy.DATA
-    # Such as take(): ten rows of every worker's files are not ten rows of the dataset.
+    # A step such as take(): ten rows of every worker's files are not ten rows of the dataset.
     if not all(each.keeps_rows for each in _walk(node) if each.inputs):
         return AutoShardPolicy.DATA
     fewest = min(len(source.files) for source in sources if isinstance(source, FileSource))
@@ -78,7 +78,7 @@ def _choose(node: Node, num_workers: int) -> AutoShardPolicy:
         warnings.warn(
             f"the dataset reads {fewest} file(s), fewer than its {num_workers} workers, so it is "
             "shared by data instead of by file: every worker reads everything and keeps its share. "
-            "Write more files, or set AutoShardPolicy.DATA to say that this is meant.",
+            "Write more files, or set AutoShardPolicy.DATA to confirm.",
             stacklevel=2,
         )
         return AutoShardPolicy.DATA

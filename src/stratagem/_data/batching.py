@@ -1,30 +1,59 @@
-"""Batch and unbatch: rows to batches, and back."""
+"""Batch and unbatch: rows to batches and back."""
 
 from __future__ import annotations
 
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, cast, final
 
 from typing_extensions import override
 
-from stratagem._data import indexing, nests, specs
-from stratagem._data.node import END, UNKNOWN, Cursor, CursorContext, Node, State, Step, StepCursor
+from stratagem._data import nests, specs
+from stratagem._data.cursor import END, CursorContext, StepCursor
+from stratagem._data.node import UNKNOWN, Step
+from stratagem._data.row_numbers import RowsCursor
 
 
 @final
+class BatchCursor(StepCursor["BatchNode"]):
+    """Stacks elements; over an in-memory source it gathers whole batches by row number."""
+
+    def __init__(self, node: BatchNode, context: CursorContext) -> None:
+        super().__init__(node, context)
+        fused = context.run.fuse and isinstance(self._child, RowsCursor)
+        self._rows = cast("RowsCursor", self._child) if fused else None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether batches are gathered by row number."""
+        return self._rows is not None
+
+    @override
+    def next(self) -> Any:
+        if self._rows is not None:
+            batch, found = self._rows.take_batch(self._node.size)
+            return END if self._too_few(found) else batch
+        elements = self._child.take(self._node.size)
+        return END if self._too_few(len(elements)) else nests.stack(elements)
+
+    def _too_few(self, found: int) -> bool:
+        return found == 0 or (self._node.drop_remainder and found < self._node.size)
+
+    @override
+    def skip(self, count: int) -> int:
+        for done in range(count):
+            if self._too_few(self._child.skip(self._node.size)):
+                return done
+        return count
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class BatchNode(Step):
     """`size` consecutive elements stacked; the last batch may be smaller."""
 
-    def __init__(self, input: Node, size: int, drop_remainder: bool) -> None:
-        super().__init__(input)
-        self.size = size
-        self.drop_remainder = drop_remainder
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        fused = indexing.open_rows(self.input, frame.child()) if frame.run.fuse else None
-        if fused is not None:
-            return FusedBatchCursor(fused, self.size, self.drop_remainder)
-        return BatchCursor(self.input.open(frame.child()), self.size, self.drop_remainder)
+    CURSOR = BatchCursor
+    size: int
+    drop_remainder: bool
 
     @override
     def cardinality(self) -> int:
@@ -48,75 +77,40 @@ class BatchNode(Step):
     @property
     @override
     def keeps_rows(self) -> bool:
-        # A remainder dropped by each worker would be more than the one the user agreed to.
+        # If every worker dropped a remainder, more rows would be lost than the user agreed to.
         return not self.drop_remainder
 
 
 @final
-class BatchCursor(StepCursor):
-    """Pulls elements one by one."""
+class UnbatchCursor(StepCursor["UnbatchNode"]):
+    """Yields the rows of one batch after the other; the state holds the current batch."""
 
-    def __init__(self, child: Cursor, size: int, drop_remainder: bool) -> None:
-        super().__init__(child)
-        self._size = size
-        self._drop = drop_remainder
+    KEPT = ("batch", "rows", "row")
+    _batch: Any = None
+    _rows = 0  # rows of the current batch
+    _row = 0  # next of them
 
     @override
     def next(self) -> Any:
-        elements: list[Any] = []
-        while len(elements) < self._size:
+        while self._row >= self._rows:
+            self._batch, self._rows = None, 0
             element = self._child.next()
             if element is END:
-                if self._drop or not elements:
-                    return END
-                break
-            elements.append(element)
-        return nests.stack(elements)
+                return END
+            self._rows = nests.count_rows(element, what="the element given to unbatch()")
+            self._batch, self._row = element, 0
+        self._row += 1
+        return nests.row(self._batch, self._row - 1)
 
 
 @final
-class FusedBatchCursor(Cursor):
-    """Whole batches by index arithmetic: row numbers first, then one gather per leaf."""
-
-    def __init__(self, rows: indexing.Rows, size: int, drop_remainder: bool) -> None:
-        self._rows = rows
-        self._size = size
-        self._drop = drop_remainder
-
-    @override
-    def next(self) -> Any:
-        indices = self._rows.numbers.take(self._size)
-        if len(indices) == 0 or (self._drop and len(indices) < self._size):
-            return END
-        return self._rows.gather(indices)
-
-    @override
-    def skip(self, count: int) -> int:
-        for done in range(count):
-            found = len(self._rows.numbers.take(self._size))
-            if found == 0 or (self._drop and found < self._size):
-                return done
-        return count
-
-    @override
-    def state(self) -> State:
-        return {"rows": self._rows.numbers.state()}
-
-    @override
-    def restore(self, state: State) -> None:
-        self._rows.numbers.restore(state["rows"])
-
-
-@final
+@dataclass(frozen=True, eq=False)
 class UnbatchNode(Step):
-    """The rows of each element, one by one."""
+    """Rows of each element, one by one."""
 
+    CURSOR = UnbatchCursor
     keeps_rows = True
     rows_vary = False
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return UnbatchCursor(self.input.open(frame.child()))
 
     @override
     def cardinality(self) -> int:
@@ -126,39 +120,3 @@ class UnbatchNode(Step):
     def spec(self) -> Any:
         spec = self.input.spec()
         return None if spec is None else specs.of_rows(spec)
-
-
-@final
-class UnbatchCursor(StepCursor):
-    """Holds the batch it is in; so does its state."""
-
-    def __init__(self, child: Cursor) -> None:
-        super().__init__(child)
-        self._batch: Any = None
-        self._rows = 0
-        self._row = 0
-
-    @override
-    def next(self) -> Any:
-        while self._row >= self._rows:
-            self._batch = None
-            element = self._child.next()
-            if element is END:
-                return END
-            self._begin(element, 0)
-        self._row += 1
-        return nests.row(self._batch, self._row - 1)
-
-    def _begin(self, batch: Any, row: int) -> None:
-        self._rows = nests.count_rows(batch, what="the element given to unbatch()")
-        self._batch, self._row = batch, row
-
-    @override
-    def state(self) -> State:
-        return {**super().state(), "batch": self._batch, "row": self._row}
-
-    @override
-    def restore(self, state: State) -> None:
-        if state["batch"] is not None:
-            self._begin(state["batch"], state["row"])
-        super().restore(state)

@@ -1,9 +1,9 @@
-"""Calling the user's functions: arguments, randomness, errors.
+"""Calls of user functions: arguments, random numbers, errors.
 
-A function given to `map`, `filter` or `interleave` gets a tuple's items as its arguments, and an
-`ElementRng` if it has a parameter named ``rng``. While it runs, torch's own random functions draw
-from that element's generator too: threads share torch's global generator, and the training step
-uses it, so neither seeding nor locking it from here could be right.
+A function given to `map`, `filter` or `interleave` gets a tuple's items as its arguments, and an `ElementRng`
+if it has a parameter named ``rng``. While the function runs, torch's random functions draw from the element's
+generator too. Threads and the training step share torch's global generator, so the pipeline can neither seed
+nor lock it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from stratagem._data.seeds import ElementRng
 
 
 def element_randomness(rng: ElementRng) -> AbstractContextManager[None]:
-    """While open, torch's random operators on the CPU draw from the element's generator.
-
-    In this thread only; an accelerator has generators of its own.
-    """
+    """Let torch's random operators on the CPU draw from an element's generator, in this thread."""
     return Drawing(lambda device: rng.torch if device.type == "cpu" else None)
 
 
 @final
 class UserFunction:
-    """A user's function and the verb it was given to."""
+    """Function of a user, and the verb of `Dataset` that it was given to."""
 
     def __init__(self, fn: Callable[..., Any], verb: str) -> None:
         if not callable(fn):
@@ -39,7 +36,7 @@ class UserFunction:
         self.takes_rng = _has_rng(fn)
 
     def call(self, element: Any, *, number: int, seed: int) -> Any:
-        """Run it on one element; `number` is for the message, `seed` for its randomness."""
+        """Call the function on one element; `number` is used in error messages."""
         rng = ElementRng(seed)
         arguments = element if type(element) is tuple else (element,)
         try:

@@ -1,8 +1,12 @@
-"""Steps with several inputs: zip, concatenate, interleave."""
+"""Steps with several inputs, and steps that group elements for replicas.
+
+zip, concatenate and interleave are verbs of `Dataset`. `ConsecutiveNode` and `SideBySideNode` make the steps of
+`distribute_datasets_from_function`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,35 +14,51 @@ from typing_extensions import override
 
 from stratagem._data import nests
 from stratagem._data.calling import UserFunction
-from stratagem._data.node import (
-    END,
-    INFINITE,
-    UNKNOWN,
-    ChainCursor,
-    Cursor,
-    CursorContext,
-    Join,
-    JoinCursor,
-    Node,
-    State,
-    Step,
-    StepCursor,
-)
+from stratagem._data.cursor import END, ChainCursor, Cursor, CursorContext, State, StepCursor
+from stratagem._data.node import INFINITE, UNKNOWN, Join, Node, Step
 from stratagem._data.parallel import PrefetchNode
 from stratagem._data.seeds import mix
 
 
 @final
-class ZipNode(Join):
-    """Elements side by side, in the nest the datasets were given in; ends with the shortest."""
+class ZipCursor(StepCursor["ZipNode"]):
+    """Reads one element of each input; ends when one input ends."""
 
-    def __init__(self, inputs: Sequence[Node], structure: Any) -> None:
-        super().__init__(inputs)
-        self._structure = structure  # the nest, with input numbers for leaves
+    KEPT = ("ended",)
+    _ended = False
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return ZipCursor(self._open_inputs(frame), self._structure)
+    def next(self) -> Any:
+        elements: list[Any] = []
+        for child in () if self._ended else self._children:
+            element = child.next()
+            if element is END:
+                self._ended = True
+                self.close()
+                break
+            elements.append(element)
+        if self._ended:
+            return END
+        return nests.map_leaves(lambda place: elements[place], self._node.structure)
+
+    @override
+    def restore(self, state: State) -> None:
+        self._ended = state["ended"]
+        if not self._ended:  # a known end needs no reading
+            super().restore(state)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ZipNode(Join):
+    """Elements side by side, in the nest of the datasets; ends with the shortest.
+
+    Attributes:
+        structure: the nest, with input numbers as leaves.
+    """
+
+    CURSOR = ZipCursor
+    structure: Any
 
     @override
     def cardinality(self) -> int:
@@ -51,54 +71,32 @@ class ZipNode(Join):
 
     @override
     def spec(self) -> Any:
-        found = [node.spec() for node in self._inputs]
+        found = [node.spec() for node in self.members]
         if any(spec is None for spec in found):
             return None
-        return nests.map_leaves(lambda place: found[place], self._structure)
+        return nests.map_leaves(lambda place: found[place], self.structure)
 
 
 @final
-class ZipCursor(JoinCursor):
-    """One from each; the end of one is the end."""
-
-    KEPT = ("ended",)
-
-    def __init__(self, cursors: Sequence[Cursor], structure: Any) -> None:
-        super().__init__(cursors)
-        self._structure = structure
-        self._ended = False
+class ConcatenateCursor(ChainCursor["ConcatenateNode"]):
+    """Opens each input when the one before it has ended."""
 
     @override
-    def next(self) -> Any:
-        if self._ended:
-            return END
-        elements = []
-        for cursor in self._cursors:
-            element = cursor.next()
-            if element is END:
-                self._ended = True
-                self.close()
-                return END
-            elements.append(element)
-        return nests.map_leaves(lambda place: elements[place], self._structure)
+    def _open_at(self, place: int) -> Cursor:
+        return self._node.members[place].open(self._context.child(place))
 
     @override
-    def restore(self, state: State) -> None:
-        if state["ended"]:  # nothing is read again for an end that is known
-            self._ended = True
-        else:
-            super().restore(state)
+    def _ends_before(self, place: int) -> bool:
+        return place == len(self._node.members)
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class ConcatenateNode(Join):
-    """One after the other."""
+    """Inputs one after the other."""
 
+    CURSOR = ConcatenateCursor
     keeps_rows = True
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return ConcatenateCursor(self._inputs, frame)
 
     @override
     def cardinality(self) -> int:
@@ -109,81 +107,14 @@ class ConcatenateNode(Join):
 
     @override
     def spec(self) -> Any:
-        first = self._inputs[0].spec()
-        same = all(node.spec() == first for node in self._inputs)
+        first = self.members[0].spec()
+        same = all(node.spec() == first for node in self.members)
         return first if same else None
 
 
-@final
-class ConcatenateCursor(ChainCursor):
-    """Opens each input when the one before has ended."""
-
-    KEPT = ("place",)
-
-    def __init__(self, inputs: tuple[Node, ...], frame: CursorContext) -> None:
-        self._inputs = inputs
-        self._frame = frame
-        self._place = 0
-
-    @override
-    def _open(self) -> Cursor:
-        return self._inputs[self._place].open(self._frame.child(self._place))
-
-    @override
-    def next(self) -> Any:
-        while self._place < len(self._inputs):
-            if self._child is None:
-                self._child = self._open()
-            element = self._child.next()
-            if element is not END:
-                return element
-            self.close()
-            self._place += 1
-        return END
-
-
-@dataclass(frozen=True, slots=True)
-class InterleavePlan:
-    """How `interleave` takes turns.
-
-    Attributes:
-        function: makes a dataset of an element.
-        node_of: turns what the function returned into a node.
-        cycle_length: how many of these datasets are open at a time.
-        block_length: how many elements one gives before it is the next one's turn.
-        ahead: how many elements of each are read ahead, in a thread each.
-    """
-
-    function: UserFunction
-    node_of: Callable[[Any], Node]
-    cycle_length: int
-    block_length: int
-    ahead: int
-
-
-@final
-class InterleaveNode(Step):
-    """Elements of datasets made from its elements, taking turns."""
-
-    keeps_rows = True
-    wants_seed = True  # what its function makes is not known yet
-
-    def __init__(self, input: Node, plan: InterleavePlan) -> None:
-        super().__init__(input)
-        self._plan = plan
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return InterleaveCursor(self.input.open(frame.child()), self._plan, frame)
-
-    @override
-    def cardinality(self) -> int:
-        return 0 if self.input.cardinality() == 0 else UNKNOWN
-
-
 @dataclass(slots=True)
-class _Slot:
-    """One open dataset: the element it was made of, its number, and its cursor."""
+class _OpenDataset:
+    """Dataset that `interleave` reads: the element it was made of, its number, its cursor."""
 
     element: Any
     number: int
@@ -191,29 +122,26 @@ class _Slot:
 
 
 @final
-class InterleaveCursor(StepCursor):
-    """`cycle_length` slots; an ended one is refilled when its turn comes."""
+class InterleaveCursor(StepCursor["InterleaveNode"]):
+    """Reads `cycle_length` datasets in turn; replaces an ended one when its turn comes."""
 
     KEPT = ("turn", "given", "opened", "ended")
+    _turn = 0
+    _given = 0  # elements yielded in this turn
+    _opened = 0
+    _ended = False
 
-    def __init__(self, child: Cursor, plan: InterleavePlan, frame: CursorContext) -> None:
-        super().__init__(child)
-        self._plan = plan
-        self._frame = frame
-        self._slots: list[_Slot | None] = [None] * plan.cycle_length
-        self._turn = 0
-        self._given = 0  # elements given in this turn
-        self._opened = 0
-        self._ended = False
+    def __init__(self, node: InterleaveNode, context: CursorContext) -> None:
+        super().__init__(node, context)
+        self._slots: list[_OpenDataset | None] = [None] * node.cycle_length
 
-    def _open(self, element: Any, number: int) -> _Slot:
-        plan = self._plan
-        frame = self._frame.child(number + 1)
-        seed = mix(frame.seed(None), number)
-        node = plan.node_of(plan.function.call(element, number=number, seed=seed))
-        if plan.ahead:
-            node = PrefetchNode(node, plan.ahead)
-        return _Slot(element, number, node.open(frame))
+    def _open(self, element: Any, number: int) -> _OpenDataset:
+        node, context = self._node, self._context.child(number + 1)
+        seed = mix(context.seed(None), number)
+        made = node.node_of(node.function.call(element, number=number, seed=seed))
+        if node.ahead:
+            made = PrefetchNode(made, node.ahead)
+        return _OpenDataset(element, number, made.open(context))
 
     def _next_turn(self) -> None:
         self._turn = (self._turn + 1) % len(self._slots)
@@ -236,12 +164,12 @@ class InterleaveCursor(StepCursor):
                 self._next_turn()
                 continue
             self._given += 1
-            if self._given == self._plan.block_length:
+            if self._given == self._node.block_length:
                 self._next_turn()
             return element
         return END
 
-    def _refill(self) -> _Slot | None:
+    def _refill(self) -> _OpenDataset | None:
         element = END if self._ended else self._child.next()
         if element is END:
             self._ended = True
@@ -253,22 +181,17 @@ class InterleaveCursor(StepCursor):
 
     @override
     def state(self) -> State:
-        slots = [
-            None
-            if slot is None
-            else {"element": slot.element, "number": slot.number, "child": slot.cursor.state()}
-            for slot in self._slots
-        ]
+        slots = [slot and (slot.element, slot.number, slot.cursor.state()) for slot in self._slots]
         return {**super().state(), "slots": slots}
 
     @override
     def restore(self, state: State) -> None:
+        super().restore(state)
         for place, saved in enumerate(state["slots"]):
             if saved is not None:
-                slot = self._open(saved["element"], saved["number"])
-                slot.cursor.restore(saved["child"])
-                self._slots[place] = slot
-        super().restore(state)
+                element, number, position = saved
+                slot = self._slots[place] = self._open(element, number)
+                slot.cursor.restore(position)
 
     @override
     def close(self) -> None:
@@ -276,3 +199,80 @@ class InterleaveCursor(StepCursor):
             if slot is not None:
                 slot.cursor.close()
         super().close()
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class InterleaveNode(Step):
+    """Elements of datasets that a function makes of the input's elements, in turn.
+
+    Attributes:
+        function: makes a dataset of an element.
+        node_of: returns the node of what the function returned.
+        cycle_length: how many datasets are open at a time.
+        block_length: how many elements a dataset yields per turn.
+        ahead: how many elements of each open dataset a thread reads ahead; 0 for no thread.
+    """
+
+    CURSOR = InterleaveCursor
+    keeps_rows = True
+    wants_seed = True  # the datasets are not known yet
+    function: UserFunction
+    node_of: Callable[[Any], Node]
+    cycle_length: int
+    block_length: int
+    ahead: int
+
+    @override
+    def cardinality(self) -> int:
+        return 0 if self.input.cardinality() == 0 else UNKNOWN
+
+
+@final
+class ConsecutiveCursor(StepCursor["ConsecutiveNode"]):
+    """Groups elements."""
+
+    @override
+    def next(self) -> Any:
+        return self._child.take(self._node.replicas) or END
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ConsecutiveNode(Step):
+    """Lists of `replicas` consecutive elements; the last list may be shorter."""
+
+    CURSOR = ConsecutiveCursor
+    replicas: int
+
+    @override
+    def cardinality(self) -> int:
+        size = self.input.cardinality()
+        return size if size < 0 else -(-size // self.replicas)
+
+
+@final
+class SideBySideCursor(StepCursor["SideBySideNode"]):
+    """Ends when all inputs have ended."""
+
+    @override
+    def next(self) -> Any:
+        row = [child.next() for child in self._children]
+        if all(element is END for element in row):
+            return END
+        return [None if element is END else element for element in row]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SideBySideNode(Join):
+    """Lists with one element of each input; ``None`` for an input that has ended."""
+
+    CURSOR = SideBySideCursor
+
+    @override
+    def cardinality(self) -> int:
+        sizes = self._sizes()
+        if INFINITE in sizes:
+            return INFINITE
+        return UNKNOWN if UNKNOWN in sizes else max(sizes)

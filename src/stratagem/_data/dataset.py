@@ -1,7 +1,7 @@
-"""`Dataset`: a lazy pipeline with tf.data's verbs.
+"""`Dataset`: a lazy pipeline with the verbs of tf.data.
 
-A dataset is a description; nothing is read before it is iterated, and each `iter()` is a new pass (an
-epoch). The steps live in the other files of this room; here are their names, arguments and checks.
+A dataset is a description. Nothing is read before it is iterated, and each `iter()` is a new epoch. This module
+has the transformations with their arguments and checks; `dataset_sources.py` has the sources.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+import torch
 from typing_extensions import override
 
 from stratagem._data import adapters, nests, specs
 from stratagem._data.batching import BatchNode, UnbatchNode
 from stratagem._data.calling import UserFunction
-from stratagem._data.combining import ConcatenateNode, InterleaveNode, InterleavePlan, ZipNode
-from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand
-from stratagem._data.iteration import DatasetIterator, Passes, Playback, outline
+from stratagem._data.combining import ConcatenateNode, InterleaveNode, ZipNode
+from stratagem._data.dataset_sources import DatasetSources
+from stratagem._data.iteration import DatasetIterator, EpochCounter, EpochReader, outline
 from stratagem._data.node import INFINITE, UNKNOWN, Node
 from stratagem._data.options import SHARD_HINT, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE, FilterNode, MapNode, PrefetchNode
-from stratagem._data.readers import Reader, reader_for
 from stratagem._data.shuffling import CacheNode, ShuffleNode
-from stratagem._data.sources import GeneratorNode, RangeNode, SlicesNode, TensorsNode
 from stratagem._data.transforms import (
     EnumerateNode,
     OptionsNode,
@@ -37,11 +36,11 @@ from stratagem.errors import DataError
 
 
 @final
-class Dataset:
-    """A lazy pipeline of elements: nests of tensors.
+class Dataset(DatasetSources):
+    """Lazy pipeline of elements: nests of tensors.
 
-    Each method returns a new dataset; the old one stays as it was. Functions get a tuple's items as
-    separate arguments, and an `ElementRng` if they have a parameter named ``rng``.
+    Each method returns a new dataset and leaves this one unchanged. A function given to a method gets a
+    tuple's items as separate arguments, and an `ElementRng` if it has a parameter named ``rng``.
 
     Example:
         >>> import stratagem as sg
@@ -57,92 +56,8 @@ class Dataset:
                 f".from_files(...), or sg.data.as_dataset({node!r:.40})."
             )
         self.node = node
-        self._passes = Passes()
+        self._epochs = EpochCounter()
         self._peeked: Any = None
-
-    # --- sources ------------------------------------------------------------------------------
-
-    @staticmethod
-    def range(*args: int) -> Dataset:
-        """Integers, with the arguments of Python's `range`.
-
-        Example:
-            >>> import stratagem as sg
-            >>> [int(x) for x in sg.data.Dataset.range(1, 6, 2)]
-            [1, 3, 5]
-        """
-        return Dataset(RangeNode(builtins.range(*map(operator.index, args))))
-
-    @staticmethod
-    def from_tensors(tensors: Any) -> Dataset:
-        """One element: the nest itself.
-
-        Example:
-            >>> import stratagem as sg
-            >>> list(sg.data.Dataset.from_tensors([1, 2]))
-            [tensor([1, 2])]
-        """
-        return Dataset(TensorsNode(tensors))
-
-    @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset:
-        """The rows of a nest of arrays, tensors or lists of one length; lists are stacked.
-
-        Example:
-            >>> import stratagem as sg
-            >>> list(sg.data.Dataset.from_tensor_slices({"x": [1, 2], "y": [3, 4]}))
-            [{'x': tensor(1), 'y': tensor(3)}, {'x': tensor(2), 'y': tensor(4)}]
-        """
-        return Dataset(SlicesNode(tensors))
-
-    @staticmethod
-    def from_generator(generator: Callable[..., Any], args: tuple[Any, ...] = ()) -> Dataset:
-        """What the iterable returned by ``generator(*args)`` yields; called anew each pass.
-
-        Example:
-            >>> import stratagem as sg
-            >>> def squares(n):
-            ...     yield from (i * i for i in range(n))
-            >>> [int(x) for x in sg.data.Dataset.from_generator(squares, args=(4,))]
-            [0, 1, 4, 9]
-        """
-        return Dataset(GeneratorNode(generator, tuple(args)))
-
-    @staticmethod
-    def list_files(patterns: Any) -> Dataset:
-        """Paths, or what patterns match (sorted), as text; see `from_files` to read them.
-
-        Example:
-            >>> import stratagem as sg
-            >>> list(sg.data.Dataset.list_files(["b.txt", "a.txt"]))
-            ['b.txt', 'a.txt']
-        """
-        return Dataset(ListFilesNode(expand(patterns)))
-
-    @staticmethod
-    def from_files(
-        patterns: Any, reader: Reader | str | None = None, *, on_error: OnError = "raise"
-    ) -> Dataset:
-        r"""The records of files, in order.
-
-        Args:
-            patterns: a path or pattern, or a list of them.
-            reader: a `Reader`, or "lines", "csv", "numpy", "parquet", "tfrecord"; by default what
-                the names end in tells.
-            on_error: "raise", or "skip" to pass over unreadable records and files: the iterator's
-                ``skipped`` lists them, and a warning at the end counts them.
-
-        Example:
-            >>> import stratagem as sg, pathlib, tempfile
-            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.csv")
-            >>> _ = path.write_text("x\n1\nbad\n3\n")
-            >>> [int(r["x"]) for r in sg.data.Dataset.from_files(path).take(1)]
-            [1]
-        """
-        paths = expand(patterns)
-        return Dataset(FilesNode(paths, reader_for(reader, paths), on_error))
-
-    # --- transformations ----------------------------------------------------------------------
 
     def map(
         self,
@@ -151,15 +66,15 @@ class Dataset:
         *,
         seed: int | None = None,
     ) -> Dataset:
-        """Apply a function to each element; order is kept.
+        """Apply a function to each element; keep the order.
 
-        Randomness in it is seeded per element and epoch: torch's random functions by themselves,
-        others through a parameter named ``rng``. The elements do not depend on the threads.
+        Random numbers in the function are seeded per element and epoch: torch's random functions by
+        themselves, others through a parameter named ``rng``. The elements do not depend on the threads.
 
         Args:
             map_func: gets an element (a tuple's items as arguments), returns an element.
-            num_parallel_calls: threads; `AUTOTUNE` for one per core; none by default.
-            seed: of its randomness; by default the dataset's own.
+            num_parallel_calls: number of threads; `AUTOTUNE` for one per core; none by default.
+            seed: seed of the function's random numbers; by default the dataset's own.
 
         Example:
             >>> import stratagem as sg
@@ -168,17 +83,17 @@ class Dataset:
         """
         parallel = 0 if num_parallel_calls is None else num_parallel_calls
         _check("num_parallel_calls", parallel, least=0, also=AUTOTUNE)
-        return Dataset(MapNode(self.node, UserFunction(map_func, "map"), parallel, seed))
+        return Dataset(MapNode(self.node, seed, UserFunction(map_func, "map"), parallel))
 
     def filter(self, predicate: Callable[..., Any], *, seed: int | None = None) -> Dataset:
-        """Keep the elements a function answers true to.
+        """Keep the elements for which a function returns true.
 
         Example:
             >>> import stratagem as sg
             >>> [int(x) for x in sg.data.Dataset.range(5).filter(lambda x: x % 2 == 0)]
             [0, 2, 4]
         """
-        return Dataset(FilterNode(self.node, UserFunction(predicate, "filter"), seed))
+        return Dataset(FilterNode(self.node, seed, UserFunction(predicate, "filter")))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stack consecutive elements; the last batch is smaller, or dropped.
@@ -192,7 +107,7 @@ class Dataset:
         return Dataset(BatchNode(self.node, batch_size, drop_remainder))
 
     def unbatch(self) -> Dataset:
-        """The rows of each element.
+        """Split each element into its rows.
 
         Example:
             >>> import stratagem as sg
@@ -207,15 +122,15 @@ class Dataset:
         seed: int | None = None,
         reshuffle_each_iteration: bool = True,
     ) -> Dataset:
-        """Random order, another one each epoch.
+        """Put the elements in random order, another one each epoch.
 
         Args:
-            buffer_size: elements to choose from at a time; `None` shuffles everything.
-            seed: of the orders; by default the dataset's own, from torch's generator.
+            buffer_size: number of elements to choose from at a time; `None` shuffles everything.
+            seed: seed of the orders; by default the dataset's own, from torch's generator.
             reshuffle_each_iteration: False keeps one order for all epochs.
 
         Raises:
-            ValueError: no buffer size for a dataset without end.
+            ValueError: the dataset has no end and no buffer size is given.
 
         Example:
             >>> import stratagem as sg
@@ -227,7 +142,7 @@ class Dataset:
         return Dataset(ShuffleNode(self.node, buffer_size, seed, reshuffle_each_iteration))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """So many passes, each an epoch; without end for `None` or -1.
+        """Repeat the dataset `count` times, each time as a new epoch; without end for `None` or -1.
 
         Example:
             >>> import stratagem as sg
@@ -239,7 +154,7 @@ class Dataset:
         return Dataset(RepeatNode(self.node, None if count == -1 else count))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Elements index, index + num_shards, …; `SHARD_HINT` twice leaves both to the cluster.
+        """Keep elements index, index + num_shards, …; `SHARD_HINT` for both lets the cluster choose.
 
         Example:
             >>> import stratagem as sg
@@ -254,7 +169,7 @@ class Dataset:
         return Dataset(ShardNode(self.node, num_shards, index))
 
     def take(self, count: int) -> Dataset:
-        """The first elements; all for -1.
+        """Keep the first `count` elements; all for -1.
 
         Example:
             >>> import stratagem as sg
@@ -265,7 +180,7 @@ class Dataset:
         return Dataset(TakeNode(self.node, count))
 
     def skip(self, count: int) -> Dataset:
-        """All but the first elements; none for -1.
+        """Drop the first `count` elements; all for -1.
 
         Example:
             >>> import stratagem as sg
@@ -277,7 +192,7 @@ class Dataset:
 
     @staticmethod
     def zip(*datasets: Any) -> Dataset:
-        """Elements side by side, in the nest the datasets come in; ends with the shortest.
+        """Put elements side by side, in the nest of the datasets; end with the shortest dataset.
 
         Example:
             >>> import stratagem as sg
@@ -294,10 +209,10 @@ class Dataset:
                 )
         numbers = iter(builtins.range(len(found)))
         structure = nests.map_leaves(lambda _: next(numbers), nest)
-        return Dataset(ZipNode([dataset.node for dataset in found], structure))
+        return Dataset(ZipNode(tuple(dataset.node for dataset in found), structure))
 
     def concatenate(self, dataset: Dataset) -> Dataset:
-        """This one, then another.
+        """Append another dataset.
 
         Example:
             >>> import stratagem as sg
@@ -305,7 +220,7 @@ class Dataset:
             >>> [int(x) for x in one.concatenate(one)]
             [0, 1, 0, 1]
         """
-        return Dataset(ConcatenateNode([self.node, as_dataset(dataset).node]))
+        return Dataset(ConcatenateNode((self.node, as_dataset(dataset).node)))
 
     def interleave(
         self,
@@ -314,14 +229,14 @@ class Dataset:
         block_length: int = 1,
         num_parallel_calls: int | None = None,
     ) -> Dataset:
-        """Datasets made of the elements, taking turns.
+        """Make a dataset of each element and read several of these datasets in turn.
 
         Args:
             map_func: gets an element, returns a dataset.
-            cycle_length: how many are open at a time.
-            block_length: how many elements each gives per turn.
-            num_parallel_calls: anything but `None`, 0 and 1 reads each open one ahead in a thread
-                of its own; the order stays the same.
+            cycle_length: how many datasets are open at a time.
+            block_length: how many elements a dataset yields per turn.
+            num_parallel_calls: with a value other than `None`, 0 and 1, a thread per open dataset reads
+                ahead; the order stays the same.
 
         Example:
             >>> import stratagem as sg
@@ -334,11 +249,12 @@ class Dataset:
         _check("block_length", block_length, least=1)
         ahead = 0 if num_parallel_calls in (None, 0, 1) else 2
         function = UserFunction(map_func, "interleave")
-        plan = InterleavePlan(function, _inner_node, cycle_length, block_length, ahead)
-        return Dataset(InterleaveNode(self.node, plan))
+        return Dataset(
+            InterleaveNode(self.node, function, _inner_node, cycle_length, block_length, ahead)
+        )
 
     def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
-        """Datasets made of the elements, one after the other.
+        """Make a dataset of each element and read these datasets one after the other.
 
         Example:
             >>> import stratagem as sg
@@ -361,7 +277,7 @@ class Dataset:
         return Dataset(PrefetchNode(self.node, size))
 
     def cache(self) -> Dataset:
-        """Keep the elements in memory: later passes yield what the first one saw.
+        """Keep the elements in memory: later epochs yield the elements of the first one.
 
         Example:
             >>> import stratagem as sg
@@ -373,7 +289,7 @@ class Dataset:
         return Dataset(CacheNode(self.node))
 
     def enumerate(self, start: int = 0) -> Dataset:
-        """Pairs (number, element).
+        """Number the elements: pairs (number, element).
 
         Example:
             >>> import stratagem as sg
@@ -383,7 +299,7 @@ class Dataset:
         return Dataset(EnumerateNode(self.node, operator.index(start)))
 
     def apply(self, transformation: Callable[[Dataset], Any]) -> Dataset:
-        """``transformation(self)``, so that one's own steps read like the others.
+        """Return ``transformation(self)``, so that your own steps read like the others.
 
         Example:
             >>> import stratagem as sg
@@ -393,7 +309,7 @@ class Dataset:
         return as_dataset(transformation(self))
 
     def with_options(self, options: Options | DistributeOptions) -> Dataset:
-        """The same elements, with options on how workers share them.
+        """Attach options that say how workers share the dataset.
 
         Example:
             >>> import stratagem as sg
@@ -409,15 +325,18 @@ class Dataset:
             )
         return Dataset(OptionsNode(self.node, options))
 
-    # --- questions ----------------------------------------------------------------------------
-
     @property
     def options(self) -> Options:
-        """The options attached last, or the defaults."""
-        return find_options(self.node)
+        """Options attached last, or the defaults."""
+        node = self.node
+        while not isinstance(node, OptionsNode):
+            if len(node.inputs) != 1:
+                return Options()
+            (node,) = node.inputs
+        return node.options
 
     def cardinality(self) -> int:
-        """Number of elements, or `INFINITE`, or `UNKNOWN`.
+        """Return the number of elements, or `INFINITE`, or `UNKNOWN`.
 
         Example:
             >>> import stratagem as sg
@@ -429,7 +348,7 @@ class Dataset:
     def __len__(self) -> int:
         size = self.node.cardinality()
         if size < 0:
-            kind = "has no end" if size == INFINITE else "has a length only reading it tells"
+            kind = "has no end" if size == INFINITE else "must be read to know its length"
             raise TypeError(f"len() of {outline(self.node)}, which {kind}")
         return size
 
@@ -440,10 +359,10 @@ class Dataset:
     def element_spec(self) -> Any:
         """Shapes and dtypes of the elements, as a nest of `TensorSpec`.
 
-        Where only an element tells (after `map`, from files or generators), the first one is read.
+        Reads the first element if nothing else gives them (after `map`, from files or generators).
 
         Raises:
-            DataError: the dataset is empty and nothing else tells.
+            DataError: the dataset is empty, and nothing else gives the shapes.
         """
         spec = self.node.spec()
         if spec is not None:
@@ -453,12 +372,12 @@ class Dataset:
         return self._peeked
 
     def _peek(self) -> Any:
-        passes = Passes(base_seed=0)  # a pass of its own: looking must not count as an epoch
-        with DatasetIterator(Playback(passes.begin(self.node))) as iterator:
+        epochs = EpochCounter(base_seed=0)  # this look is not an epoch of the dataset
+        with DatasetIterator(EpochReader(epochs.begin(self.node))) as iterator:
             for element in iterator:
                 spec = specs.spec_of(element)
                 return specs.first_dimension(spec, None) if self.node.rows_vary else spec
-        raise DataError(f"{self!r} is empty, so its element_spec cannot be told")
+        raise DataError(f"{self!r} is empty, so its element_spec is not known")
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold the elements: ``state = reduce_func(state, element)``.
@@ -474,7 +393,7 @@ class Dataset:
         return state
 
     def as_numpy_iterator(self) -> Iterator[Any]:
-        """Elements with NumPy arrays instead of tensors.
+        """Yield the elements with NumPy arrays instead of tensors.
 
         Example:
             >>> import stratagem as sg
@@ -485,11 +404,11 @@ class Dataset:
             yield nests.map_leaves(_to_numpy, element)
 
     def __iter__(self) -> DatasetIterator:
-        return DatasetIterator(Playback(self._passes.begin(self.node)))
+        return DatasetIterator(EpochReader(self._epochs.begin(self.node)))
 
     @override
     def __reduce__(self) -> Any:
-        return (Dataset, (self.node,))  # passes, seeds and caches stay behind
+        return (Dataset, (self.node,))  # without epochs, seeds and caches
 
     @override
     def __repr__(self) -> str:
@@ -499,7 +418,7 @@ class Dataset:
 
 
 def as_dataset(source: Any) -> Dataset:
-    """A `Dataset` of whatever yields elements: loaders, other libraries' datasets, iterables.
+    """Return a `Dataset` over any object that yields elements: a loader, another dataset, an iterable.
 
     Example:
         >>> import stratagem as sg
@@ -509,23 +428,11 @@ def as_dataset(source: Any) -> Dataset:
     return source if isinstance(source, Dataset) else Dataset(adapters.node_of(source))
 
 
-def find_options(node: Node) -> Options:
-    """The options nearest to the end of a pipeline."""
-    while True:
-        if isinstance(node, OptionsNode):
-            return node.options
-        if len(node.inputs) != 1:
-            return Options()
-        (node,) = node.inputs
-
-
 def _inner_node(made: Any) -> Node:
     return as_dataset(made).node
 
 
 def _to_numpy(leaf: Any) -> Any:
-    import torch
-
     return leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf
 
 

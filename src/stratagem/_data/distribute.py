@@ -1,7 +1,7 @@
-"""Distributing datasets over replicas: the one split rule, devices, reading ahead.
+"""Distribution of datasets over replicas: one split rule, transfer to devices, reading ahead.
 
-Strategies call `distribute_dataset` and `distribute_datasets_from_function`; a worker of a cluster says
-which of how many input pipelines it is. What comes out is iterated by the user and given to ``run``.
+Strategies call `distribute_dataset` and `distribute_datasets_from_function`. A worker of a cluster passes its
+number among the input pipelines. The user iterates the result and passes its elements to ``run``.
 """
 
 from __future__ import annotations
@@ -19,42 +19,35 @@ from stratagem._core.values import PerReplica
 from stratagem._data import autoshard, nests, specs
 from stratagem._data.background import Prefetcher
 from stratagem._data.calling import UserFunction
+from stratagem._data.combining import ConsecutiveNode, SideBySideNode
+from stratagem._data.cursor import END
 from stratagem._data.dataset import Dataset, as_dataset
-from stratagem._data.iteration import (
-    ElementIterator,
-    Pass,
-    Passes,
-    Playback,
-    outline,
-)
-from stratagem._data.node import END, Node
-from stratagem._data.replica_steps import AbreastNode, DealNode
+from stratagem._data.iteration import ElementIterator, Epoch, EpochCounter, EpochReader, outline
+from stratagem._data.node import Node
 from stratagem._data.seeds import mix
-from stratagem._data.transfer import Movers
+from stratagem._data.transfer import DeviceTransfer
 from stratagem._data.transforms import EnumerateNode
 from stratagem.config import InputOptions, InputReplicationMode
 from stratagem.errors import DataError, EndOfData
 
-# Handing a step from thread to thread costs about 100 µs on two busy cores, and takes the GIL from
-# the training step; in-memory pipelines make a step in 80.
+# Passing a step from thread to thread costs about 100 µs on two busy cores, and takes the GIL from the
+# training step. In-memory pipelines make a step in 80 µs.
 _WORTHWHILE_S = 300e-6
-
-Kind = Literal["cut", "deal", "abreast"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How steps become distributed values.
+class DistributionPlan:
+    """How the steps of a pipeline become distributed values.
 
     Attributes:
-        kind: "cut" one element a step, "deal" R consecutive ones, "abreast" one per pipeline.
+        kind: a step is one element to "split", R "consecutive" ones, or one per pipeline "side_by_side".
         devices: one per replica.
-        options: the user's.
-        functions: what `.map` added, applied to each replica's part.
-        base_seed: of unseeded shuffles, where workers must agree; else `None`.
+        options: options of the user.
+        functions: functions of `map`, applied to each replica's part.
+        base_seed: seed of unseeded shuffles if workers must agree on it, else `None`.
     """
 
-    kind: Kind
+    kind: Literal["split", "consecutive", "side_by_side"]
     devices: tuple[torch.device, ...]
     options: InputOptions
     functions: tuple[UserFunction, ...] = ()
@@ -74,14 +67,14 @@ def distribute_dataset(
     num_input_pipelines: int = 1,
     input_pipeline_id: int = 0,
 ) -> DistributedDataset:
-    """A dataset of global batches, cut for the replicas on `devices`.
+    """Return a dataset whose global batches are split for the replicas on `devices`.
 
     Args:
-        dataset: anything `as_dataset` takes.
+        dataset: any source that `as_dataset` takes.
         devices: one per replica.
         options: how parts reach the replicas.
-        num_input_pipelines: workers that share the dataset, by its auto-shard policy.
-        input_pipeline_id: which of them this is.
+        num_input_pipelines: number of workers that share the dataset, by its auto-shard policy.
+        input_pipeline_id: number of this worker.
 
     Raises:
         NotImplementedError: PER_REPLICA, which needs a dataset function (INP-13).
@@ -102,7 +95,8 @@ def distribute_dataset(
         index=input_pipeline_id,
     )
     seed = autoshard.SHARED_SEED if share.one_order and num_input_pipelines > 1 else None
-    return DistributedDataset(share.node, Plan("cut", tuple(devices), options, base_seed=seed))
+    plan = DistributionPlan("split", tuple(devices), options, base_seed=seed)
+    return DistributedDataset(share.node, plan)
 
 
 def distribute_datasets_from_function(
@@ -113,14 +107,14 @@ def distribute_datasets_from_function(
     num_input_pipelines: int = 1,
     input_pipeline_id: int = 0,
 ) -> DistributedDataset:
-    """Per-replica batches from a function: each step takes R consecutive ones.
+    """Return per-replica batches from a function: each step takes R consecutive ones.
 
-    The function is called at once: with the pipeline's `InputContext`, or with PER_REPLICA once
-    for each replica, as pipelines of their own.
+    Calls the function at once, with the `InputContext` of the pipeline; with PER_REPLICA once per replica,
+    each as a pipeline of its own.
 
     Raises:
-        TypeError: it is no function, or returned something that is no dataset.
-        ValueError: options that contradict each other (INP-22).
+        TypeError: `dataset_fn` is not a function, or did not return a dataset.
+        ValueError: options contradict each other (INP-22).
     """
     options = _checked(options)
     if not callable(dataset_fn):
@@ -139,22 +133,18 @@ def distribute_datasets_from_function(
             "on the device need not be fetched there. Set fetch_to_device=False."
         )
     replicas = len(devices)
-    pipelines, first, each = num_input_pipelines, input_pipeline_id, 1
-    if per_replica:
-        pipelines, first, each = pipelines * replicas, first * replicas, replicas
+    each = replicas if per_replica else 1
+    pipelines, first = num_input_pipelines * each, input_pipeline_id * each
     in_sync = num_input_pipelines * replicas
     made = [
-        _made_by(dataset_fn, InputContext(pipelines, first + place, in_sync))
+        _made_by(dataset_fn, InputContext(pipelines, first + place, in_sync)).node
         for place in range(each)
     ]
     if per_replica:
-        return DistributedDataset(
-            AbreastNode([dataset.node for dataset in made]),
-            Plan("abreast", tuple(devices), options),
-        )
-    return DistributedDataset(
-        DealNode(made[0].node, replicas), Plan("deal", tuple(devices), options)
-    )
+        plan = DistributionPlan("side_by_side", tuple(devices), options)
+        return DistributedDataset(SideBySideNode(tuple(made)), plan)
+    plan = DistributionPlan("consecutive", tuple(devices), options)
+    return DistributedDataset(ConsecutiveNode(made[0], replicas), plan)
 
 
 def _made_by(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
@@ -172,12 +162,12 @@ def _checked(options: InputOptions | None) -> InputOptions:
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
-        raise TypeError(f"options={options!r} is no sg.InputOptions")
+        raise TypeError(f"options={options!r} must be an sg.InputOptions")
     return options
 
 
 class Cardinality(int):
-    """A number of elements that is also what calling it returns.
+    """Number of elements that can also be called to return itself.
 
     tf.distribute has ``cardinality`` as a property here and as a method on datasets.
 
@@ -189,17 +179,17 @@ class Cardinality(int):
     __slots__ = ()
 
     def __call__(self) -> int:
-        """The number itself."""
+        """Return the number itself."""
         return int(self)
 
 
 @final
 class DistributedDataset:
-    """Steps for the replicas of a strategy; iterate it, and hand what it yields to ``run``.
+    """Steps for the replicas of a strategy; pass each one to ``run``.
 
-    With one replica elements are those of the dataset. With several each leaf is a `PerReplica`:
-    the batch cut in order into parts whose sizes differ by at most one, larger parts first;
-    a replica without rows gets an empty part.
+    With one replica the steps are the elements of the dataset. With several, each leaf is a `PerReplica`:
+    the batch is split in order into parts whose sizes differ by at most one, larger parts first. A replica
+    without rows gets an empty part.
 
     Example:
         >>> import stratagem as sg
@@ -210,22 +200,22 @@ class DistributedDataset:
         >>> strategy.close()
     """
 
-    def __init__(self, node: Node, plan: Plan) -> None:
+    def __init__(self, node: Node, plan: DistributionPlan) -> None:
         self._node = node
         self._plan = plan
-        self._passes = Passes(base_seed=plan.base_seed)
+        self._epochs = EpochCounter(base_seed=plan.base_seed)
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._begin(self._passes))
+        return DistributedIterator(self._begin(self._epochs))
 
-    def _begin(self, passes: Passes) -> Playback:
+    def _begin(self, epochs: EpochCounter) -> EpochReader:
         plan = self._plan
         node = EnumerateNode(self._node, 0) if plan.functions else self._node
-        return Playback(passes.begin(node), lambda one_pass: _ahead(plan, one_pass))
+        return EpochReader(epochs.begin(node), lambda epoch: _read_ahead(plan, epoch))
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas it feeds."""
+        """Number of replicas."""
         return self._plan.replicas
 
     @property
@@ -244,37 +234,37 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """Shapes and dtypes: the dataset's with one replica, else `PerReplicaSpec` leaves.
+        """Shapes and dtypes: those of the dataset with one replica, else `PerReplicaSpec` leaves.
 
         Raises:
-            DataError: the dataset is empty and nothing else tells.
+            DataError: the dataset is empty, and nothing else gives the shapes.
         """
         plan = self._plan
         if plan.functions:
             return self._peek()
-        if plan.kind == "abreast":
+        if plan.kind == "side_by_side":
             parts = [Dataset(node).element_spec for node in self._node.inputs]
-        elif plan.kind == "deal":
+        elif plan.kind == "consecutive":
             parts = [Dataset(self._node.inputs[0]).element_spec] * plan.replicas
         else:
             spec = Dataset(self._node).element_spec
             parts = [_part_spec(spec, plan.replicas)] * plan.replicas
         if plan.replicas == 1:
             return parts[0]
-        if plan.kind != "cut":  # a last step may be padded with empty parts
+        if plan.kind != "split":  # the last step may have empty parts
             parts = [specs.first_dimension(part, None) for part in parts]
         return nests.zip_leaves(lambda found: specs.PerReplicaSpec(tuple(found)), parts)
 
     def _peek(self) -> Any:
-        with DistributedIterator(self._begin(Passes(base_seed=0))) as iterator:
+        with DistributedIterator(self._begin(EpochCounter(base_seed=0))) as iterator:
             for element in iterator:
                 return nests.map_leaves(_value_spec, element)
-        raise DataError(f"{self!r} is empty, so its element_spec cannot be told")
+        raise DataError(f"{self!r} is empty, so its element_spec is not known")
 
     def map(self, map_func: Callable[..., Any]) -> DistributedDataset:
         """Apply a function to each replica's part, on its device, in the background.
 
-        Its randomness is seeded per step, replica and epoch, as in `Dataset.map`.
+        Random numbers are seeded per step, replica and epoch, as in `Dataset.map`.
 
         Example:
             >>> import stratagem as sg
@@ -303,7 +293,7 @@ class DistributedDataset:
 
 
 def _part_spec(spec: Any, replicas: int) -> Any:
-    """The spec of a part: its rows are known only where every part has as many (INP-6)."""
+    """Return the spec of a part; its rows are known only if all parts have as many (INP-6)."""
     if replicas == 1:
         return spec
 
@@ -321,90 +311,86 @@ def _value_spec(leaf: Any) -> Any:
     return specs.spec_of(leaf)
 
 
-# --- from steps to distributed values ------------------------------------------------------------
-
-
-class _Ready(NamedTuple):
-    """A step on its way to the user: its value, and what to wait for before using it."""
+class _PreparedStep(NamedTuple):
+    """Step for the user, and the copies to wait for before using it."""
 
     value: Any
-    marks: list[tuple[torch.cuda.Stream, torch.cuda.Event]]
+    copies: list[tuple[torch.cuda.Stream, torch.cuda.Event]]
 
 
-def _ahead(plan: Plan, one_pass: Pass) -> Prefetcher:
-    movers = Movers(
-        plan.devices if plan.options.fetch_to_device else [None] * plan.replicas,
+def _read_ahead(plan: DistributionPlan, epoch: Epoch) -> Prefetcher:
+    transfer = DeviceTransfer(
+        plan.devices if plan.options.fetch_to_device else [None] * plan.replicas
     )
-    seed = one_pass.seed
+    seed = epoch.seed
     return Prefetcher(
-        one_pass.cursor,
+        epoch.cursor,
         plan.options.per_replica_buffer_size,
         name="stratagem-input",
-        prepare=lambda raw: _prepare(raw, plan, movers, seed),
-        worthwhile_s=_WORTHWHILE_S if movers.idle else 0.0,
+        prepare=lambda raw: _prepare(raw, plan, transfer, seed),
+        worthwhile_s=_WORTHWHILE_S if transfer.idle else 0.0,
     )
 
 
-def _prepare(raw: Any, plan: Plan, movers: Movers, seed: int) -> _Ready:
-    if plan.kind == "cut" and not plan.functions:
-        return _Ready(_cut(raw, plan.replicas, movers), movers.marks())
+def _prepare(raw: Any, plan: DistributionPlan, transfer: DeviceTransfer, seed: int) -> _PreparedStep:
+    if plan.kind == "split" and not plan.functions:
+        return _PreparedStep(_split(raw, plan.replicas, transfer), transfer.copies())
     number = 0
     if plan.functions:
         number_tensor, raw = raw
         number = int(number_tensor)
     parts, rows = _parts(raw, plan)
-    parts = [movers.move(part, replica) for replica, part in enumerate(parts)]
+    parts = [transfer.move(part, replica) for replica, part in enumerate(parts)]
     for place, function in enumerate(plan.functions):
         for replica, part in enumerate(parts):
             own = mix(seed, place, number, replica)
             parts[replica] = nests.to_element(function.call(part, number=number, seed=own))
         rows = [_rows(part) for part in parts]
-    if plan.replicas == 1:
-        return _Ready(parts[0], movers.marks())
-    value = nests.zip_leaves(lambda found: PerReplica(found, rows=rows), parts)
-    return _Ready(value, movers.marks())
+    value = parts[0]
+    if plan.replicas > 1:
+        value = nests.zip_leaves(lambda found: PerReplica(found, rows=rows), parts)
+    return _PreparedStep(value, transfer.copies())
 
 
-def _cut(raw: Any, replicas: int, movers: Movers) -> Any:
-    """The usual case in one walk: every leaf cut, moved and put together again."""
+def _split(raw: Any, replicas: int, transfer: DeviceTransfer) -> Any:
+    """Split and move every leaf in one walk: the common case."""
     if replicas == 1:
-        return movers.move(raw, 0)
-    rows = nests.count_rows(raw, what=f"a batch to be cut for {replicas} replicas")
-    sizes = nests.split_sizes(rows, replicas)
+        return transfer.move(raw, 0)
+    sizes = _split_sizes(raw, replicas)
 
-    def cut_leaf(leaf: Any) -> PerReplica:
-        return PerReplica(movers.move_all(nests.cut_leaf(leaf, sizes)), rows=sizes)
+    def split_leaf(leaf: Any) -> PerReplica:
+        return PerReplica(transfer.move_all(nests.cut_leaf(leaf, sizes)), rows=sizes)
 
-    return nests.map_leaves(cut_leaf, raw)
+    return nests.map_leaves(split_leaf, raw)
 
 
-def _parts(raw: Any, plan: Plan) -> tuple[list[Any], list[int]]:
-    """One part per replica, and how many rows each has."""
-    replicas = plan.replicas
-    if plan.kind == "cut":
-        if replicas == 1:
+def _split_sizes(raw: Any, replicas: int) -> list[int]:
+    rows = nests.count_rows(raw, what=f"a batch to be split for {replicas} replicas")
+    return nests.split_sizes(rows, replicas)
+
+
+def _parts(raw: Any, plan: DistributionPlan) -> tuple[list[Any], list[int]]:
+    """Return one part per replica, and the number of rows of each."""
+    if plan.kind == "split":
+        if plan.replicas == 1:
             return [raw], [0]
-        total = nests.count_rows(raw, what=f"a batch to be cut for {replicas} replicas")
-        sizes = nests.split_sizes(total, replicas)
+        sizes = _split_sizes(raw, plan.replicas)
         return nests.cut(raw, sizes), sizes
-    dealt = list(raw) + [None] * (replicas - len(raw))
-    like = next(element for element in dealt if element is not None)
-    parts = [nests.without_rows(like) if element is None else element for element in dealt]
-    rows = [0 if element is None else _rows(element) for element in dealt]
+    found = list(raw) + [None] * (plan.replicas - len(raw))
+    like = next(element for element in found if element is not None)
+    parts = [nests.without_rows(like) if element is None else element for element in found]
+    rows = [0 if element is None else _rows(element) for element in found]
     return parts, rows
 
 
 def _rows(part: Any) -> int:
-    """Rows of one replica's part; an element without a first dimension counts as one."""
+    """Return the rows of one replica's part; an element without a first dimension counts as one."""
     return next((int(leaf.shape[0]) for leaf in nests.leaves(part) if nests.has_rows(leaf)), 1)
-
-
-# --- iteration -----------------------------------------------------------------------------------
 
 
 @final
 class OptionalElement:
-    """A step, or the news that there is none; see `DistributedIterator.get_next_as_optional`.
+    """Step, or the information that there is none; see `DistributedIterator.get_next_as_optional`.
 
     Example:
         >>> from stratagem.data import OptionalElement
@@ -416,11 +402,11 @@ class OptionalElement:
         self._value = value
 
     def has_value(self) -> bool:
-        """Whether there is a step."""
+        """Return whether there is a step."""
         return self._value is not END
 
     def get_value(self) -> Any:
-        """The step.
+        """Return the step.
 
         Raises:
             ValueError: there is none.
@@ -431,14 +417,14 @@ class OptionalElement:
 
     @override
     def __repr__(self) -> str:
-        return "<OptionalElement empty>" if self._value is END else "<OptionalElement with value>"
+        return f"<OptionalElement {'empty' if self._value is END else 'with value'}>"
 
 
 @final
 class DistributedIterator(ElementIterator):
-    """The steps of a distributed dataset, and the position among them.
+    """Iterator over the steps of a distributed dataset, with a position.
 
-    Background threads end with the last step, an error, `close()`, or when it is dropped.
+    Its threads end with the last step, an error, `close()`, or when the iterator is dropped.
 
     Example:
         >>> import stratagem as sg
@@ -459,12 +445,12 @@ class DistributedIterator(ElementIterator):
                 "a distributed iterator is advanced outside the replicas, once for all of them. "
                 "Call next() first and pass what it returns: strategy.run(step, args=(batch,))."
             )
-        ready = self._playback.next()
-        if ready is END:
+        prepared = self._reader.next()
+        if prepared is END:
             return END
-        if ready.marks:
-            Movers.arrive(ready.value, ready.marks)
-        return ready.value
+        if prepared.copies:
+            DeviceTransfer.wait_for(prepared.value, prepared.copies)
+        return prepared.value
 
     @override
     def __next__(self) -> Any:
@@ -474,7 +460,7 @@ class DistributedIterator(ElementIterator):
         return value
 
     def get_next(self) -> Any:
-        """The next step.
+        """Return the next step.
 
         Raises:
             EndOfData: (a StopIteration) after the last one.
@@ -488,5 +474,5 @@ class DistributedIterator(ElementIterator):
         return value
 
     def get_next_as_optional(self) -> OptionalElement:
-        """The next step in an `OptionalElement`; an empty one after the last."""
+        """Return the next step in an `OptionalElement`; an empty one after the last step."""
         return OptionalElement(self._step())

@@ -1,46 +1,52 @@
-"""Files as a source: which ones, in which order, what happens to a record that cannot be read."""
+"""Files as a source: which files, in which order, and how unreadable records are handled."""
 
 from __future__ import annotations
 
 import glob
 import os
-from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
+import numpy as np
+import torch
 from typing_extensions import override
 
 from stratagem._data import nests, specs
-from stratagem._data.node import END, Cursor, CursorContext, Node, NumberedCursor, Skipped
+from stratagem._data.cursor import END, Cursor, CursorContext, Skipped
+from stratagem._data.node import Node
 from stratagem._data.readers import Bad, Reader
+from stratagem._data.row_numbers import IndexedSource
 from stratagem._data.sources import Closable
 from stratagem.errors import CorruptRecord, MissingFile
 
 OnError = Literal["raise", "skip"]
 
 
+@dataclass(frozen=True, eq=False)
 class FileSource(Node):
-    """A source made of files, so that workers can share it by file."""
+    """Source made of files, so that workers can share it by file."""
 
     files: tuple[str, ...]
 
-    @abstractmethod
-    def with_files(self, files: Sequence[str]) -> FileSource:
-        """The same source over other files."""
+    @final
+    def with_files(self, files: Sequence[str]) -> Self:
+        """Return the same source over other files."""
+        return replace(self, files=tuple(files))
 
 
 def expand(patterns: Any) -> tuple[str, ...]:
-    """Paths from a path, a pattern or a list of them; what a pattern matches is sorted.
+    """Return the paths that a path, a pattern or a list of them names; matches of a pattern are sorted.
 
-    A path without wildcards need not exist here: a worker's disk may have it.
+    A path without wildcards need not exist here: it may exist on a worker's disk.
     """
     given = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     paths: list[str] = []
     for item in given:
         text = os.fspath(item)
         if not isinstance(text, str):
-            raise TypeError(f"{item!r} is no path: expected text or a pathlib.Path")
+            raise TypeError(f"{item!r} is not a path: expected text or a pathlib.Path")
         if not glob.has_magic(text):
             paths.append(text)
             continue
@@ -57,23 +63,22 @@ def expand(patterns: Any) -> tuple[str, ...]:
 
 
 @final
-class ListFilesNode(FileSource):
-    """The paths themselves, as text."""
+@dataclass(frozen=True, eq=False)
+class ListFilesNode(FileSource, IndexedSource):
+    """Paths of files, as text."""
 
-    def __init__(self, files: Sequence[str]) -> None:
-        self.files = tuple(files)
-
+    @property
     @override
-    def with_files(self, files: Sequence[str]) -> FileSource:
-        return ListFilesNode(files)
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return NumberedCursor(len(self.files), self.files.__getitem__)
-
-    @override
-    def cardinality(self) -> int:
+    def size(self) -> int:
         return len(self.files)
+
+    @override
+    def at(self, index: int) -> str:
+        return self.files[index]
+
+    @override
+    def gather(self, indices: torch.Tensor) -> Any:
+        return np.array([self.files[index] for index in indices.tolist()], dtype=object)
 
     @override
     def spec(self) -> Any:
@@ -81,55 +86,49 @@ class ListFilesNode(FileSource):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class FilesNode(FileSource):
-    """The records of files, one file after the other."""
+    """Records of files, one file after the other."""
 
-    def __init__(self, files: Sequence[str], reader: Reader, on_error: OnError) -> None:
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error={on_error!r} is unknown; expected 'raise' or 'skip'")
-        self.files = tuple(files)
-        self._reader = reader
-        self._on_error: OnError = on_error
+    reader: Reader
+    on_error: OnError
 
-    @override
-    def with_files(self, files: Sequence[str]) -> FileSource:
-        return FilesNode(files, self._reader, self._on_error)
+    def __post_init__(self) -> None:
+        if self.on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={self.on_error!r} is unknown; expected 'raise' or 'skip'")
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        skipped = frame.run.skipped if self._on_error == "skip" else None
-        return FilesCursor(self.files, self._reader, skipped)
+    def open(self, context: CursorContext) -> Cursor:
+        return FilesCursor(self, context.run.skipped if self.on_error == "skip" else None)
 
 
 @final
 class FilesCursor(Cursor):
-    """Opens one file at a time; its position is (file, record)."""
+    """Reads one file at a time; the position is (file, record)."""
 
     KEPT = ("file", "record")
+    _file = 0
+    _record = 0
+    _stream: Any = None
 
-    def __init__(
-        self, files: tuple[str, ...], reader: Reader, skipped: list[Skipped] | None
-    ) -> None:
-        self._files = files
-        self._reader = reader
+    def __init__(self, node: FilesNode, skipped: list[Skipped] | None) -> None:
+        self._node = node
         self._skipped = skipped
-        self._file = 0
-        self._record = 0
-        self._stream: Any = None
 
     @override
     def next(self) -> Any:
-        while self._file < len(self._files):
-            path = self._files[self._file]
+        files = self._node.files
+        while self._file < len(files):
+            path = files[self._file]
             try:
                 if self._stream is None:
-                    self._stream = self._reader.records(path, self._record)
+                    self._stream = self._node.reader.records(path, self._record)
                 item = next(self._stream, END)
             except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-                self._pass_over(path, -1, f"cannot be opened: {error.strerror}", error)
+                self._refuse(path, -1, f"cannot be opened: {error.strerror}", error)
                 item = END
             except (OSError, EOFError) as error:  # such as a damaged gzip file
-                self._pass_over(path, self._record, f"cannot be read on: {error}", error)
+                self._refuse(path, self._record, f"cannot be read any further: {error}", error)
                 item = END
             if item is END:
                 self.close()
@@ -138,14 +137,15 @@ class FilesCursor(Cursor):
             self._record += 1
             if not isinstance(item, Bad):
                 return nests.to_element(item)
-            self._pass_over(path, self._record - 1, item.reason, None)
+            self._refuse(path, self._record - 1, item.reason, None)
         return END
 
-    def _pass_over(self, path: str, record: int, reason: str, error: BaseException | None) -> None:
+    def _refuse(self, path: str, record: int, reason: str, error: BaseException | None) -> None:
+        """Raise an error for an unreadable record, or note that it is skipped."""
         if self._skipped is not None:
             self._skipped.append(Skipped(path=path, record=record, reason=reason))
             return
-        advice = "Repair or remove it, or pass on_error='skip' to pass over such records."
+        advice = "Repair or remove it, or pass on_error='skip' to skip such records."
         if isinstance(error, FileNotFoundError):
             raise MissingFile(f"file {path!r} does not exist. {advice}", path=path) from error
         where = f"record {record} of file {path!r}" if record >= 0 else f"file {path!r}"

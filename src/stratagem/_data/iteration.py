@@ -1,4 +1,4 @@
-"""Iterating a dataset: passes, positions, and the end of everything that was opened."""
+"""Iteration of a dataset: epochs, positions, and the release of everything that was opened."""
 
 from __future__ import annotations
 
@@ -7,108 +7,108 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, final
+from typing import Any, Self, final
 
 from typing_extensions import override
 
 from stratagem._data import nests
-from stratagem._data.node import END, Cursor, CursorContext, Node, PipelineRun, Skipped
+from stratagem._data.cursor import END, Cursor, CursorContext, PipelineRun, Skipped
+from stratagem._data.node import Node
 from stratagem._data.seeds import fresh_seed, mix
 from stratagem._owner import Owner
 from stratagem.errors import DataError
 
-_VERSION = 1
+_VERSION = 2  # of the format of positions
 
 
 @dataclass
-class Passes:
-    """How often a dataset was iterated: each pass is an epoch with orders of its own.
+class EpochCounter:
+    """Number of times a dataset was iterated; every epoch has orders of its own.
 
     Attributes:
-        number: passes begun.
-        base_seed: seed of everything unseeded, drawn when first needed.
-        caches: what `cache()` kept, for later passes.
+        number: epochs begun.
+        base_seed: seed of every step without a seed of its own, drawn when first needed.
+        caches: elements kept by `cache()` for later epochs.
     """
 
     number: int = 0
     base_seed: int | None = None
     caches: dict[int, list[Any]] = field(default_factory=dict)
 
-    def begin(self, node: Node, *, fuse: bool = True) -> Pass:
-        """The next pass over a pipeline."""
+    def begin(self, node: Node, *, fuse: bool = True) -> Epoch:
+        """Begin the next epoch of a pipeline."""
         if self.base_seed is None:
-            # A pipeline without randomness leaves torch's generator alone.
+            # A pipeline without randomness does not touch torch's generator.
             self.base_seed = fresh_seed() if node.wants_seed else 0
         self.number += 1
-        return Pass(self, node, self.number - 1, fuse=fuse)
+        return Epoch(self, node, self.number - 1, fuse=fuse)
 
 
 @final
-class Pass:
-    """One pass over a pipeline, without the user's iterator around it.
+class Epoch:
+    """One pass over a pipeline.
 
-    Its `cursor` is opened and closed here; `state` and `restore` add to the cursor's position what
-    belongs to the whole pipeline: its shape, seed and epoch.
+    The epoch opens its `cursor`. `state` and `reopen` add the values that belong to the whole pipeline to
+    the cursor's position: shape, seed and epoch number.
     """
 
-    def __init__(self, passes: Passes, node: Node, epoch: int, *, fuse: bool) -> None:
-        assert passes.base_seed is not None
-        self._passes = passes
+    def __init__(self, counter: EpochCounter, node: Node, number: int, *, fuse: bool) -> None:
+        self._counter = counter
         self._node = node
-        self._epoch = epoch
+        self._number = number
         self._fuse = fuse
-        self.run = PipelineRun(passes.base_seed, caches=passes.caches, fuse=fuse)
-        self.cursor: Cursor = self._open()
+        self._open()
 
-    def _open(self) -> Cursor:
-        return self._node.open(CursorContext(self.run).in_epoch(self._epoch))
+    def _open(self) -> None:
+        assert self._counter.base_seed is not None
+        self.run = PipelineRun(self._counter.base_seed, self._counter.caches, fuse=self._fuse)
+        self.cursor = self._node.open(CursorContext(self.run).in_epoch(self._number))
 
     def state(self, cursor_state: Any) -> dict[str, Any]:
-        """The whole position, around that of the cursor (or of what reads it ahead)."""
+        """Return the whole position, given the position of the cursor."""
         return {
             "version": _VERSION,
             "pipeline": outline(self._node),
             "seed": self.run.base_seed,
-            "epoch": self._epoch,
+            "epoch": self._number,
             "cursor": cursor_state,
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Refuse a position of another pipeline."""
-        here = outline(self._node)
-        if state.get("version") != _VERSION or state.get("pipeline") != here:
+        """Refuse the position of another pipeline."""
+        version, there, here = state.get("version"), state.get("pipeline"), outline(self._node)
+        if version != _VERSION or there != here:
             raise ValueError(
-                f"this position was saved by {state.get('pipeline')!r} (version "
-                f"{state.get('version')!r}), but the dataset here is {here!r} (version {_VERSION}). "
-                "Build the same pipeline to resume."
+                f"this position was saved by {there!r} (format {version!r}), but the dataset here is "
+                f"{here!r} (format {_VERSION}). Build the same pipeline, with the same version of "
+                "Stratagem, to resume."
             )
 
     def reopen(self, state: dict[str, Any]) -> Any:
-        """Open a fresh cursor in the epoch of `state`; returns the cursor's part of it.
+        """Open a new cursor in the epoch of `state` and return the cursor's part of `state`.
 
         The cursor before must have been closed.
         """
-        if state["seed"] != self._passes.base_seed:
-            self._passes.caches = {}
-            self._passes.base_seed = state["seed"]
-        self._epoch = state["epoch"]
-        # The next iter() is the epoch after the one resumed, as it would have been.
-        self._passes.number = self._epoch + 1
-        self.run = PipelineRun(state["seed"], caches=self._passes.caches, fuse=self._fuse)
-        self.cursor = self._open()
+        counter = self._counter
+        if state["seed"] != counter.base_seed:
+            counter.base_seed, counter.caches = state["seed"], {}
+        self._number = state["epoch"]
+        # The next iter() is the epoch after the resumed one.
+        counter.number = self._number + 1
+        self._open()
         return state["cursor"]
 
     @override
     def __repr__(self) -> str:
-        return f"epoch {self._epoch} of {outline(self._node)}"
+        return f"epoch {self._number} of {outline(self._node)}"
 
     @property
     def seed(self) -> int:
-        """A seed of this pass, for randomness outside the pipeline's nodes."""
-        return mix(self.run.base_seed, self._epoch)
+        """Seed of this epoch, for random numbers outside the pipeline's nodes."""
+        return mix(self.run.base_seed, self._number)
 
     def report_skipped(self) -> None:
-        """Warn, once, about records that were passed over."""
+        """Warn once about skipped records."""
         skipped = self.run.skipped
         if skipped:
             first = skipped[0]
@@ -120,31 +120,15 @@ class Pass:
 
 
 def outline(node: Node) -> str:
-    """The shape of a pipeline as text, such as ``Batch(Shuffle(Slices))``."""
+    """Return the shape of a pipeline as text, such as ``Batch(Shuffle(Slices))``."""
     name = type(node).__name__.removesuffix("Node")
     inside = ", ".join(outline(each) for each in node.inputs)
     return f"{name}({inside})" if inside else name
 
 
-class Source(Protocol):
-    """What a `Playback` plays: a cursor, or what reads one ahead."""
-
-    def next(self) -> Any:
-        """The next element, or `END`."""
-
-    def state(self) -> Any:
-        """The position."""
-
-    def restore(self, state: Any) -> None:
-        """Take over a position, fresh."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
 @final
-class _Nothing(Cursor):
-    """Stands where a cursor was."""
+class _ClosedCursor(Cursor):
+    """Takes the place of a cursor that was closed."""
 
     @override
     def next(self) -> Any:
@@ -152,33 +136,34 @@ class _Nothing(Cursor):
 
 
 @final
-class Playback:
-    """A pass being played: knows whether it is open, has ended, failed or was closed.
+class EpochReader:
+    """Reads an epoch and knows whether it is open, has ended, has failed or was closed.
 
-    It refers to no public iterator, so that an iterator nobody holds any more can close it.
+    It refers to no public iterator, so that the finalizer of a dropped iterator can close it.
+
+    Args:
+        epoch: the epoch to read.
+        wrap: returns the cursor to read, such as one that reads the epoch's cursor ahead.
     """
 
-    def __init__(self, one_pass: Pass, wrap: Callable[[Pass], Source] | None = None) -> None:
-        self.one_pass = one_pass
-        self._wrap = wrap
-        self._source: Source = self._wrapped()
+    def __init__(self, epoch: Epoch, wrap: Callable[[Epoch], Cursor] | None = None) -> None:
+        self.epoch = epoch
+        self._wrap = wrap or (lambda epoch: epoch.cursor)
+        self._cursor = self._wrap(epoch)
         self._ended = False
         self._closed = False
-        # Text only: the error's traceback holds the user's iterator, which could then never be
-        # collected while this object waits to be closed for it.
+        # Text only: the error's traceback refers to the user's iterator, which could then never be
+        # collected.
         self._failure: str | None = None
 
-    def _wrapped(self) -> Source:
-        return self.one_pass.cursor if self._wrap is None else self._wrap(self.one_pass)
-
     def next(self) -> Any:
-        """The next element, or `END`; after an error or `close()` a `DataError`."""
+        """Return the next element, or `END`; raise `DataError` after an error or `close()`."""
         if self._ended:
             return END
         if self._closed:
             raise self._closed_error()
         try:
-            element = self._source.next()
+            element = self._cursor.next()
         except BaseException as error:  # Ctrl-C too: threads and files are open
             self._failure = f"{type(error).__name__}: {error}"
             self.close()
@@ -186,14 +171,14 @@ class Playback:
         if element is END:
             self._ended = True
             self._release()
-            self.one_pass.report_skipped()
+            self.epoch.report_skipped()
         return element
 
     def _release(self) -> None:
-        """Close what is open and let go of it, elements held and errors kept included."""
-        source, self._source = self._source, _Nothing()
-        source.close()
-        self.one_pass.cursor = _Nothing()
+        """Close the cursors and drop them, with the elements and errors they hold."""
+        cursor, self._cursor = self._cursor, _ClosedCursor()
+        cursor.close()
+        self.epoch.cursor = self._cursor
 
     def _closed_error(self) -> DataError:
         if self._failure is None:
@@ -203,46 +188,41 @@ class Playback:
         )
 
     def state(self) -> dict[str, Any]:
-        """The position after the last element delivered."""
+        """Return the position after the last delivered element."""
         if self._closed:
             raise self._closed_error()
-        own = None if self._ended else nests.to_plain(self._source.state())
-        return {**self.one_pass.state(own), "ended": self._ended}
+        own = None if self._ended else nests.to_plain(self._cursor.state())
+        return {**self.epoch.state(own), "ended": self._ended}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go to a position."""
         if self._closed:
             raise self._closed_error()
-        self.one_pass.check(state)
+        self.epoch.check(state)
         self._release()
-        own = self.one_pass.reopen(state)
-        self._source = self._wrapped()
+        own = self.epoch.reopen(state)
+        self._cursor = self._wrap(self.epoch)
         self._ended = state["ended"]
         if not self._ended:
-            self._source.restore(nests.from_plain(own))
+            self._cursor.restore(nests.from_plain(own))
 
     def close(self) -> None:
-        """End threads, close files; idempotent."""
+        """End threads and close files; idempotent."""
         self._closed = True
         self._release()
 
     @override
     def __repr__(self) -> str:
-        if self._ended:
-            where = "ended"
-        elif self._closed:
-            where = "closed" if self._failure is None else "failed"
-        else:
-            where = "open"
-        return f"{where}, {self.one_pass!r}"
+        state = "failed" if self._failure else "closed" if self._closed else "open"
+        return f"{'ended' if self._ended else state}, {self.epoch!r}"
 
 
 class ElementIterator(Owner):
-    """What every iterator over elements can do; abstract, for `DatasetIterator` and its like."""
+    """Base of the public iterators over elements."""
 
-    def __init__(self, playback: Playback) -> None:
-        self._playback = playback
-        self._finalizer = weakref.finalize(self, playback.close)
+    def __init__(self, reader: EpochReader) -> None:
+        self._reader = reader
+        self._finalizer = weakref.finalize(self, reader.close)
 
     @final
     def __iter__(self) -> Self:
@@ -250,45 +230,45 @@ class ElementIterator(Owner):
 
     @abstractmethod
     def __next__(self) -> Any:
-        """The next element."""
+        """Return the next element."""
 
     @property
     @final
     def skipped(self) -> tuple[Skipped, ...]:
-        """Records passed over so far by ``on_error="skip"``."""
-        return tuple(self._playback.one_pass.run.skipped)
+        """Records that ``on_error="skip"`` has skipped so far."""
+        return tuple(self._reader.epoch.run.skipped)
 
     @final
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last element delivered; plain values and tensors only."""
-        return self._playback.state()
+        """Return the position after the last delivered element: plain values and tensors only."""
+        return self._reader.state()
 
     @final
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position saved from an iterator of the same pipeline.
 
         Raises:
-            ValueError: the position is one of another pipeline.
+            ValueError: the position belongs to another pipeline.
         """
-        self._playback.load(state)
+        self._reader.load(state)
 
     @final
     @override
     def close(self) -> None:
-        """End threads, close files; idempotent."""
+        """End threads and close files; idempotent."""
         self._finalizer()
 
     @override
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._playback!r}>"
+        return f"<{type(self).__name__} {self._reader!r}>"
 
 
 @final
 class DatasetIterator(ElementIterator):
-    """The elements of a dataset, and the position among them.
+    """Iterator over the elements of a dataset, with a position.
 
-    It ends its threads and closes its files after the last element, after an error, on `close()`,
-    at the end of a ``with`` block, and when it is dropped.
+    The iterator ends its threads and closes its files after the last element, after an error, on
+    `close()`, at the end of a ``with`` block, and when it is dropped.
 
     Example:
         >>> import stratagem as sg
@@ -305,7 +285,7 @@ class DatasetIterator(ElementIterator):
 
     @override
     def __next__(self) -> Any:
-        element = self._playback.next()
+        element = self._reader.next()
         if element is END:
             raise StopIteration
         return element

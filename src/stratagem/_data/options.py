@@ -1,4 +1,4 @@
-"""Options that travel with a dataset: how it is shared among workers."""
+"""Options of a dataset: how workers share it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """How a dataset is shared among the workers of a cluster.
+    """How the workers of a cluster share a dataset.
 
     Example:
         >>> import stratagem as sg
@@ -19,21 +19,21 @@ class AutoShardPolicy(enum.IntEnum):
     """Every worker sees everything."""
 
     AUTO = 0
-    """By file where the dataset reads files and no step depends on the order of all rows, else by
-    data. With fewer files than workers: by data, with a warning."""
+    """By file if the dataset reads files and no step depends on the order of all rows, else by data. With
+    fewer files than workers: by data, with a warning."""
 
     FILE = 1
     """Worker w of W reads files w, w+W, w+2W, …"""
 
     DATA = 2
-    """Worker w of W keeps elements (batches) w, w+W, … of the finished dataset."""
+    """Worker w of W keeps elements (batches) w, w+W, … of the whole pipeline."""
 
     HINT = 3
     """``shard(SHARD_HINT, SHARD_HINT)`` in the pipeline becomes ``shard(W, w)``."""
 
 
 SHARD_HINT = -1
-"""Stands for both arguments of `Dataset.shard` where ``AutoShardPolicy.HINT`` is to fill them in."""
+"""Value of both arguments of `Dataset.shard` that ``AutoShardPolicy.HINT`` replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class DistributeOptions:
     """How a dataset is distributed.
 
     Attributes:
-        auto_shard_policy: how workers share it.
+        auto_shard_policy: how workers share the dataset.
         num_devices: accepted for code written for tf.data, and ignored.
 
     Example:
@@ -59,7 +59,7 @@ class DistributeOptions:
             policy = AutoShardPolicy(self.auto_shard_policy)
         except ValueError:
             raise ValueError(
-                f"auto_shard_policy={self.auto_shard_policy!r} is no policy; expected one of "
+                f"auto_shard_policy={self.auto_shard_policy!r} is not a policy; expected one of "
                 f"{', '.join(f'AutoShardPolicy.{p.name}' for p in AutoShardPolicy)}"
             ) from None
         object.__setattr__(self, "auto_shard_policy", policy)
@@ -67,10 +67,10 @@ class DistributeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything `Dataset.with_options` takes.
+    """Options of `Dataset.with_options`.
 
     Attributes:
-        distribute: how the dataset is shared among workers.
+        distribute: how workers share the dataset.
 
     Example:
         >>> import stratagem as sg

@@ -1,11 +1,12 @@
-"""Steps that run the user's functions, or run ahead: map, filter, prefetch."""
+"""Steps that call user functions or read ahead: map, filter, prefetch."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from concurrent.futures import Future
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from typing_extensions import override
@@ -13,132 +14,93 @@ from typing_extensions import override
 from stratagem._data import nests
 from stratagem._data.background import Pool, Prefetcher, wait_for
 from stratagem._data.calling import UserFunction
-from stratagem._data.node import (
-    END,
-    UNKNOWN,
-    ChoosingStep,
-    Cursor,
-    CursorContext,
-    Node,
-    State,
-    Step,
-    StepCursor,
-)
+from stratagem._data.cursor import END, Cursor, CursorContext, State, StepCursor
+from stratagem._data.node import UNKNOWN, SeededStep, Step
 from stratagem._data.seeds import mix
+
+SeededNodeT = TypeVar("SeededNodeT", bound=SeededStep)
 
 AUTOTUNE = -1
 """Let the library choose: one call per core, two elements ahead."""
 
 
-@final
-class MapNode(Step):
-    """A function applied to each element, on `parallel` threads (0: in the caller's)."""
+class SeededCursor(StepCursor[SeededNodeT]):
+    """Cursor of a step that calls a user function with a seed per element."""
 
-    keeps_rows = True
-
-    def __init__(
-        self, input: Node, function: UserFunction, parallel: int, seed: int | None
-    ) -> None:
-        super().__init__(input)
-        self._function = function
-        self._parallel = (os.cpu_count() or 1) if parallel == AUTOTUNE else parallel
-        self._seed = seed
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        child = self.input.open(frame.child())
-        return MapCursor(child, self._function, frame.seed(self._seed), self._parallel)
-
-    @property
-    @override
-    def wants_seed(self) -> bool:
-        return self._seed is None or self.input.wants_seed
+    def __init__(self, node: SeededNodeT, context: CursorContext) -> None:
+        super().__init__(node, context)
+        self._seed = context.seed(node.seed)
 
 
 class _PendingCall(NamedTuple):
-    """An element on its way through a pool."""
+    """Element that a pool works on."""
 
     element: Any
     result: Future[Any]
 
 
 @final
-class MapCursor(StepCursor):
-    """Submits elements in order, delivers results in order.
+class MapCursor(SeededCursor["MapNode"]):
+    """Submits elements in order and yields results in order.
 
-    Elements are numbered as they are pulled, so an element's seed does not depend on threads. The
-    state holds inputs whose results were not delivered yet; the function runs on them again.
+    Elements are numbered in the order they are read, so that an element's seed does not depend on threads.
+    The state holds elements whose results were not yielded yet; the function runs on them again.
     """
 
-    KEPT = ("ended",)
+    KEPT = ("number", "waiting", "ended")
+    _number = 0  # number of the next element to call the function on
+    _ended = False
 
-    def __init__(self, child: Cursor, function: UserFunction, seed: int, parallel: int) -> None:
-        super().__init__(child)
-        self._function = function
-        self._seed = seed
-        self._parallel = parallel
+    def __init__(self, node: MapNode, context: CursorContext) -> None:
+        super().__init__(node, context)
         self._pool: Pool | None = None
-        self._pulled = 0  # elements numbered so far
-        self._waiting: deque[Any] = deque()  # inputs of a restored state
+        self._waiting: list[Any] = []  # elements of a restored state
         self._pending: deque[_PendingCall] = deque()
-        self._ended = False
 
     def _call(self, element: Any, number: int) -> Any:
         seed = mix(self._seed, number)
-        return nests.to_element(self._function.call(element, number=number, seed=seed))
+        return nests.to_element(self._node.function.call(element, number=number, seed=seed))
 
-    def _pull(self) -> Any:
+    def _read(self) -> tuple[Any, int]:
+        """Return the next element and its number."""
         if self._waiting:
-            return self._waiting.popleft()
-        element = END if self._ended else self._child.next()
-        if element is END:
-            self._ended = True
-        return element
+            element, *self._waiting = self._waiting
+        else:
+            element = END if self._ended else self._child.next()
+            if element is END:
+                self._ended = True
+                return END, 0
+        self._number += 1
+        return element, self._number - 1
 
     @override
     def next(self) -> Any:
-        return self._next_in_pool() if self._parallel > 1 else self._next_here()
-
-    def _next_here(self) -> Any:
-        element = self._pull()
-        if element is END:
-            return END
-        number, self._pulled = self._pulled, self._pulled + 1
-        return self._call(element, number)
-
-    def _next_in_pool(self) -> Any:
-        # Twice the threads: they stay busy while the consumer works on an element.
-        while len(self._pending) < 2 * self._parallel:
-            element = self._pull()
+        parallel = self._node.threads
+        if parallel <= 1:
+            element, number = self._read()
+            return END if element is END else self._call(element, number)
+        # Twice the threads, so that they stay busy while the caller works on an element.
+        while len(self._pending) < 2 * parallel:
+            element, number = self._read()
             if element is END:
                 break
             if self._pool is None:
-                self._pool = Pool(self._call, self._parallel, f"stratagem-map-{self._function}")
-            self._pending.append(_PendingCall(element, self._pool.submit(element, self._pulled)))
-            self._pulled += 1
+                name = f"stratagem-map-{self._node.function}"
+                self._pool = Pool(self._call, parallel, name)
+            self._pending.append(_PendingCall(element, self._pool.submit(element, number)))
         if not self._pending:
             self.close()
             return END
-        result = wait_for(
-            self._pending[0].result, f"the function given to map(), {self._function},"
-        )
+        what = f"the function given to map(), {self._node.function},"
+        result = wait_for(self._pending[0].result, what)
         self._pending.popleft()
         return result
 
     @override
     def state(self) -> State:
-        undelivered = [pending.element for pending in self._pending]
-        return {
-            **super().state(),
-            "number": self._pulled - len(undelivered),
-            "waiting": [*undelivered, *self._waiting],
-        }
-
-    @override
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self._pulled = state["number"]
-        self._waiting = deque(state["waiting"])
+        unused = [pending.element for pending in self._pending]
+        number = self._number - len(unused)
+        return {**super().state(), "number": number, "waiting": [*unused, *self._waiting]}
 
     @override
     def close(self) -> None:
@@ -149,49 +111,35 @@ class MapCursor(StepCursor):
 
 
 @final
-class FilterNode(ChoosingStep):
-    """The elements a function says yes to."""
+@dataclass(frozen=True, eq=False)
+class MapNode(SeededStep):
+    """Function applied to each element, on `parallel` threads (0: in the caller's thread)."""
 
+    CURSOR = MapCursor
     keeps_rows = True
-
-    def __init__(self, input: Node, function: UserFunction, seed: int | None) -> None:
-        super().__init__(input)
-        self._function = function
-        self._seed = seed
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        child = self.input.open(frame.child())
-        return FilterCursor(child, self._function, frame.seed(self._seed))
-
-    @override
-    def cardinality(self) -> int:
-        return 0 if self.input.cardinality() == 0 else UNKNOWN
+    function: UserFunction
+    parallel: int
 
     @property
-    @override
-    def wants_seed(self) -> bool:
-        return self._seed is None or self.input.wants_seed
+    def threads(self) -> int:
+        """Number of threads, with `AUTOTUNE` resolved."""
+        return (os.cpu_count() or 1) if self.parallel == AUTOTUNE else self.parallel
 
 
 @final
-class FilterCursor(StepCursor):
-    """Pulls until one passes."""
+class FilterCursor(SeededCursor["FilterNode"]):
+    """Reads elements until the function accepts one."""
 
     KEPT = ("number",)
-
-    def __init__(self, child: Cursor, function: UserFunction, seed: int) -> None:
-        super().__init__(child)
-        self._function = function
-        self._seed = seed
-        self._number = 0
+    _number = 0
 
     @override
     def next(self) -> Any:
+        function = self._node.function
         while (element := self._child.next()) is not END:
             number, self._number = self._number, self._number + 1
-            answer = self._function.call(element, number=number, seed=mix(self._seed, number))
-            if _truth(answer, self._function):
+            answer = function.call(element, number=number, seed=mix(self._seed, number))
+            if _truth(answer, function):
                 return element
         return END
 
@@ -206,40 +154,31 @@ def _truth(answer: Any, function: UserFunction) -> bool:
 
 
 @final
-class PrefetchNode(ChoosingStep):
-    """Its input, read ahead in a thread."""
+@dataclass(frozen=True, eq=False)
+class FilterNode(SeededStep):
+    """Elements that a function accepts."""
 
+    CURSOR = FilterCursor
+    KEEPS_ELEMENTS = True
     keeps_rows = True
-
-    def __init__(self, input: Node, size: int) -> None:
-        super().__init__(input)
-        self._size = 2 if size == AUTOTUNE else size
+    function: UserFunction
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        child = self.input.open(frame.child())
-        return child if self._size == 0 else PrefetchCursor(child, self._size)
+    def cardinality(self) -> int:
+        return 0 if self.input.cardinality() == 0 else UNKNOWN
 
 
 @final
-class PrefetchCursor(Cursor):
-    """A `Prefetcher` in the shape of a cursor."""
+@dataclass(frozen=True, eq=False)
+class PrefetchNode(Step):
+    """Elements of the input, read ahead by a thread."""
 
-    def __init__(self, child: Cursor, size: int) -> None:
-        self._ahead = Prefetcher(child, size, name="stratagem-prefetch")
-
-    @override
-    def next(self) -> Any:
-        return self._ahead.next()
+    KEEPS_ELEMENTS = True
+    keeps_rows = True
+    size: int
 
     @override
-    def state(self) -> State:
-        return self._ahead.state()
-
-    @override
-    def restore(self, state: State) -> None:
-        self._ahead.restore(state)
-
-    @override
-    def close(self) -> None:
-        self._ahead.close()
+    def open(self, context: CursorContext) -> Cursor:
+        child = self.input.open(context.child())
+        size = 2 if self.size == AUTOTUNE else self.size
+        return Prefetcher(child, size, name="stratagem-prefetch") if size else child

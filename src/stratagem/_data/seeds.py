@@ -1,7 +1,7 @@
-"""Where randomness comes from: seeds per element and epoch, and shuffled orders.
+"""Random numbers: seeds per element and epoch, and shuffled orders.
 
-Every seed is a pure function of (base seed, place in the pipeline, epoch, element number), so the
-same seed gives the same elements whatever the number of threads, and a position is a few integers.
+Every seed is a pure function of (base seed, place in the pipeline, epoch, element number). So the same seed gives
+the same elements with any number of threads, and a position is a few integers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """64 well-stirred bits from some integers (the finalizer of splitmix64, once per part)."""
+    """Return a 64-bit hash of integers (the finalizer of splitmix64, once per part)."""
     value = 0x9E3779B97F4A7C15
     for part in parts:
         value = ((value ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
@@ -28,17 +28,17 @@ def mix(*parts: int) -> int:
 
 
 def fresh_seed() -> int:
-    """A base seed drawn from torch's own generator, so `torch.manual_seed` makes runs repeat."""
+    """Draw a base seed from torch's generator, so that `torch.manual_seed` makes runs repeat."""
     return int(torch.randint(0, 2**62, (), dtype=torch.int64).item())
 
 
 class ElementRng:
-    """Random generators that belong to one element: what a map function gets as ``rng``.
+    """Random generators of one element, passed to a map function as ``rng``.
 
-    Each is made when first asked for. Two epochs, or two elements, never share one.
+    Each generator is made when it is first used. Two epochs, or two elements, never share one.
 
     Attributes:
-        seed: the element's 64-bit seed.
+        seed: 64-bit seed of the element.
 
     Example:
         >>> import torch, stratagem as sg
@@ -60,7 +60,7 @@ class ElementRng:
 
     @property
     def torch(self) -> torch.Generator:
-        """A CPU `torch.Generator`."""
+        """CPU generator of torch."""
         if self._torch is None:
             self._torch = torch.Generator()
             self._torch.manual_seed(self.seed & (_MASK >> 1))
@@ -68,14 +68,14 @@ class ElementRng:
 
     @property
     def numpy(self) -> np.random.Generator:
-        """A `numpy.random.Generator`."""
+        """Generator of NumPy."""
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.PCG64(self.seed))
         return self._numpy
 
     @property
     def python(self) -> random.Random:
-        """A `random.Random`."""
+        """Generator of Python."""
         if self._python is None:
             self._python = random.Random(self.seed)
         return self._python
@@ -86,17 +86,17 @@ class ElementRng:
 
 
 def permutation(seed: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The order of a full shuffle."""
+    """Return the order of a full shuffle."""
     return np.random.Generator(np.random.PCG64(seed)).permutation(size)
 
 
 class BufferDraws:
-    """Which place of a shuffle buffer the k-th element leaves from.
+    """Places of a shuffle buffer that elements leave from.
 
-    Draws come in blocks seeded by their number, so that the k-th is found without the ones before.
+    Draws come in blocks seeded by their number, so that draw k does not need the draws before it.
     """
 
-    _BLOCK = 4096  # one seeding of PCG64 (about 10 µs) per 4096 elements costs nothing
+    _BLOCK = 4096  # one seeding of PCG64 takes about 10 µs
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -104,7 +104,7 @@ class BufferDraws:
         self._block: list[float] = []
 
     def place(self, k: int, filled: int) -> int:
-        """A place in ``range(filled)`` for the k-th draw."""
+        """Return a place in ``range(filled)`` for draw `k`."""
         number, offset = divmod(k, self._BLOCK)
         if number != self._number:
             generator = np.random.Generator(np.random.PCG64(mix(self._seed, number)))

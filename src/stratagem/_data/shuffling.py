@@ -1,64 +1,52 @@
 """Shuffle and cache: the two steps that hold many elements.
 
-A full shuffle (no buffer size, or one at least as large as the input) is a permutation of the
-element numbers, drawn from (seed, epoch); a buffered one draws the place each element leaves from.
-Over in-memory sources both run on row numbers alone: see `indexing.py`.
+A full shuffle (no buffer size, or one at least as large as the input) is a permutation of the element
+numbers, drawn from (seed, epoch). A buffered shuffle draws the buffer place that each element leaves from.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
+import numpy as np
+import torch
 from typing_extensions import override
 
-from stratagem._data.node import (
-    END,
-    INFINITE,
-    ChoosingStep,
-    Cursor,
-    CursorContext,
-    Node,
-    State,
-    StepCursor,
-)
+from stratagem._data.cursor import END, Cursor, CursorContext, SelectionCursor, State, StepCursor
+from stratagem._data.node import INFINITE, Step
+from stratagem._data.row_numbers import CountingCursor, SelectionStep
 from stratagem._data.seeds import BufferDraws, permutation
 
 
 @final
-class ShuffleNode(ChoosingStep):
+@dataclass(frozen=True, eq=False)
+class ShuffleNode(SelectionStep):
     """Elements in random order."""
 
     keeps_rows = True
+    buffer_size: int | None
+    seed: int | None
+    each_epoch: bool
 
-    def __init__(self, input: Node, buffer_size: int | None, seed: int | None, anew: bool) -> None:
-        super().__init__(input)
-        if buffer_size is None and input.cardinality() == INFINITE:
+    def __post_init__(self) -> None:
+        if self.buffer_size is None and self.input.cardinality() == INFINITE:
             raise ValueError(
                 "shuffle() without a buffer_size shuffles everything, and this dataset has no end. "
                 "Give a buffer_size, or call shuffle() before repeat()."
             )
-        self.buffer_size = buffer_size
-        self.seed = seed
-        self.anew = anew
-
-    @property
-    def full(self) -> bool:
-        """Whether it is a permutation of everything."""
-        size = self.input.cardinality()
-        return self.buffer_size is None or 0 <= size <= self.buffer_size
-
-    def order_seed(self, frame: CursorContext) -> int:
-        """The seed of this epoch's order."""
-        return frame.seed(self.seed, per_epoch=self.anew)
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        child = self.input.open(frame.child())
-        seed = self.order_seed(frame)
-        if self.full:
-            return FullShuffleCursor(child, seed, replayable=self.input.replayable)
-        assert self.buffer_size is not None
-        return BufferShuffleCursor(child, seed, self.buffer_size)
+    def _open(self, context: CursorContext) -> Cursor:
+        size = self.input.cardinality()
+        full = self.buffer_size is None or 0 <= size <= self.buffer_size
+        return FullShuffleCursor(self, context) if full else BufferShuffleCursor(self, context)
+
+    def order_seed(self, context: CursorContext) -> int:
+        """Return the seed of this epoch's order."""
+        return context.seed(self.seed, per_epoch=self.each_epoch)
 
     @property
     @override
@@ -67,172 +55,163 @@ class ShuffleNode(ChoosingStep):
 
 
 @final
-class FullShuffleCursor(StepCursor):
-    """Reads everything, then yields it by a permutation.
+class FullShuffleCursor(SelectionCursor[ShuffleNode]):
+    """Reads all elements, then yields them in the order of a permutation.
 
-    Its position is one number: the elements are read again on resuming. Only where reading again
-    could give others (a loader with a random order of its own) are they kept in the state.
+    The position is one number: after resuming, the elements are read again. The state holds the elements
+    only if reading them again could give others (a loader with a random order of its own).
     """
 
     KEPT = ("position",)
-    PARTS = ()  # its input is read again, from the beginning
+    _position = 0
+    _shuffled: Any = None  # list of elements, or array of row numbers
 
-    def __init__(self, child: Cursor, seed: int, *, replayable: bool) -> None:
-        super().__init__(child)
-        self._seed = seed
-        self._replayable = replayable
-        self._elements: list[Any] | None = None
-        self._order: list[int] = []
-        self._position = 0
-
-    def _load(self, elements: list[Any] | None) -> list[Any]:
-        if elements is None:
-            elements = []
-            while (element := self._child.next()) is not END:
-                elements.append(element)
+    def _shuffle(self, elements: Any = None) -> Any:
+        if elements is None and self._context.numbers:
+            order = permutation(self._order_seed, self._node.input.cardinality())
+            # The numbers of a whole source are its order itself: no second array.
+            plain = isinstance(self._child, CountingCursor)
+            self._shuffled = order if plain else self._child.take(len(order))[order]
+        else:
+            elements = self._child.take(sys.maxsize) if elements is None else elements
             self._child.close()
-        self._elements = elements
-        self._order = permutation(self._seed, len(elements)).tolist()
-        return elements
+            order = permutation(self._order_seed, len(elements))
+            self._shuffled = [elements[place] for place in order.tolist()]
+        return self._shuffled
+
+    @property
+    def _order_seed(self) -> int:
+        return self._node.order_seed(self._context)
 
     @override
-    def next(self) -> Any:
-        elements = self._load(None) if self._elements is None else self._elements
-        if self._position >= len(elements):
-            return END
-        element = elements[self._order[self._position]]
-        self._position += 1
-        return element
+    def take(self, count: int) -> Any:
+        shuffled = self._shuffle() if self._shuffled is None else self._shuffled
+        start = self._position
+        self._position = min(len(shuffled), start + count)
+        return shuffled[start : self._position]
 
     @override
     def state(self) -> State:
-        keep = self._elements is not None and not self._replayable
-        return {**super().state(), "elements": list(self._elements or ()) if keep else None}
+        again = self._shuffled is None or self._node.input.replayable
+        return {"position": self._position, "shuffled": None if again else list(self._shuffled)}
 
     @override
     def restore(self, state: State) -> None:
-        if state["elements"] is not None:
-            self._load(list(state["elements"]))
-        super().restore(state)
+        self._position = state["position"]
+        self._shuffled = state["shuffled"]
 
 
 @final
-class BufferShuffleCursor(StepCursor):
-    """Keeps a buffer full, lets a random one of it go; its state holds the buffer."""
+class BufferShuffleCursor(SelectionCursor[ShuffleNode]):
+    """Keeps a buffer full and yields random places of it; the state holds the buffer."""
 
-    KEPT = ("drawn", "ended")
+    KEPT = ("drawn",)
+    _drawn = 0
 
-    def __init__(self, child: Cursor, seed: int, size: int) -> None:
-        super().__init__(child)
-        self._draws = BufferDraws(seed)
-        self._size = size
+    def __init__(self, node: ShuffleNode, context: CursorContext) -> None:
+        super().__init__(node, context)
+        self._draws = BufferDraws(node.order_seed(context))
         self._buffer: list[Any] = []
-        self._drawn = 0
-        self._ended = False
 
     @override
-    def next(self) -> Any:
-        buffer = self._buffer
-        while not self._ended and len(buffer) < self._size:
-            element = self._child.next()
-            if element is END:
-                self._ended = True
-            else:
-                buffer.append(element)
-        if not buffer:
-            return END
-        place = self._draws.place(self._drawn, len(buffer))
-        self._drawn += 1
-        element, buffer[place] = buffer[place], buffer[-1]
-        buffer.pop()
-        return element
+    def take(self, count: int) -> Any:
+        assert self._node.buffer_size is not None
+        buffer, draws, drawn = self._buffer, self._draws, self._drawn
+        # One element refills the buffer before each draw, so exactly these are needed now.
+        missing = self._node.buffer_size - len(buffer)
+        taken = self._child.take(missing + count - 1)
+        fresh: list[Any] = taken.tolist() if self._context.numbers else list(taken)
+        buffer.extend(fresh[:missing])
+        refill = iter(fresh[missing:])
+        chosen: list[Any] = []
+        while buffer:
+            place = draws.place(drawn, len(buffer))
+            drawn += 1
+            chosen.append(buffer[place])
+            buffer[place] = buffer[-1]
+            buffer.pop()
+            if len(chosen) == count:
+                break
+            item = next(refill, END)
+            if item is not END:
+                buffer.append(item)
+        self._drawn = drawn
+        return np.array(chosen, dtype=np.int64) if self._context.numbers else chosen
 
     @override
     def state(self) -> State:
-        return {**super().state(), "buffer": list(self._buffer)}
+        numbers = self._context.numbers
+        held = torch.tensor(self._buffer, dtype=torch.int64) if numbers else list(self._buffer)
+        return {**super().state(), "buffer": held}
 
     @override
     def restore(self, state: State) -> None:
         super().restore(state)
-        self._buffer = list(state["buffer"])
+        held = state["buffer"]
+        self._buffer = held.tolist() if self._context.numbers else list(held)
 
 
 @final
-class CacheNode(ChoosingStep):
-    """Elements kept in memory after the first pass; every pass yields what the first one saw."""
+class CacheCursor(StepCursor["CacheNode"]):
+    """Reads and keeps elements in the first epoch, yields the kept ones in later epochs.
 
-    keeps_rows = True
+    The position is one number, as for `FullShuffleCursor`.
+    """
 
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        key = frame.path
-        kept = frame.run.caches.get(key)
-        if kept is not None:
-            return CachedCursor(kept)
-        # Opened without the epoch: what is cached must not depend on the epoch that filled it.
-        child = self.input.open(frame.without_epoch().child())
-        return CachingCursor(child, frame, replayable=self.input.replayable)
+    _position = 0
 
-
-@final
-class CachedCursor(Cursor):
-    """Yields kept elements."""
-
-    KEPT = ("position",)
-
-    def __init__(self, elements: list[Any]) -> None:
-        self._elements = elements
-        self._position = 0
+    def __init__(self, node: CacheNode, context: CursorContext) -> None:
+        super().__init__(node, context)
+        kept = context.run.caches.get(context.path)
+        self._complete = kept is not None
+        self._elements: list[Any] = kept or []
 
     @override
-    def next(self) -> Any:
-        if self._position >= len(self._elements):
-            return END
-        self._position += 1
-        return self._elements[self._position - 1]
-
-    @override
-    def skip(self, count: int) -> int:
-        count = min(count, len(self._elements) - self._position)
-        self._position += count
-        return count
-
-    @override
-    def state(self) -> State:
-        return {**super().state(), "elements": None}  # may be restored by a `CachingCursor`
-
-
-@final
-class CachingCursor(StepCursor):
-    """Yields its input and keeps it; hands over to the run's cache when it has seen the end."""
-
-    def __init__(self, child: Cursor, frame: CursorContext, *, replayable: bool) -> None:
-        super().__init__(child)
-        self._frame = frame
-        self._replayable = replayable
-        self._elements: list[Any] = []
-        self._position = 0
+    def _open_inputs(self) -> Sequence[Cursor]:
+        # Always epoch 0: the kept elements must not depend on the epoch that reads them.
+        return [self._node.input.open(replace(self._context, epoch=0).child())]
 
     @override
     def next(self) -> Any:
         while len(self._elements) <= self._position:
+            if self._complete:
+                return END
             element = self._child.next()
             if element is END:
-                self._frame.run.caches.setdefault(self._frame.path, self._elements)
-                self._child.close()
-                return END
-            self._elements.append(element)
+                self._keep()
+            else:
+                self._elements.append(element)
         self._position += 1
         return self._elements[self._position - 1]
 
+    def _keep(self) -> None:
+        self._complete = True
+        self._context.run.caches.setdefault(self._context.path, self._elements)
+        self.close()
+
     @override
     def state(self) -> State:
-        kept = None if self._replayable else list(self._elements)
-        return {"position": self._position, "elements": kept, "child": self._child.state()}
+        state: State = {"position": self._position, "elements": None}
+        if not self._node.input.replayable:
+            state.update(elements=list(self._elements), complete=self._complete, **super().state())
+        return state
 
     @override
     def restore(self, state: State) -> None:
         self._position = state["position"]
         if state["elements"] is not None:
             self._elements = list(state["elements"])
-            self._child.restore(state["child"])
+            if state["complete"]:
+                self._keep()
+            else:
+                super().restore(state)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CacheNode(Step):
+    """Elements kept in memory: every epoch yields those of the first one."""
+
+    CURSOR = CacheCursor
+    KEEPS_ELEMENTS = True
+    keeps_rows = True

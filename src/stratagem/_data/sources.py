@@ -1,68 +1,46 @@
-"""Sources held in memory or made by a function: ranges, tensors, generators.
+"""Sources in memory, and sources made by a function: ranges, tensors, generators.
 
-Files are in `file_source.py`, other people's loaders in `adapters.py`.
+Files are in `file_source.py`, loaders of other libraries in `adapters.py`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from typing_extensions import override
 
 from stratagem._data import nests, specs
-from stratagem._data.node import END, Cursor, CursorContext, Node, NumberedCursor, State
+from stratagem._data.cursor import END, Cursor, CursorContext, State
+from stratagem._data.node import Node
+from stratagem._data.row_numbers import IndexedSource
 from stratagem.errors import DataError
 
 
-class IndexedSource(Node):
-    """A source whose rows can be had by number, many at once: what index arithmetic runs over."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of rows."""
-
-    @abstractmethod
-    def gather(self, indices: torch.Tensor) -> Any:
-        """A batch of the rows at `indices` (int64)."""
-
-    @abstractmethod
-    def at(self, index: int) -> Any:
-        """One row."""
-
-    @override
-    @final
-    def cardinality(self) -> int:
-        return self.size
-
-    @override
-    @final
-    def open(self, frame: CursorContext) -> Cursor:
-        return NumberedCursor(self.size, self.at)
-
-
 @final
+@dataclass(frozen=True, eq=False)
 class RangeNode(IndexedSource):
     """Integers from start to stop."""
 
-    def __init__(self, values: range) -> None:
-        self._values = values
+    values: range
 
     @property
     @override
     def size(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     @override
     def gather(self, indices: torch.Tensor) -> torch.Tensor:
-        return indices * self._values.step + self._values.start
+        return indices * self.values.step + self.values.start
 
     @override
     def at(self, index: int) -> torch.Tensor:
-        return torch.tensor(self._values[index])
+        return torch.tensor(self.values[index])
 
     @override
     def spec(self) -> specs.TensorSpec:
@@ -70,43 +48,50 @@ class RangeNode(IndexedSource):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class SlicesNode(IndexedSource):
-    """The rows of a nest of arrays of one length."""
+    """Rows of a nest of arrays of one length."""
 
-    def __init__(self, columns: Any) -> None:
-        self._columns = nests.to_columns(columns)
-        self._size = nests.count_rows(self._columns, what="what from_tensor_slices was given")
+    columns: Any
 
-    @property
+    @staticmethod
+    def of(columns: Any) -> SlicesNode:
+        """Return the node of a user's nest of arrays."""
+        return SlicesNode(nests.to_columns(columns))
+
+    def __post_init__(self) -> None:
+        _ = self.size  # refuse columns of different lengths now
+
+    @cached_property
     @override
     def size(self) -> int:
-        return self._size
+        return nests.count_rows(self.columns, what="the argument of from_tensor_slices")
 
     @override
     def gather(self, indices: torch.Tensor) -> Any:
-        return nests.take_rows(self._columns, indices)
+        return nests.take_rows(self.columns, indices)
 
     @override
     def at(self, index: int) -> Any:
-        return nests.row(self._columns, index)
+        return nests.row(self.columns, index)
 
     @override
     def spec(self) -> Any:
-        if self._size == 0:
-            return specs.of_rows(specs.spec_of(self._columns))
+        if self.size == 0:
+            return specs.of_rows(specs.spec_of(self.columns))
         return specs.spec_of(self.at(0))
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class TensorsNode(Node):
     """One element."""
 
-    def __init__(self, element: Any) -> None:
-        self._element = nests.to_columns(element)
+    element: Any
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return IteratorCursor(lambda: iter([self._element]), "from_tensors")
+    def open(self, context: CursorContext) -> Cursor:
+        return IterableCursor(lambda: iter([self.element]), "from_tensors")
 
     @override
     def cardinality(self) -> int:
@@ -114,39 +99,30 @@ class TensorsNode(Node):
 
     @override
     def spec(self) -> Any:
-        return specs.spec_of(self._element)
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An iterator or loader that tells and takes its own position."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its position."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Go to a position."""
+        return specs.spec_of(self.element)
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class GeneratorNode(Node):
-    """Elements of the iterable a function returns; the function is called anew each epoch."""
+    """Elements of the iterable that a function returns; every epoch calls the function again."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if not callable(fn):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
             raise TypeError(
-                f"from_generator expects a function that returns an iterable, got {fn!r}. "
+                f"from_generator expects a function that returns an iterable, got {self.function!r}. "
                 "Pass the generator function itself, not the generator it returns."
             )
-        self._fn = fn
-        self._args = args
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return IteratorCursor(self._begin, f"from_generator({self._fn!r})")
+    def open(self, context: CursorContext) -> Cursor:
+        return IterableCursor(self._begin, f"from_generator({self.function!r})")
 
     def _begin(self) -> Iterator[Any]:
-        made = self._fn(*self._args)
+        made = self.function(*self.args)
         try:
             return iter(made)
         except TypeError:
@@ -156,16 +132,76 @@ class GeneratorNode(Node):
             ) from None
 
 
-@final
-class IteratorCursor(Cursor):
-    """Elements of a Python iterator; a position is their count, or the iterator's own state."""
+@runtime_checkable
+class Stateful(Protocol):
+    """Iterator or loader with a position of its own."""
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], what: str) -> None:
-        self._begin = begin
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go to a position."""
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """Iterator with a position of its own, under the names that grain uses."""
+
+    def get_state(self) -> Any:
+        """Return the position."""
+
+    def set_state(self, state: Any, /) -> None:
+        """Go to a position."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """Object to close, such as a generator whose ``finally`` should run now."""
+
+    def close(self) -> None:
+        """Release resources."""
+
+
+class IteratorCursor(Cursor):
+    """Elements of a Python iterator.
+
+    The position is the number of elements read, and the position of the iterator itself if it has one.
+
+    Args:
+        what: name of the source in error messages.
+    """
+
+    KEPT = ("position", "ended")
+    _position = 0
+    _ended = False
+    _iterator: Any = None
+
+    def __init__(self, what: str) -> None:
         self._what = what
-        self._iterator: Any = None
-        self._position = 0
-        self._ended = False
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Any]:
+        """Return a new iterator."""
+
+    def _randomness(self) -> AbstractContextManager[object]:
+        """Return a context that the next element is read in."""
+        return nullcontext()
+
+    def _own_position(self) -> Any:
+        """Return the position of the iterator itself, or `None`."""
+        if isinstance(self._iterator, Stateful):
+            return self._iterator.state_dict()
+        return self._iterator.get_state() if isinstance(self._iterator, Seekable) else None
+
+    def _go_to(self, own: Any) -> bool:
+        """Bring the iterator to a position of its own; return whether it has such positions."""
+        if isinstance(self._iterator, Stateful):
+            self._iterator.load_state_dict(own)
+        elif isinstance(self._iterator, Seekable):
+            self._iterator.set_state(own)
+        else:
+            return False
+        return True
 
     @override
     def next(self) -> Any:
@@ -174,42 +210,33 @@ class IteratorCursor(Cursor):
         if self._iterator is None:
             self._iterator = self._begin()
         try:
-            value = next(self._iterator)
+            with self._randomness():
+                value = next(self._iterator)
         except StopIteration:
             self._ended = True
             self.close()
             return END
         self._position += 1
-        # Copied: user code may hand out one array again and again, and elements are read ahead.
-        return nests.copied(nests.to_element(value))
+        return nests.to_element(value)
 
     @override
     def state(self) -> State:
-        state: State = {"position": self._position, "ended": self._ended}
-        if isinstance(self._iterator, Stateful):
-            state["own"] = self._iterator.state_dict()
-        return state
+        return {**super().state(), "own": self._own_position()}
 
     @override
     def restore(self, state: State) -> None:
         self._ended = state["ended"]
-        if self._ended or state["position"] == 0:
+        position, own = state["position"], state["own"]
+        if self._ended or (position == 0 and own is None):
             return
         self._iterator = self._begin()
-        if "own" in state and isinstance(self._iterator, Stateful):
-            self._iterator.load_state_dict(state["own"])
-            self._position = state["position"]
-            return
-        found = self.skip(state["position"])
-        if found < state["position"]:
+        if own is not None and self._go_to(own):
+            self._position = position
+        elif (found := self.skip(position)) < position:
             raise DataError(
                 f"{self._what} yielded only {found} elements, but the saved position is after "
-                f"{state['position']}: it is not the source the position was taken from."
+                f"{position}: this is not the source that the position was taken from."
             )
-
-    def resume(self, iterator: Iterator[Any], position: int) -> None:
-        """Go on with an iterator that was brought to its position by other means."""
-        self._iterator, self._position = iterator, position
 
     @override
     def close(self) -> None:
@@ -218,9 +245,19 @@ class IteratorCursor(Cursor):
             iterator.close()
 
 
-@runtime_checkable
-class Closable(Protocol):
-    """Something to close, such as a generator whose ``finally`` should run now."""
+@final
+class IterableCursor(IteratorCursor):
+    """Elements of an iterable of the user."""
 
-    def close(self) -> None:
-        """Release what it holds."""
+    def __init__(self, begin: Callable[[], Iterator[Any]], what: str) -> None:
+        super().__init__(what)
+        self._start = begin
+
+    @override
+    def _begin(self) -> Iterator[Any]:
+        return self._start()
+
+    @override
+    def next(self) -> Any:
+        # Copied: user code may yield the same array every time, and elements are read ahead.
+        return nests.copied(super().next())

@@ -1,6 +1,6 @@
-"""What elements look like: shapes and dtypes without values.
+"""Specs of elements: shapes and dtypes without values.
 
-`Dataset.element_spec` is a nest of these; a distributed dataset's is a nest of `PerReplicaSpec`.
+`Dataset.element_spec` is a nest of these specs. The one of a distributed dataset is a nest of `PerReplicaSpec`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stratagem._data import nests
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one leaf; `None` in the shape is a size that may vary.
+    """Shape and dtype of one leaf; `None` in the shape stands for a size that varies.
 
     Example:
         >>> import stratagem as sg
@@ -30,7 +30,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """A leaf that is no tensor: text, bytes, or an array of such.
+    """Shape and kind of a leaf that is not a tensor: text, bytes, or an array of them.
 
     Example:
         >>> from stratagem import data
@@ -44,7 +44,7 @@ class ObjectSpec:
 
 @dataclass(frozen=True)
 class PerReplicaSpec:
-    """The specs of one leaf on each replica.
+    """Specs of one leaf on each replica.
 
     Example:
         >>> from stratagem.data import PerReplicaSpec, TensorSpec
@@ -56,7 +56,7 @@ class PerReplicaSpec:
 
 
 def spec_of(element: Any) -> Any:
-    """The spec of an element at hand."""
+    """Return the spec of an element."""
     return nests.map_leaves(_leaf_spec, element)
 
 
@@ -69,17 +69,17 @@ def _leaf_spec(leaf: Any) -> TensorSpec | ObjectSpec:
 
 
 def with_rows(spec: Any, rows: int | None) -> Any:
-    """The spec of a batch of elements of `spec`."""
+    """Return the spec of a batch of elements of `spec`."""
     return nests.map_leaves(lambda s: _reshape(s, (rows, *s.shape)), spec)
 
 
 def of_rows(spec: Any) -> Any:
-    """The spec of one row of batches of `spec`."""
+    """Return the spec of one row of a batch of `spec`."""
     return nests.map_leaves(lambda s: _reshape(s, s.shape[1:]), spec)
 
 
 def first_dimension(spec: Any, rows: int | None) -> Any:
-    """The same spec with another first dimension."""
+    """Return the same spec with another first dimension."""
     return nests.map_leaves(lambda s: _reshape(s, (rows, *s.shape[1:])) if s.shape else s, spec)
 
 

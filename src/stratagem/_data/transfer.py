@@ -1,7 +1,7 @@
-"""Bringing parts of a batch to their devices.
+"""Transfer of the parts of a batch to their devices.
 
-Host memory needs nothing. To a CUDA device the part is pinned and copied on a stream of its own, so
-that the copy overlaps with the step before; whoever takes the part makes its stream wait for the copy.
+Parts for host memory stay where they are. A part for a CUDA device is pinned and copied on a stream of its own,
+so that the copy overlaps with the step before; the consumer's stream waits for the copy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from stratagem._data import nests
 
 
 @final
-class Movers:
-    """One way to a device per replica.
+class DeviceTransfer:
+    """Copies to the devices of the replicas.
 
     Args:
-        devices: the replicas' devices; `None` leaves that replica's part where it is.
+        devices: one per replica; `None` leaves that replica's part where it is.
     """
 
     def __init__(self, devices: Sequence[torch.device | None]) -> None:
@@ -34,7 +34,7 @@ class Movers:
         self.idle = all(device is None or device.type == "cpu" for device in self._devices)
 
     def move(self, part: Any, replica: int) -> Any:
-        """A part on its replica's device; the copy may still be under way."""
+        """Return a part on its replica's device; the copy may still be in progress."""
         device = self._devices[replica]
         if self.idle or device is None:
             return part
@@ -45,22 +45,22 @@ class Movers:
             return nests.map_leaves(lambda leaf: _to_cuda(leaf, device), part)
 
     def move_all(self, parts: list[Any]) -> list[Any]:
-        """One part per replica, each on its device."""
+        """Return one part per replica, each on its device."""
         if self.idle:
             return parts
         return [self.move(part, replica) for replica, part in enumerate(parts)]
 
-    def marks(self) -> list[tuple[torch.cuda.Stream, torch.cuda.Event]]:
-        """The points the copies so far end at, one per stream."""
+    def copies(self) -> list[tuple[torch.cuda.Stream, torch.cuda.Event]]:
+        """Return an event per stream that marks the end of the copies so far."""
         return [(stream, stream.record_event()) for stream in self._streams.values()]
 
     @staticmethod
-    def arrive(value: Any, marks: Sequence[tuple[torch.cuda.Stream, torch.cuda.Event]]) -> None:
-        """Make the caller's streams wait for the copies, and keep their memory until then."""
+    def wait_for(value: Any, copies: Sequence[tuple[torch.cuda.Stream, torch.cuda.Event]]) -> None:
+        """Make the caller's streams wait for the copies, and keep the memory of the parts until then."""
         parts: list[Any] = []
         for leaf in nests.leaves(value):
             parts.extend(leaf.values if isinstance(leaf, PerReplica) else [leaf])
-        for stream, event in marks:
+        for stream, event in copies:
             current = torch.cuda.current_stream(stream.device)
             current.wait_event(event)
             for part in parts:

@@ -1,42 +1,57 @@
-"""Transformations that keep elements whole: take, skip, shard, repeat, filter, enumerate, options.
+"""Transformations that select whole elements: take, skip, shard, repeat; and enumerate, with_options.
 
-Shuffle and cache are in `shuffling.py`, batch and unbatch in `batching.py`, what runs in threads
-in `parallel.py`, what has several inputs in `combining.py`.
+Shuffle and cache are in `shuffling.py`, batch and unbatch in `batching.py`, steps that use threads in
+`parallel.py`, steps with several inputs in `combining.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from typing_extensions import override
 
-from stratagem._data.node import (
+from stratagem._data.cursor import (
     END,
-    INFINITE,
-    UNKNOWN,
     ChainCursor,
-    ChoosingStep,
     Cursor,
     CursorContext,
-    Node,
-    Step,
+    SelectionCursor,
     StepCursor,
 )
+from stratagem._data.node import INFINITE, UNKNOWN, Step
 from stratagem._data.options import Options
+from stratagem._data.row_numbers import SelectionStep
 
 
 @final
-class TakeNode(ChoosingStep):
-    """The first `count` elements; all of them when `count` is negative."""
+class TakeCursor(SelectionCursor["TakeNode"]):
+    """Counts elements up to the limit."""
 
-    def __init__(self, input: Node, count: int) -> None:
-        super().__init__(input)
-        self.count = count
+    KEPT = ("taken",)
+    _taken = 0
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return TakeCursor(self.input.open(frame.child()), self.count)
+    def take(self, count: int) -> Any:
+        limit = self._node.count
+        if limit >= 0:
+            count = min(count, limit - self._taken)
+        if count == 0:
+            self.close()
+            return self._nothing()
+        found = self._child.take(count)
+        self._taken += len(found)
+        return found
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TakeNode(SelectionStep):
+    """First `count` elements; all elements if `count` is negative."""
+
+    CURSOR = TakeCursor
+    count: int
 
     @override
     def cardinality(self) -> int:
@@ -49,39 +64,29 @@ class TakeNode(ChoosingStep):
 
 
 @final
-class TakeCursor(StepCursor):
-    """Counts down."""
+class SkipCursor(SelectionCursor["SkipNode"]):
+    """Skips the first elements when the first one after them is read."""
 
-    KEPT = ("left",)
-
-    def __init__(self, child: Cursor, count: int) -> None:
-        super().__init__(child)
-        self._left = count
+    KEPT = ("skipped",)
+    _skipped = False
 
     @override
-    def next(self) -> Any:
-        if self._left == 0:
-            self._child.close()
-            return END
-        element = self._child.next()
-        if element is END:
-            self._left = 0
-        elif self._left > 0:
-            self._left -= 1
-        return element
+    def take(self, count: int) -> Any:
+        if self._node.count < 0:
+            return self._nothing()
+        if not self._skipped:
+            self._child.skip(self._node.count)
+            self._skipped = True
+        return self._child.take(count)
 
 
 @final
-class SkipNode(ChoosingStep):
-    """Everything after the first `count` elements; nothing when `count` is negative."""
+@dataclass(frozen=True, eq=False)
+class SkipNode(SelectionStep):
+    """Elements after the first `count`; none if `count` is negative."""
 
-    def __init__(self, input: Node, count: int) -> None:
-        super().__init__(input)
-        self.count = count
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return SkipCursor(self.input.open(frame.child()), self.count)
+    CURSOR = SkipCursor
+    count: int
 
     @override
     def cardinality(self) -> int:
@@ -92,44 +97,45 @@ class SkipNode(ChoosingStep):
 
 
 @final
-class SkipCursor(StepCursor):
-    """Skips when first asked."""
+class ShardCursor(SelectionCursor["ShardNode"]):
+    """Skips the elements of the other shards, without making them where the input can do that."""
 
-    KEPT = ("count",)
-
-    def __init__(self, child: Cursor, count: int) -> None:
-        super().__init__(child)
-        self._count = count
+    KEPT = ("begun",)
+    _begun = False
 
     @override
-    def next(self) -> Any:
-        if self._count < 0:
-            return END
-        if self._count:
-            self._child.skip(self._count)
-            self._count = 0
-        return self._child.next()
+    def take(self, count: int) -> Any:
+        shards, index = self._node.num_shards, self._node.index
+        if self._context.numbers:  # whole rounds, so that every round starts at shard 0
+            return self._child.take(count * shards)[index::shards]
+        found: list[Any] = []
+        while len(found) < count:
+            others = shards - 1 if self._begun else index
+            if self._child.skip(others) < others or (element := self._child.next()) is END:
+                break
+            self._begun = True
+            found.append(element)
+        return found
 
 
 @final
-class ShardNode(ChoosingStep):
-    """Every `num_shards`-th element, from `index` on; a *hint* is filled in by autosharding."""
+@dataclass(frozen=True, eq=False)
+class ShardNode(SelectionStep):
+    """Every `num_shards`-th element, from `index` on; autosharding fills in a hint."""
 
-    def __init__(self, input: Node, num_shards: int, index: int) -> None:
-        super().__init__(input)
-        self.num_shards = num_shards
-        self.index = index
+    CURSOR = ShardCursor
+    num_shards: int
+    index: int
 
     @property
     def is_hint(self) -> bool:
-        """Whether it waits for the number of workers."""
+        """Whether autosharding has to fill in the numbers."""
         return self.num_shards < 0
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        child = self.input.open(frame.child())
-        # A hint nobody filled in means one worker: the whole dataset.
-        return child if self.is_hint else ShardCursor(child, self.num_shards, self.index)
+    def _open(self, context: CursorContext) -> Cursor:
+        # A hint that was not filled in means one worker: the whole dataset.
+        return self.input.open(context.child()) if self.is_hint else ShardCursor(self, context)
 
     @override
     def cardinality(self) -> int:
@@ -140,37 +146,27 @@ class ShardNode(ChoosingStep):
 
 
 @final
-class ShardCursor(StepCursor):
-    """Passes over the others' elements without making them, where the input can."""
-
-    KEPT = ("ahead",)
-
-    def __init__(self, child: Cursor, num_shards: int, index: int) -> None:
-        super().__init__(child)
-        self._gap = num_shards - 1
-        self._ahead = index
+class RepeatCursor(ChainCursor["RepeatNode"]):
+    """Opens the input again for every epoch."""
 
     @override
-    def next(self) -> Any:
-        if self._child.skip(self._ahead) < self._ahead:
-            return END
-        self._ahead = self._gap
-        return self._child.next()
+    def _open_at(self, place: int) -> Cursor:
+        return self._node.input.open(self._context.in_epoch(place).child())
+
+    @override
+    def _ends_before(self, place: int) -> bool:
+        # An epoch without elements ends the data: repeating it without end would never return.
+        return place == self._node.count or (place > 0 and self._empty)
 
 
 @final
-class RepeatNode(ChoosingStep):
-    """`count` passes, each its own epoch; without end when `count` is `None`."""
+@dataclass(frozen=True, eq=False)
+class RepeatNode(SelectionStep):
+    """`count` passes over the input, each one an epoch; without end if `count` is `None`."""
 
+    CURSOR = RepeatCursor
     keeps_rows = True
-
-    def __init__(self, input: Node, count: int | None) -> None:
-        super().__init__(input)
-        self.count = count
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return RepeatCursor(self.input, frame, self.count)
+    count: int | None
 
     @override
     def cardinality(self) -> int:
@@ -183,89 +179,44 @@ class RepeatNode(ChoosingStep):
 
 
 @final
-class RepeatCursor(ChainCursor):
-    """Opens its input anew for each epoch."""
+class EnumerateCursor(StepCursor["EnumerateNode"]):
+    """Counts elements."""
 
-    KEPT = ("epoch", "empty", "count")
-
-    def __init__(self, input: Node, frame: CursorContext, count: int | None) -> None:
-        self._input = input
-        self._frame = frame
-        self._count = count
-        self._epoch = 0
-        self._empty = True
-
-    @override
-    def _open(self) -> Cursor:
-        return self._input.open(self._frame.in_epoch(self._epoch).child())
-
-    @override
-    def next(self) -> Any:
-        while self._count is None or self._epoch < self._count:
-            if self._child is None:
-                self._child = self._open()
-            element = self._child.next()
-            if element is not END:
-                self._empty = False
-                return element
-            self.close()
-            if self._empty:  # a pass without elements: repeating it without end would hang
-                self._count = self._epoch
-                break
-            self._epoch += 1
-            self._empty = True
-        return END
-
-
-@final
-class EnumerateNode(Step):
-    """Pairs (number, element)."""
-
-    def __init__(self, input: Node, start: int) -> None:
-        super().__init__(input)
-        self._start = start
-
-    @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return EnumerateCursor(self.input.open(frame.child()), self._start)
-
-
-@final
-class EnumerateCursor(StepCursor):
-    """Counts up."""
-
-    KEPT = ("number",)
-
-    def __init__(self, child: Cursor, start: int) -> None:
-        super().__init__(child)
-        self._number = start
+    KEPT = ("counted",)
+    _counted = 0
 
     @override
     def next(self) -> Any:
         element = self._child.next()
         if element is END:
             return END
-        number = torch.tensor(self._number)
-        self._number += 1
-        return (number, element)
+        self._counted += 1
+        return (torch.tensor(self._node.start + self._counted - 1), element)
 
     @override
     def skip(self, count: int) -> int:
         done = self._child.skip(count)
-        self._number += done
+        self._counted += done
         return done
 
 
 @final
-class OptionsNode(ChoosingStep):
-    """Its input, with options attached."""
+@dataclass(frozen=True, eq=False)
+class EnumerateNode(Step):
+    """Pairs (number, element)."""
+
+    CURSOR = EnumerateCursor
+    start: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OptionsNode(SelectionStep):
+    """Elements of the input, with options attached."""
 
     keeps_rows = True
-
-    def __init__(self, input: Node, options: Options) -> None:
-        super().__init__(input)
-        self.options = options
+    options: Options
 
     @override
-    def open(self, frame: CursorContext) -> Cursor:
-        return self.input.open(frame.child())
+    def _open(self, context: CursorContext) -> Cursor:
+        return self.input.open(context.child())

@@ -151,7 +151,7 @@ def test_together_the_workers_see_every_row_exactly_once(pipeline, workers, poli
     seed = fresh_seed() if workers == 1 and build().node.wants_seed else autoshard.SHARED_SEED
     node = with_policy(build(), policy).node
     whole = node if workers == 1 else ShardNode(node, 1, 0)
-    reference = DatasetIterator(EpochReader(EpochCounter(base_seed=seed).begin(whole)))
+    reference = DatasetIterator(EpochReader(EpochCounter(base_seed=seed), whole))
     assert merged == [x.tolist() for x in reference], name
 
 

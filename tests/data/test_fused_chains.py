@@ -15,7 +15,7 @@ def run(dataset, *, fuse, passes=2):
     counter = EpochCounter(base_seed=11)
     found = []
     for _ in range(passes):
-        iterator = DatasetIterator(EpochReader(counter.begin(dataset.node, fuse=fuse)))
+        iterator = DatasetIterator(EpochReader(counter, dataset.node, fuse=fuse))
         found.append([tuple(leaf.tolist() for leaf in element) for element in iterator])
     return found
 
@@ -43,9 +43,9 @@ def test_the_chain_is_really_fused():
         .batch(2)
     )
     for fuse in (True, False):
-        assert EpochCounter().begin(dataset.node, fuse=fuse).cursor.gathers is fuse
+        assert EpochReader(EpochCounter(), dataset.node, fuse=fuse).cursor.gathers is fuse
     mapped = Dataset.range(4).map(lambda x: x).batch(2)
-    assert not EpochCounter().begin(mapped.node).cursor.gathers
+    assert not EpochReader(EpochCounter(), mapped.node).cursor.gathers
 
 
 def test_sharding_batches_skips_without_gathering():

@@ -249,9 +249,9 @@ def test_own_readers(tmp_path):
     path.write_text("a b damn c")
     with pytest.raises(sg.errors.CorruptRecord, match=r"record 2 .*rude"):
         list(Dataset.from_files(path, Words()))
-    with pytest.raises(ValueError, match="do not say how to read them"):
+    with pytest.raises(ValueError, match="have no default reader"):
         Dataset.from_files(path)
-    with pytest.raises(ValueError, match="is no reader"):
+    with pytest.raises(ValueError, match="is not a reader"):
         Dataset.from_files(path, "words")
     with pytest.raises(ValueError, match="on_error"):
         Dataset.from_files(path, Words(), on_error="ignore")

@@ -63,7 +63,6 @@ class IterableNode(Node):
 
     source: Iterable[Any]
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return IterableCursor(lambda: iter(self.source), type(self.source).__name__)
 
@@ -81,7 +80,6 @@ class OnceNode(Node):
     iterator: Iterator[Any]
     _begun: list[bool] = field(default_factory=list)
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return IterableCursor(self._begin, f"{type(self.iterator).__name__} object")
 
@@ -94,7 +92,6 @@ class OnceNode(Node):
         self._begun.append(True)
         return self.iterator
 
-    @override
     def __reduce__(self) -> Any:
         raise TypeError(
             f"a dataset over a {type(self.iterator).__name__} object cannot be sent to another "
@@ -110,7 +107,6 @@ class StatefulNode(Node):
     replayable = False
     source: Any
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return StatefulCursor(self.source)
 
@@ -133,7 +129,6 @@ class LoaderCursor(IteratorCursor):
         super().__init__("the DataLoader")
         self._source = source
 
-    @override
     def _begin(self) -> Iterator[Any]:
         return iter(self._source)
 
@@ -187,7 +182,6 @@ class LoaderNode(Node):
     replayable = False
     loader: torch_data.DataLoader[Any]
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return TorchLoaderCursor(self.loader)
 
@@ -266,7 +260,6 @@ class _SizedSource(IndexedSource):
     source: Any
 
     @property
-    @override
     def size(self) -> int:
         return len(self.source)
 
@@ -276,11 +269,9 @@ class _SizedSource(IndexedSource):
 class MapStyleNode(_SizedSource):
     """Map-style `torch.utils.data.Dataset`."""
 
-    @override
     def at(self, index: int) -> Any:
         return nests.to_element(self.source[index])
 
-    @override
     def gather(self, indices: torch.Tensor) -> Any:
         return nests.stack([self.at(index) for index in indices.tolist()])
 
@@ -290,10 +281,8 @@ class MapStyleNode(_SizedSource):
 class HuggingFaceNode(_SizedSource):
     """A `datasets.Dataset`: its format decides the types, and one call reads a batch."""
 
-    @override
     def at(self, index: int) -> Any:
         return nests.to_element(dict(self.source[index]))
 
-    @override
     def gather(self, indices: torch.Tensor) -> Any:
         return nests.to_columns(dict(self.source[indices.tolist()]))

@@ -156,7 +156,6 @@ class Prefetcher(Cursor):
         self._stopped = False
         self._error: BaseException | None = None
 
-    @override
     def next(self) -> Any:
         if self._thread is None:
             return self._next_without_thread()

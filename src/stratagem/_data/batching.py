@@ -27,7 +27,6 @@ class BatchCursor(StepCursor["BatchNode"]):
         """Whether batches are gathered by row number."""
         return self._rows is not None
 
-    @override
     def next(self) -> Any:
         if self._rows is not None:
             batch, found = self._rows.take_batch(self._node.size)
@@ -90,7 +89,6 @@ class UnbatchCursor(StepCursor["UnbatchNode"]):
     _rows = 0  # rows of the current batch
     _row = 0  # next of them
 
-    @override
     def next(self) -> Any:
         while self._row >= self._rows:
             self._batch, self._rows = None, 0

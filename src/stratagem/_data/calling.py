@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from typing_extensions import override
-
 from stratagem._core.torch_patches.random_streams import Drawing
 from stratagem._data.seeds import ElementRng
 
@@ -53,7 +51,6 @@ class UserFunction:
             error.add_note(f"in the function given to {self.verb}(), {self}, at element {number}")
             raise
 
-    @override
     def __repr__(self) -> str:
         return getattr(self.fn, "__qualname__", None) or repr(self.fn)
 

@@ -1,7 +1,7 @@
 """CRC-32C, the checksum of TFRecord files, vectorised with NumPy.
 
-A CRC is linear: the register after n bytes is the exclusive-or of what each byte contributes, and that
-depends only on the byte and its distance from the end. One table lookup per byte, all at once.
+A CRC is linear: the register after n bytes is the exclusive-or of one contribution per byte, which depends only on
+the byte and its distance from the end. All contributions are looked up in a table at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHUNK = 1024  # a table of 1024 × 256 words is 1 MB: it stays in cache
 
 @functools.cache
 def _tables() -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """``tables[d, b]``: what byte b contributes from d bytes before the end."""
+    """Return ``tables[d, b]``: the contribution of byte b at distance d from the end."""
     base = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         base = np.where(base & 1, (base >> 1) ^ _POLYNOMIAL, base >> 1).astype(np.uint32)
@@ -29,7 +29,7 @@ def _tables() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32C of some bytes.
+    """Return the CRC-32C of bytes.
 
     Example:
         >>> hex(crc32c(b"123456789"))
@@ -53,6 +53,6 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum as TFRecord files store it: rotated by 15 bits, plus a constant."""
+    """Return the checksum as TFRecord files store it: rotated by 15 bits, plus a constant."""
     crc = crc32c(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

@@ -27,7 +27,6 @@ class ZipCursor(StepCursor["ZipNode"]):
     KEPT = ("ended",)
     _ended = False
 
-    @override
     def next(self) -> Any:
         elements: list[Any] = []
         for child in () if self._ended else self._children:
@@ -81,11 +80,9 @@ class ZipNode(Join):
 class ConcatenateCursor(ChainCursor["ConcatenateNode"]):
     """Opens each input when the one before it has ended."""
 
-    @override
     def _open_at(self, place: int) -> Cursor:
         return self._node.members[place].open(self._context.child(place))
 
-    @override
     def _ends_before(self, place: int) -> bool:
         return place == len(self._node.members)
 
@@ -147,7 +144,6 @@ class InterleaveCursor(StepCursor["InterleaveNode"]):
         self._turn = (self._turn + 1) % len(self._slots)
         self._given = 0
 
-    @override
     def next(self) -> Any:
         empty_turns = 0
         while empty_turns < len(self._slots):
@@ -232,7 +228,6 @@ class InterleaveNode(Step):
 class ConsecutiveCursor(StepCursor["ConsecutiveNode"]):
     """Groups elements."""
 
-    @override
     def next(self) -> Any:
         return self._child.take(self._node.replicas) or END
 
@@ -255,7 +250,6 @@ class ConsecutiveNode(Step):
 class SideBySideCursor(StepCursor["SideBySideNode"]):
     """Ends when all inputs have ended."""
 
-    @override
     def next(self) -> Any:
         row = [child.next() for child in self._children]
         if all(element is END for element in row):

@@ -31,7 +31,6 @@ class _EndOfInput:
 
     __slots__ = ()
 
-    @override
     def __repr__(self) -> str:
         return "END"
 
@@ -236,7 +235,6 @@ class ChainCursor(SelectionCursor[NodeT]):
         self._child = self._open_at(self._place)
         self._children = (self._child,)
 
-    @override
     def take(self, count: int) -> Any:
         blocks: list[Any] = []
         self._ended = self._ended or self._ends_before(self._place)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
-from typing_extensions import override
 
 from stratagem._data import adapters, nests, specs
 from stratagem._data.batching import BatchNode, UnbatchNode
@@ -373,7 +372,7 @@ class Dataset(DatasetSources):
 
     def _peek(self) -> Any:
         epochs = EpochCounter(base_seed=0)  # this look is not an epoch of the dataset
-        with DatasetIterator(EpochReader(epochs.begin(self.node))) as iterator:
+        with DatasetIterator(EpochReader(epochs, self.node)) as iterator:
             for element in iterator:
                 spec = specs.spec_of(element)
                 return specs.first_dimension(spec, None) if self.node.rows_vary else spec
@@ -404,13 +403,11 @@ class Dataset(DatasetSources):
             yield nests.map_leaves(_to_numpy, element)
 
     def __iter__(self) -> DatasetIterator:
-        return DatasetIterator(EpochReader(self._epochs.begin(self.node)))
+        return DatasetIterator(EpochReader(self._epochs, self.node))
 
-    @override
     def __reduce__(self) -> Any:
         return (Dataset, (self.node,))  # without epochs, seeds and caches
 
-    @override
     def __repr__(self) -> str:
         size = self.node.cardinality()
         count = {INFINITE: "without end", UNKNOWN: "unknown length"}.get(size, f"{size} elements")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, final
 
 import torch
-from typing_extensions import override
 
 from stratagem._core.context import current_replica
 from stratagem._core.user_contexts import InputContext
@@ -20,9 +19,9 @@ from stratagem._data import autoshard, nests, specs
 from stratagem._data.background import Prefetcher
 from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConsecutiveNode, SideBySideNode
-from stratagem._data.cursor import END
+from stratagem._data.cursor import END, Cursor
 from stratagem._data.dataset import Dataset, as_dataset
-from stratagem._data.iteration import ElementIterator, Epoch, EpochCounter, EpochReader, outline
+from stratagem._data.iteration import ElementIterator, EpochCounter, EpochReader, outline
 from stratagem._data.node import Node
 from stratagem._data.seeds import mix
 from stratagem._data.transfer import DeviceTransfer
@@ -211,7 +210,7 @@ class DistributedDataset:
     def _begin(self, epochs: EpochCounter) -> EpochReader:
         plan = self._plan
         node = EnumerateNode(self._node, 0) if plan.functions else self._node
-        return EpochReader(epochs.begin(node), lambda epoch: _read_ahead(plan, epoch))
+        return EpochReader(epochs, node, lambda cursor, seed: _read_ahead(plan, cursor, seed))
 
     @property
     def num_replicas(self) -> int:
@@ -283,11 +282,9 @@ class DistributedDataset:
             state = reduce_func(state, element)
         return state
 
-    @override
     def __reduce__(self) -> Any:
         return (DistributedDataset, (self._node, self._plan))
 
-    @override
     def __repr__(self) -> str:
         return f"<DistributedDataset {outline(self._node)} for {self._plan.replicas} replica(s)>"
 
@@ -318,13 +315,12 @@ class _PreparedStep(NamedTuple):
     copies: list[tuple[torch.cuda.Stream, torch.cuda.Event]]
 
 
-def _read_ahead(plan: DistributionPlan, epoch: Epoch) -> Prefetcher:
+def _read_ahead(plan: DistributionPlan, cursor: Cursor, seed: int) -> Prefetcher:
     transfer = DeviceTransfer(
         plan.devices if plan.options.fetch_to_device else [None] * plan.replicas
     )
-    seed = epoch.seed
     return Prefetcher(
-        epoch.cursor,
+        cursor,
         plan.options.per_replica_buffer_size,
         name="stratagem-input",
         prepare=lambda raw: _prepare(raw, plan, transfer, seed),
@@ -332,7 +328,9 @@ def _read_ahead(plan: DistributionPlan, epoch: Epoch) -> Prefetcher:
     )
 
 
-def _prepare(raw: Any, plan: DistributionPlan, transfer: DeviceTransfer, seed: int) -> _PreparedStep:
+def _prepare(
+    raw: Any, plan: DistributionPlan, transfer: DeviceTransfer, seed: int
+) -> _PreparedStep:
     if plan.kind == "split" and not plan.functions:
         return _PreparedStep(_split(raw, plan.replicas, transfer), transfer.copies())
     number = 0
@@ -415,7 +413,6 @@ class OptionalElement:
             raise ValueError("this optional has no value: the dataset has ended. Ask has_value().")
         return self._value
 
-    @override
     def __repr__(self) -> str:
         return f"<OptionalElement {'empty' if self._value is END else 'with value'}>"
 
@@ -452,7 +449,6 @@ class DistributedIterator(ElementIterator):
             DeviceTransfer.wait_for(prepared.value, prepared.copies)
         return prepared.value
 
-    @override
     def __next__(self) -> Any:
         value = self._step()
         if value is END:

@@ -68,15 +68,12 @@ class ListFilesNode(FileSource, IndexedSource):
     """Paths of files, as text."""
 
     @property
-    @override
     def size(self) -> int:
         return len(self.files)
 
-    @override
     def at(self, index: int) -> str:
         return self.files[index]
 
-    @override
     def gather(self, indices: torch.Tensor) -> Any:
         return np.array([self.files[index] for index in indices.tolist()], dtype=object)
 
@@ -97,7 +94,6 @@ class FilesNode(FileSource):
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={self.on_error!r} is unknown; expected 'raise' or 'skip'")
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return FilesCursor(self, context.run.skipped if self.on_error == "skip" else None)
 
@@ -115,7 +111,6 @@ class FilesCursor(Cursor):
         self._node = node
         self._skipped = skipped
 
-    @override
     def next(self) -> Any:
         files = self._node.files
         while self._file < len(files):

@@ -1,9 +1,8 @@
-"""Nests of leaves: how an element is walked, converted, stacked, cut.
+"""Nests of leaves: how an element is walked, converted, stacked and split.
 
 An *element* is a nest: tuples, named tuples, lists, dicts and other mappings around leaves. A leaf is a
-`torch.Tensor`, a NumPy array of something torch has no dtype for (text, bytes, objects), or any
-other object, which travels untouched. Everything here is a pure function; datasets and the
-distribution of batches over replicas are built on it.
+`torch.Tensor`, a NumPy array of a type that torch does not have (text, bytes, objects), or any other object,
+which stays unchanged. Everything here is a pure function.
 """
 
 from __future__ import annotations
@@ -17,104 +16,87 @@ import torch
 
 from stratagem.errors import DataError, UnequalRows
 
+_ARRAY = "stratagem.array"  # key that marks a NumPy array in a saved position
+
 
 def is_nest(value: object) -> bool:
-    """Whether `value` is a container this module looks into."""
+    """Return whether `value` is a container that this module looks into."""
     return isinstance(value, tuple | list | dict | Mapping)
 
 
 def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
-    """The same nest with `fn` applied to each leaf."""
-    kind = type(nest)
-    if kind is torch.Tensor:
+    """Return the same nest with `fn` applied to each leaf."""
+    if isinstance(nest, torch.Tensor) or not is_nest(nest):
         return fn(nest)
-    if kind is tuple:
-        return tuple([map_leaves(fn, item) for item in nest])
-    if kind is dict:
-        return {key: map_leaves(fn, item) for key, item in nest.items()}
-    if kind is list:
-        return [map_leaves(fn, item) for item in nest]
-    if isinstance(nest, tuple):
-        return rebuild_tuple(nest, [map_leaves(fn, item) for item in nest])
-    if isinstance(nest, list):
-        return [map_leaves(fn, item) for item in nest]
     if isinstance(nest, Mapping):
         return rebuild_dict(nest, {key: map_leaves(fn, item) for key, item in nest.items()})
-    return fn(nest)
+    return rebuild_sequence(nest, [map_leaves(fn, item) for item in nest])
 
 
-def rebuild_tuple(like: tuple[Any, ...], items: list[Any]) -> Any:
-    """A tuple of the same kind as `like` (named tuples take their fields one by one)."""
-    return type(like)(*items) if is_namedtuple(like) else tuple(items)
+def rebuild_sequence(like: Any, items: list[Any]) -> Any:
+    """Return a list or tuple of the type of `like`; a named tuple takes its fields one by one."""
+    if isinstance(like, list):
+        return items
+    named = isinstance(getattr(type(like), "_fields", None), tuple)
+    return type(like)(*items) if named else tuple(items)
 
 
 def rebuild_dict(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same kind where the kind can be built from a dict, else a plain one."""
+    """Return a mapping of the type of `like` if that type can be made of a dict, else a dict."""
     if type(like) is dict:
         return items
     try:
-        kind: Any = type(like)  # of its constructor nothing is known
+        kind: Any = type(like)  # its constructor is not known
         return kind(items)
     except TypeError:  # such as defaultdict, whose first argument is a factory
         return items
 
 
-def is_namedtuple(value: tuple[Any, ...]) -> bool:
-    """Whether a tuple has named fields."""
-    return isinstance(getattr(type(value), "_fields", None), tuple)
-
-
 def leaves(nest: Any) -> list[Any]:
-    """The leaves, depth first, dicts in their own order."""
-    kind = type(nest)
-    if kind is torch.Tensor:
-        return [nest]
-    if not is_nest(nest):
+    """Return the leaves, depth first, dicts in their own order."""
+    if isinstance(nest, torch.Tensor) or not is_nest(nest):
         return [nest]
     items = nest.values() if isinstance(nest, Mapping) else nest
     return [leaf for item in items for leaf in leaves(item)]
 
 
 def named_leaves(nest: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves with a name such as ``[0]['ids']``, for messages."""
-    if isinstance(nest, Mapping):
-        for key, item in nest.items():
+    """Yield leaves with a name such as ``[0]['ids']``, for error messages."""
+    if is_nest(nest):
+        for key, item in nest.items() if isinstance(nest, Mapping) else enumerate(nest):
             yield from named_leaves(item, f"{name}[{key!r}]")
-    elif isinstance(nest, tuple | list):
-        for place, item in enumerate(nest):
-            yield from named_leaves(item, f"{name}[{place}]")
     else:
         yield name or "the element", nest
 
 
 def zip_leaves(fn: Callable[[list[Any]], Any], nests: Sequence[Any]) -> Any:
-    """One nest from several of one shape: `fn` gets the leaves that stand in one place."""
+    """Return one nest made of several of one structure: `fn` gets the leaves of one place."""
     first = nests[0]
     if isinstance(first, torch.Tensor) or not is_nest(first):
         return fn(list(nests))
     for other in nests:
         if type(other) is not type(first) or len(other) != len(first):
             raise DataError(
-                "elements of different structure cannot be put together: "
+                "elements of different structure cannot be combined: "
                 f"{describe(first)} and {describe(other)}. Make every element the same nest."
             )
-    if isinstance(first, Mapping):
-        merged = {}
-        for key in first:
-            missing = [n for n in nests if key not in n]
-            if missing:
-                raise DataError(
-                    f"elements of different structure cannot be put together: key {key!r} is "
-                    f"missing in {describe(missing[0])}. Give every element the same keys."
-                )
-            merged[key] = zip_leaves(fn, [n[key] for n in nests])
-        return rebuild_dict(first, merged)
-    items = [zip_leaves(fn, [n[i] for n in nests]) for i in range(len(first))]
-    return items if isinstance(first, list) else rebuild_tuple(first, items)
+    if not isinstance(first, Mapping):
+        items = [zip_leaves(fn, [n[i] for n in nests]) for i in range(len(first))]
+        return rebuild_sequence(first, items)
+    merged = {}
+    for key in first:
+        missing = [n for n in nests if key not in n]
+        if missing:
+            raise DataError(
+                f"elements of different structure cannot be combined: key {key!r} is "
+                f"missing in {describe(missing[0])}. Give every element the same keys."
+            )
+        merged[key] = zip_leaves(fn, [n[key] for n in nests])
+    return rebuild_dict(first, merged)
 
 
 def describe(nest: Any) -> str:
-    """A short text of an element's structure: shapes and dtypes, not values."""
+    """Return a short text of an element's structure: shapes and dtypes, not values."""
     if isinstance(nest, Mapping):
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in nest.items()) + "}"
     if isinstance(nest, tuple | list):
@@ -124,11 +106,8 @@ def describe(nest: Any) -> str:
     return f"{type(nest).__name__} {nest!r:.40}"
 
 
-# --- conversion -------------------------------------------------------------------------------
-
-
 def to_leaf(value: Any) -> Any:
-    """One leaf as a tensor where torch has a dtype for it; text and other objects as they are."""
+    """Return a leaf as a tensor if torch has a dtype for it; text and other objects unchanged."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, np.ndarray | np.generic):
@@ -139,9 +118,9 @@ def to_leaf(value: Any) -> Any:
 
 
 def array_to_tensor(array: np.ndarray[Any, Any]) -> Any:
-    """A NumPy array as a tensor sharing its memory; text and objects stay NumPy arrays.
+    """Return a NumPy array as a tensor that shares its memory; text and objects stay NumPy arrays.
 
-    A zero-dimensional text or object array is its value: text has no tensor to stand for it.
+    A zero-dimensional array of text becomes the text itself.
     """
     if array.dtype.kind in "USOM":
         return array[()].item() if array.ndim == 0 and array.dtype.kind in "US" else array
@@ -153,41 +132,36 @@ def array_to_tensor(array: np.ndarray[Any, Any]) -> Any:
 
 
 def is_numbers(value: object) -> bool:
-    """Whether a list holds only Python numbers, at any depth: then it is meant as a tensor."""
+    """Return whether a list holds only Python numbers, at any depth: then it stands for a tensor."""
     if isinstance(value, list):
         return bool(value) and all(is_numbers(item) for item in value)
     return isinstance(value, bool | int | float | complex)
 
 
 def to_element(value: Any) -> Any:
-    """A user's value as an element: leaves become tensors, lists of numbers one tensor."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        return value
-    if kind is tuple:
-        return tuple([to_element(item) for item in value])
+    """Return a user's value as an element: leaves become tensors, a list of numbers one tensor."""
+    if isinstance(value, torch.Tensor) or not is_nest(value):
+        return to_leaf(value)
     if isinstance(value, Mapping):
         return rebuild_dict(value, {key: to_element(item) for key, item in value.items()})
-    if isinstance(value, tuple):
-        return rebuild_tuple(value, [to_element(item) for item in value])
-    if isinstance(value, list):
-        return torch.tensor(value) if is_numbers(value) else [to_element(item) for item in value]
-    return to_leaf(value)
+    if isinstance(value, list) and is_numbers(value):
+        return torch.tensor(value)
+    return rebuild_sequence(value, [to_element(item) for item in value])
 
 
 def to_columns(value: Any) -> Any:
-    """A user's value for `from_tensor_slices`: a list is one array (stacked), not a nest."""
+    """Return the argument of `from_tensor_slices` as columns: a list is stacked into one array."""
     if isinstance(value, Mapping):
         return rebuild_dict(value, {key: to_columns(item) for key, item in value.items()})
     if isinstance(value, tuple):
-        return rebuild_tuple(value, [to_columns(item) for item in value])
+        return rebuild_sequence(value, [to_columns(item) for item in value])
     if isinstance(value, list):
         return stack_list(value)
     return to_leaf(value)
 
 
 def stack_list(items: list[Any]) -> Any:
-    """A list of numbers, arrays, tensors or text as one array, as tf.data reads it."""
+    """Return a list of numbers, arrays, tensors or text as one array, as tf.data does."""
     if any(isinstance(item, torch.Tensor) for item in items):
         tensors = [torch.as_tensor(item) for item in items]
         shapes = {tuple(t.shape) for t in tensors}
@@ -211,7 +185,7 @@ def stack_list(items: list[Any]) -> Any:
 
 
 def to_plain(nest: Any) -> Any:
-    """A nest without NumPy arrays, which ``torch.load(weights_only=True)`` refuses: text as lists."""
+    """Return a nest without NumPy arrays, which ``torch.load(weights_only=True)`` refuses."""
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
@@ -222,31 +196,23 @@ def to_plain(nest: Any) -> Any:
 
 
 def from_plain(nest: Any) -> Any:
-    """What `to_plain` was given."""
+    """Return the nest that `to_plain` was given."""
     if isinstance(nest, dict):
         if _ARRAY in nest:
             return np.array(nest[_ARRAY], dtype=nest["dtype"])
         return rebuild_dict(nest, {key: from_plain(item) for key, item in nest.items()})
-    if isinstance(nest, list):
-        return [from_plain(item) for item in nest]
-    if isinstance(nest, tuple):
-        return rebuild_tuple(nest, [from_plain(item) for item in nest])
+    if isinstance(nest, list | tuple):
+        return rebuild_sequence(nest, [from_plain(item) for item in nest])
     return nest
 
 
-_ARRAY = "stratagem.array"  # key that marks a NumPy array in a saved position
-
-
-# --- rows -------------------------------------------------------------------------------------
-
-
 def has_rows(leaf: Any) -> bool:
-    """Whether a leaf has a first dimension to cut."""
+    """Return whether a leaf has a first dimension."""
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim >= 1
 
 
 def count_rows(nest: Any, *, what: str) -> int:
-    """The number of rows all leaves of a batch share; `what` begins the error's sentence."""
+    """Return the number of rows that all leaves of a batch have; `what` names the batch in errors."""
     rows = -1
     for leaf in leaves(nest):
         if not has_rows(leaf) or (rows >= 0 and leaf.shape[0] != rows):
@@ -262,7 +228,7 @@ def _rows_error(nest: Any, what: str) -> UnequalRows:
     scalars = [name for name, leaf in named if not has_rows(leaf)]
     if scalars:
         return UnequalRows(
-            f"{what} cannot be cut into rows: {scalars[0]} has no first dimension "
+            f"{what} cannot be split into rows: {scalars[0]} has no first dimension "
             f"({describe(nest)}). Call .batch(global_batch_size) on the dataset first."
         )
     sizes = ", ".join(f"{name}: {leaf.shape[0]}" for name, leaf in named)
@@ -273,7 +239,7 @@ def _rows_error(nest: Any, what: str) -> UnequalRows:
 
 
 def split_sizes(rows: int, parts: int) -> list[int]:
-    """The one split rule: sizes that differ by at most one, larger parts first.
+    """Return part sizes that differ by at most one, larger parts first.
 
     Example:
         >>> split_sizes(4, 3), split_sizes(1, 2)
@@ -284,7 +250,7 @@ def split_sizes(rows: int, parts: int) -> list[int]:
 
 
 def cut_leaf(leaf: Any, sizes: Sequence[int]) -> list[Any]:
-    """A leaf's rows cut into consecutive parts (views, no copy)."""
+    """Split a leaf's rows into consecutive parts (views, no copy)."""
     if isinstance(leaf, torch.Tensor):
         return list(torch.split(leaf, list(sizes)))
     bounds = np.cumsum([0, *sizes])
@@ -292,37 +258,29 @@ def cut_leaf(leaf: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def cut(nest: Any, sizes: Sequence[int]) -> list[Any]:
-    """A batch cut into consecutive parts, one nest each."""
-    pieces = iter([cut_leaf(leaf, sizes) for leaf in leaves(nest)])
-    tree = map_leaves(lambda _: next(pieces), nest)
-    return [_pick(tree, nest, part) for part in range(len(sizes))]
+    """Split a batch into consecutive parts, one nest each."""
+    pieces = [cut_leaf(leaf, sizes) for leaf in leaves(nest)]
 
+    def part(number: int) -> Any:
+        own = iter(pieces)
+        return map_leaves(lambda _: next(own)[number], nest)
 
-def _pick(tree: Any, like: Any, part: int) -> Any:
-    """From a nest with a list of parts for each leaf, the nest of one part."""
-    if not is_nest(like):
-        return tree[part]
-    if isinstance(like, Mapping):
-        return rebuild_dict(like, {key: _pick(tree[key], like[key], part) for key in like})
-    items = [_pick(t, each, part) for t, each in zip(tree, like, strict=True)]
-    return items if isinstance(like, list) else rebuild_tuple(like, items)
+    return [part(number) for number in range(len(sizes))]
 
 
 def without_rows(nest: Any) -> Any:
-    """A batch of zero rows with the shapes and dtypes of `nest`; scalars become shape (0,)."""
+    """Return a batch of zero rows with the dtypes of `nest`; scalars get shape (0,)."""
     return map_leaves(_empty_leaf, nest)
 
 
 def _empty_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf[:0] if leaf.ndim else leaf.new_empty((0,))
-    if isinstance(leaf, np.ndarray):
-        return leaf[:0] if leaf.ndim else np.empty((0,), dtype=leaf.dtype)
-    return np.empty((0,), dtype=object)
+    return leaf[:0] if has_rows(leaf) else np.empty((0,), dtype=object)
 
 
 def take_rows(columns: Any, indices: torch.Tensor) -> Any:
-    """The rows at `indices` of every leaf, copied: an element never aliases its source."""
+    """Return the rows at `indices` of every leaf, copied."""
 
     def gather(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -333,7 +291,7 @@ def take_rows(columns: Any, indices: torch.Tensor) -> Any:
 
 
 def row(columns: Any, index: int) -> Any:
-    """One row of every leaf, copied."""
+    """Return one row of every leaf, copied."""
 
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -345,7 +303,7 @@ def row(columns: Any, index: int) -> Any:
 
 
 def copied(nest: Any) -> Any:
-    """The same values in memory of their own."""
+    """Return a copy of a nest with its tensors and arrays copied."""
 
     def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -356,7 +314,7 @@ def copied(nest: Any) -> Any:
 
 
 def stack(elements: Sequence[Any], *, what: str = "batch()") -> Any:
-    """One batch from elements of one structure; text becomes a NumPy array of objects."""
+    """Return a batch of elements of one structure; text becomes a NumPy array of objects."""
 
     def stack_leaf(items: list[Any]) -> Any:
         first = items[0]

@@ -86,7 +86,6 @@ class Step(Node):
 
     input: Node
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return self.CURSOR(self, context)
 
@@ -135,7 +134,6 @@ class Join(Node):
     members: tuple[Node, ...]
 
     @final
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return self.CURSOR(self, context)
 

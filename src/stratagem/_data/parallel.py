@@ -73,7 +73,6 @@ class MapCursor(SeededCursor["MapNode"]):
         self._number += 1
         return element, self._number - 1
 
-    @override
     def next(self) -> Any:
         parallel = self._node.threads
         if parallel <= 1:
@@ -133,7 +132,6 @@ class FilterCursor(SeededCursor["FilterNode"]):
     KEPT = ("number",)
     _number = 0
 
-    @override
     def next(self) -> Any:
         function = self._node.function
         while (element := self._child.next()) is not END:

@@ -1,7 +1,7 @@
-"""Readers: what one file holds, record by record.
+"""Readers: the records of one file, one by one.
 
-A reader yields elements, and `Bad` for a record it cannot read; whether that is an error or is
-passed over is decided in `file_source.py`. A position in a file is the number of the next record.
+A reader yields elements, and `Bad` for a record that it cannot read; `file_source.py` decides whether that is an
+error or the record is skipped. A position in a file is the number of the next record.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import IO, Any, Literal, cast, final
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from stratagem._data import nests
 from stratagem._data.checksum import masked_crc32c
@@ -26,7 +25,7 @@ from stratagem._data.checksum import masked_crc32c
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that could not be read: what a `Reader` yields in its place.
+    """Placeholder that a `Reader` yields for a record that it cannot read.
 
     Example:
         >>> from stratagem.data import Bad
@@ -38,7 +37,7 @@ class Bad:
 
 
 class Reader(ABC):
-    """Knows one file format; implement it to read another.
+    """Reader of one file format. Subclass it to read another format.
 
     Example:
         >>> from stratagem.data import LineReader, Reader
@@ -56,7 +55,7 @@ class Reader(ABC):
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """A file for reading; ``.gz`` is unpacked on the way."""
+    """Open a file for reading; unpack ``.gz``."""
     if path.endswith(".gz"):
         return cast("IO[bytes]", gzip.open(path, "rb"))
     return Path(path).open("rb")
@@ -65,7 +64,7 @@ def open_bytes(path: str) -> IO[bytes]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LineReader(Reader):
-    r"""Lines of text, without their line ends. Each element is a `str`.
+    r"""Reader of text: lines without their line ends, each one a `str`.
 
     Example:
         >>> import stratagem as sg, pathlib, tempfile
@@ -77,9 +76,8 @@ class LineReader(Reader):
 
     encoding: str = "utf-8"
     skip_lines: int = 0
-    """Lines at the top that are no records, such as a header."""
+    """Number of lines at the top that are not records, such as a header."""
 
-    @override
     def records(self, path: str, start: int) -> Iterator[Any]:
         with open_bytes(path) as file:
             for number, line in enumerate(file, -self.skip_lines):
@@ -97,9 +95,9 @@ ColumnType = torch.dtype | Literal["str"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class CsvReader(Reader):
-    r"""Rows of a CSV file, as dicts from column name to scalar tensor or `str`.
+    r"""Reader of CSV: rows as dicts from column name to scalar tensor or `str`.
 
-    Types not given are taken from the first row: int64, float32, or text.
+    The first row decides types that are not given: int64, float32, or text.
 
     Example:
         >>> import stratagem as sg, pathlib, tempfile
@@ -110,16 +108,15 @@ class CsvReader(Reader):
     """
 
     columns: Sequence[str] | None = None
-    """Names; by default those of the header line."""
+    """Names of the columns; by default those of the header line."""
     header: bool = True
     """Whether the first line holds names."""
     delimiter: str = ","
     dtypes: Mapping[str, ColumnType] = field(default_factory=dict)
-    """Type by column name."""
+    """Types by column name."""
     select: Sequence[str] | None = None
-    """Only these columns."""
+    """Columns to read; all by default."""
 
-    @override
     def records(self, path: str, start: int) -> Iterator[Any]:
         with (
             open_bytes(path) as raw,
@@ -172,7 +169,7 @@ def _guess_type(value: str) -> ColumnType:
 
 def _parse(value: str, kind: ColumnType) -> Any:
     if kind == "str":
-        value.encode("utf-8")  # bytes that are no UTF-8 came through as surrogates: refuse them
+        value.encode("utf-8")  # refuse bytes that are not UTF-8; they were read as surrogates
         return value
     if kind.is_floating_point:
         return torch.tensor(float(value), dtype=kind)
@@ -186,9 +183,9 @@ def _parse(value: str, kind: ColumnType) -> Any:
 @final
 @dataclass(frozen=True, kw_only=True)
 class NumpyReader(Reader):
-    """Rows of the array in an ``.npy`` file, or of the arrays in an ``.npz`` file (a dict).
+    """Reader of NumPy files: rows of an ``.npy`` array, or of the arrays of an ``.npz`` file as dicts.
 
-    An ``.npy`` file is mapped, not read whole.
+    An ``.npy`` file is mapped into memory, not read whole.
 
     Example:
         >>> import numpy as np, stratagem as sg, pathlib, tempfile
@@ -198,7 +195,6 @@ class NumpyReader(Reader):
         [tensor([0, 1]), tensor([2, 3])]
     """
 
-    @override
     def records(self, path: str, start: int) -> Iterator[Any]:
         try:
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -221,7 +217,7 @@ def _unpack(archive: Any) -> dict[str, Any]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ParquetReader(Reader):
-    """Rows of a Parquet file, as dicts. Needs the extra ``stratagem[parquet]``.
+    """Reader of Parquet: rows as dicts. Needs the extra ``stratagem[parquet]``.
 
     Example:
         >>> import stratagem as sg
@@ -230,9 +226,8 @@ class ParquetReader(Reader):
     """
 
     columns: Sequence[str] | None = None
-    """Only these columns."""
+    """Columns to read; all by default."""
 
-    @override
     def records(self, path: str, start: int) -> Iterator[Any]:
         parquet = _import_parquet()
         with open_bytes(path) as raw:
@@ -276,7 +271,7 @@ def _table_rows(table: Any, start: int) -> Iterator[dict[str, Any]]:
 
 
 def _arrow_column(column: Any) -> Any:
-    """A column as something to index: a NumPy array of numbers, else a list of Python values."""
+    """Return a column as a NumPy array of numbers, or as a list of Python values."""
     if column.null_count == 0:
         try:
             return column.combine_chunks().to_numpy(zero_copy_only=False)
@@ -288,7 +283,7 @@ def _arrow_column(column: Any) -> Any:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TFRecordReader(Reader):
-    """Records of a TFRecord file, as `bytes`. What the bytes mean is for a `map` to say.
+    """Reader of TFRecord files: records as `bytes`. Decode them in a `map`.
 
     ::
 
@@ -303,9 +298,8 @@ class TFRecordReader(Reader):
     """
 
     verify: bool = True
-    """Check the checksums of the bytes; those of the lengths are always checked."""
+    """Whether to check the checksums of the bytes; those of the lengths are always checked."""
 
-    @override
     def records(self, path: str, start: int) -> Iterator[Any]:
         with open_bytes(path) as file:
             number = 0
@@ -367,21 +361,21 @@ _BY_NAME: dict[str, Reader] = {
 
 
 def reader_for(choice: Reader | str | None, paths: Sequence[str]) -> Reader:
-    """The reader meant by an argument of `from_files`, or by the files' names."""
+    """Return the reader for an argument of `from_files`, or for the names of the files."""
     if isinstance(choice, Reader):
         return choice
     if isinstance(choice, str) and choice in _BY_NAME:
         return _BY_NAME[choice]
     if choice is not None:
         raise ValueError(
-            f"reader={choice!r} is no reader; expected a Reader such as sg.data.CsvReader(), or one "
+            f"reader={choice!r} is not a reader; expected a Reader such as sg.data.CsvReader(), or one "
             f"of {', '.join(map(repr, _BY_NAME))}"
         )
     suffixes = {Path(path.removesuffix(".gz")).suffix for path in paths}
     found = [_BY_SUFFIX[suffix] for suffix in suffixes if suffix in _BY_SUFFIX]
     if len(found) != len(suffixes) or any(reader != found[0] for reader in found):
         raise ValueError(
-            f"files ending in {', '.join(sorted(map(repr, suffixes)))} do not say how to read them; "
+            f"files ending in {', '.join(sorted(map(repr, suffixes)))} have no default reader; "
             f"give reader= one of {', '.join(map(repr, _BY_NAME))}, or a Reader"
         )
     return found[0]

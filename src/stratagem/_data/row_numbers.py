@@ -41,7 +41,6 @@ class IndexedSource(Node):
     def cardinality(self) -> int:
         return self.size
 
-    @override
     @final
     def open(self, context: CursorContext) -> Cursor:
         numbers = CountingCursor(self.size)
@@ -55,7 +54,6 @@ class SelectionStep(Step):
     KEEPS_ELEMENTS: ClassVar[bool] = True
 
     @final
-    @override
     def open(self, context: CursorContext) -> Cursor:
         source = None if context.numbers or not context.run.fuse else self._row_source()
         if source is None:
@@ -83,7 +81,6 @@ class CountingCursor(Cursor):
         self._size = size
         self._position = 0
 
-    @override
     def next(self) -> Any:
         position = self._position
         if position >= self._size:
@@ -113,7 +110,6 @@ class RowsCursor(Cursor):
         self._numbers = numbers
         self._source = source
 
-    @override
     def next(self) -> Any:
         number = self._numbers.next()
         return END if number is END else self._source.at(int(number))

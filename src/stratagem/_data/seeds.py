@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 _MASK = (1 << 64) - 1
 
@@ -80,7 +79,6 @@ class ElementRng:
             self._python = random.Random(self.seed)
         return self._python
 
-    @override
     def __repr__(self) -> str:
         return f"ElementRng(seed={self.seed:#x})"
 

@@ -83,7 +83,6 @@ class FullShuffleCursor(SelectionCursor[ShuffleNode]):
     def _order_seed(self) -> int:
         return self._node.order_seed(self._context)
 
-    @override
     def take(self, count: int) -> Any:
         shuffled = self._shuffle() if self._shuffled is None else self._shuffled
         start = self._position
@@ -113,7 +112,6 @@ class BufferShuffleCursor(SelectionCursor[ShuffleNode]):
         self._draws = BufferDraws(node.order_seed(context))
         self._buffer: list[Any] = []
 
-    @override
     def take(self, count: int) -> Any:
         assert self._node.buffer_size is not None
         buffer, draws, drawn = self._buffer, self._draws, self._drawn
@@ -171,7 +169,6 @@ class CacheCursor(StepCursor["CacheNode"]):
         # Always epoch 0: the kept elements must not depend on the epoch that reads them.
         return [self._node.input.open(replace(self._context, epoch=0).child())]
 
-    @override
     def next(self) -> Any:
         while len(self._elements) <= self._position:
             if self._complete:

@@ -30,15 +30,12 @@ class RangeNode(IndexedSource):
     values: range
 
     @property
-    @override
     def size(self) -> int:
         return len(self.values)
 
-    @override
     def gather(self, indices: torch.Tensor) -> torch.Tensor:
         return indices * self.values.step + self.values.start
 
-    @override
     def at(self, index: int) -> torch.Tensor:
         return torch.tensor(self.values[index])
 
@@ -63,15 +60,12 @@ class SlicesNode(IndexedSource):
         _ = self.size  # refuse columns of different lengths now
 
     @cached_property
-    @override
     def size(self) -> int:
         return nests.count_rows(self.columns, what="the argument of from_tensor_slices")
 
-    @override
     def gather(self, indices: torch.Tensor) -> Any:
         return nests.take_rows(self.columns, indices)
 
-    @override
     def at(self, index: int) -> Any:
         return nests.row(self.columns, index)
 
@@ -89,7 +83,6 @@ class TensorsNode(Node):
 
     element: Any
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return IterableCursor(lambda: iter([self.element]), "from_tensors")
 
@@ -117,7 +110,6 @@ class GeneratorNode(Node):
                 "Pass the generator function itself, not the generator it returns."
             )
 
-    @override
     def open(self, context: CursorContext) -> Cursor:
         return IterableCursor(self._begin, f"from_generator({self.function!r})")
 
@@ -203,7 +195,6 @@ class IteratorCursor(Cursor):
             return False
         return True
 
-    @override
     def next(self) -> Any:
         if self._ended:
             return END
@@ -253,7 +244,6 @@ class IterableCursor(IteratorCursor):
         super().__init__(what)
         self._start = begin
 
-    @override
     def _begin(self) -> Iterator[Any]:
         return self._start()
 

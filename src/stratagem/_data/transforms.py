@@ -32,7 +32,6 @@ class TakeCursor(SelectionCursor["TakeNode"]):
     KEPT = ("taken",)
     _taken = 0
 
-    @override
     def take(self, count: int) -> Any:
         limit = self._node.count
         if limit >= 0:
@@ -70,7 +69,6 @@ class SkipCursor(SelectionCursor["SkipNode"]):
     KEPT = ("skipped",)
     _skipped = False
 
-    @override
     def take(self, count: int) -> Any:
         if self._node.count < 0:
             return self._nothing()
@@ -103,7 +101,6 @@ class ShardCursor(SelectionCursor["ShardNode"]):
     KEPT = ("begun",)
     _begun = False
 
-    @override
     def take(self, count: int) -> Any:
         shards, index = self._node.num_shards, self._node.index
         if self._context.numbers:  # whole rounds, so that every round starts at shard 0
@@ -149,11 +146,9 @@ class ShardNode(SelectionStep):
 class RepeatCursor(ChainCursor["RepeatNode"]):
     """Opens the input again for every epoch."""
 
-    @override
     def _open_at(self, place: int) -> Cursor:
         return self._node.input.open(self._context.in_epoch(place).child())
 
-    @override
     def _ends_before(self, place: int) -> bool:
         # An epoch without elements ends the data: repeating it without end would never return.
         return place == self._node.count or (place > 0 and self._empty)
@@ -185,7 +180,6 @@ class EnumerateCursor(StepCursor["EnumerateNode"]):
     KEPT = ("counted",)
     _counted = 0
 
-    @override
     def next(self) -> Any:
         element = self._child.next()
         if element is END:

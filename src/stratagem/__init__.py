@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from stratagem import nn as nn
     from stratagem import partitioners as partitioners
     from stratagem import testing as testing
+    from stratagem._checkpoint.checkpoint import Checkpoint as Checkpoint
+    from stratagem._checkpoint.manager import CheckpointManager as CheckpointManager
     from stratagem._cluster.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
     from stratagem._cluster.coordinator.remote_values import PerWorkerValues as PerWorkerValues
     from stratagem._cluster.coordinator.remote_values import RemoteValue as RemoteValue
@@ -92,6 +94,9 @@ _MODULE_OF = {
     "VariableSynchronization": "_core.variables",
     "ShardedVariable": "_ps.tables.sharded_variable",
     "ReduceOp": "_core.reduction",
+    # checkpoints
+    "Checkpoint": "_checkpoint.checkpoint",
+    "CheckpointManager": "_checkpoint.manager",
     # clusters
     "ClusterCoordinator": "_cluster.coordinator.coordinator",
     "RemoteValue": "_cluster.coordinator.remote_values",

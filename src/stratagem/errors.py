@@ -19,6 +19,11 @@ tf.distribute's or Python's own types keeps working)::
     │   ├── ShardingError           [ValueError]     a dataset that cannot be shared as asked
     │   ├── EndOfData               [StopIteration]  get_next() after the last element
     │   └── InputTimeout            [TimeoutError]   the next element did not come within the limit
+    ├── CheckpointError                              saving or restoring a checkpoint failed
+    │   ├── CheckpointCorrupt       [ValueError]     a file is missing or damaged
+    │   ├── CheckpointMismatch      [ValueError]     the checkpoint does not fit the objects
+    │   ├── CheckpointBusy                           another manager uses the directory
+    │   └── CheckpointTimeout       [TimeoutError]   a save did not end within the limit
     ├── WireError                                    between processes
     │   ├── ProtocolError                            bytes that are not our protocol, or another version
     │   ├── AuthenticationError     [PermissionError]  the other side did not prove the cluster key
@@ -166,6 +171,61 @@ class EndOfData(DataError, StopIteration):
 
 class InputTimeout(DataError, TimeoutError):
     """The next element did not come within the limit."""
+
+
+class CheckpointError(StratagemError):
+    """Saving or restoring a checkpoint failed; checkpoints saved before are untouched."""
+
+
+class CheckpointCorrupt(CheckpointError, ValueError):
+    """A file of a checkpoint is missing, damaged, or of a newer format.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint does not fit the objects it should be restored into.
+
+    Attributes:
+        missing: names that the objects have and the checkpoint lacks.
+        unexpected: names that the checkpoint has and the objects lack.
+        different: what both have, but not alike, such as tensors of another shape.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        different: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.different = tuple(different)
+
+
+class CheckpointBusy(CheckpointError):
+    """Another `CheckpointManager` uses the directory.
+
+    Attributes:
+        holder: who, as far as is known.
+    """
+
+    def __init__(self, message: str, *, holder: str) -> None:
+        super().__init__(message)
+        self.holder = holder
+
+
+class CheckpointTimeout(CheckpointError, TimeoutError):
+    """A save did not end within the limit; it goes on."""
 
 
 class WireError(StratagemError):

@@ -1,0 +1,1 @@
+"""Checkpoints: saving, restoring, keeping and evaluating the state of a training run."""

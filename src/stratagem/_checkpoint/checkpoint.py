@@ -1,0 +1,357 @@
+"""`Checkpoint`: the objects of a training run that are saved and restored together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._checkpoint.block_file import part_of
+from stratagem._checkpoint.block_reader import (
+    BlockReader,
+    RowsWanted,
+    check_frames,
+    naming_the_file,
+)
+from stratagem._checkpoint.checkpoint_writer import LocalWriter, SaveOrder, write_checkpoint
+from stratagem._checkpoint.directory import (
+    CheckpointDirectory,
+    SavedCheckpoint,
+    chain_of,
+    load,
+)
+from stratagem._checkpoint.encoding import TakenApart, from_torch_bytes, torch_bytes
+from stratagem._checkpoint.live_state import Match, check_objects, collect
+from stratagem._checkpoint.manifest import COORDINATOR, NAME, Manifest, StoredTensor
+from stratagem._checkpoint.progress import shown_progress
+from stratagem._checkpoint.random_state import read_random_state, set_random_state
+from stratagem._checkpoint.row_ranges import stored_name
+from stratagem._core.context import current_replica
+from stratagem.errors import CheckpointError, ContextError
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore found.
+
+    Attributes:
+        step: the training step of the checkpoint.
+        path: the checkpoint.
+        missing: what the objects have and the checkpoint lacks (with ``strict=False``).
+        unexpected: what the checkpoint has and the objects lack (with ``strict=False``).
+        seconds: how long it took.
+    """
+
+    step: int
+    path: Path
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    seconds: float
+
+
+@final
+class Checkpoint:
+    """The objects of a training run that are saved and restored together.
+
+    Accepted are models, optimizers, schedulers, gradient scalers, datasets and their iterators,
+    variables, generators, everything else with ``state_dict`` and ``load_state_dict``, and nests
+    (dictionaries, lists, tuples) of these and of plain values and tensors. The random streams of torch,
+    Python and NumPy always belong to it.
+
+    A plain value is read and set by its name: ``checkpoint["epoch"] = 3``.
+
+    Args:
+        **objects: what belongs to the checkpoint, by names of your choice.
+
+    Raises:
+        TypeError: an object can be neither saved nor restored.
+
+    Example:
+        >>> import tempfile, torch, stratagem as sg
+        >>> model = torch.nn.Linear(2, 1)
+        >>> checkpoint = sg.Checkpoint(model=model, epoch=3)
+        >>> path = checkpoint.save(tempfile.mkdtemp() + "/third").path
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> checkpoint["epoch"] = 0
+        >>> _ = checkpoint.restore(path)
+        >>> bool(model.weight.any()), checkpoint["epoch"]
+        (True, 3)
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        for name, value in objects.items():
+            check_objects(value, (name,))
+        self._objects = objects
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its objects."""
+        return tuple(self._objects)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._objects[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self._objects:
+            raise KeyError(f"{name!r} is not part of the checkpoint, which has {self.names}.")
+        check_objects(value, (name,))
+        self._objects[name] = value
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        step: int = 0,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        allow_pickle: bool = False,
+    ) -> SavedCheckpoint:
+        """Write one checkpoint and wait for the disk. A `CheckpointManager` does more.
+
+        Args:
+            path: a directory that does not exist.
+            step: the training step.
+            metrics: numbers to keep with it.
+            allow_pickle: whether states may hold values of any class, which only pickle can save.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        path = Path(path)
+        if path.exists():
+            raise CheckpointError(f"{path} exists. Choose a path that does not exist.")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{path.parent} cannot be created: {error}.") from error
+        snapshot = Snapshot.take(self, None, allow_pickle=allow_pickle)
+        order = SaveOrder(step=step, serial=1, metrics=metrics, name=path.name)
+        return snapshot.write(CheckpointDirectory(path.parent), order, show=True)
+
+    def restore(
+        self,
+        path: str | Path,
+        *,
+        strict: bool = True,
+        random: bool = True,
+        allow_pickle: bool = False,
+    ) -> Restored:
+        """Put the state of a checkpoint back into the objects.
+
+        Everything is read and verified first: if this raises, the objects are as they were.
+
+        Args:
+            path: a checkpoint, or a directory of checkpoints, of which the newest is taken.
+            strict: whether what is missing, unexpected or of another type is an error.
+            random: whether to set the random streams, too.
+            allow_pickle: whether values that only pickle can read are accepted. Reading pickles can run
+                code: accept them from sources you trust.
+
+        Raises:
+            CheckpointMismatch: the checkpoint does not fit the objects.
+            CheckpointCorrupt: a file is missing or damaged.
+        """
+        found = find(Path(path))
+        return restore_objects(
+            self._objects, found, strict=strict, random=random, allow_pickle=allow_pickle
+        )
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {', '.join(self._objects) or 'nothing'}>"
+
+
+def find(path: Path) -> SavedCheckpoint:
+    """Return the checkpoint at a path, or the newest one of a directory of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+        CheckpointCorrupt: its manifest is damaged.
+    """
+    if (path / NAME).exists():
+        return load(path)
+    directory = CheckpointDirectory(path)
+    latest = directory.latest()
+    if latest is not None:
+        return latest
+    for error in directory.damaged.values():
+        raise error
+    raise CheckpointError(
+        f"{path} is no complete checkpoint (it has no {NAME}) and holds none. `stratagem checkpoint "
+        "ls` lists those of a directory."
+    )
+
+
+# ------------------------------------------------------------------ saving
+
+
+class HostCopies:
+    """Copies of tensors in host memory, made before training goes on.
+
+    The memory is used again by the next save: getting new pages costs several times as much as copying.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies; they stay as they are until the next call."""
+        for gone in self._buffers.keys() - tensors.keys():
+            del self._buffers[gone]
+        from_device = False
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                pinned = tensor.is_cuda
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                self._buffers[name] = buffer
+            from_device = from_device or tensor.is_cuda
+            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        if from_device:
+            torch.cuda.synchronize()
+        return dict(self._buffers)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a checkpoint's objects at one moment, ready to be written."""
+
+    apart: TakenApart
+    tensors: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    random: Mapping[str, Any]
+
+    @classmethod
+    def take(
+        cls, checkpoint: Checkpoint, copies: HostCopies | None, *, allow_pickle: bool
+    ) -> Snapshot:
+        """Collect the state; with `copies` training may go on afterwards, else it must wait."""
+        if current_replica() is not None:
+            raise ContextError(
+                "a checkpoint was saved inside a replica. Save outside the function given to run()."
+            )
+        apart = collect(checkpoint._objects, allow_pickle=allow_pickle)
+        own, aliases = _without_twins(apart.tensors)
+        if copies is not None:
+            held = copies.of(own)
+        else:
+            held = {name: _in_host_memory(tensor) for name, tensor in own.items()}
+        return cls(apart, held, aliases, read_random_state())
+
+    def write(
+        self, directory: CheckpointDirectory, order: SaveOrder, *, show: bool
+    ) -> SavedCheckpoint:
+        """Write a checkpoint and commit it."""
+        parts = [part_of(name, tensor) for name, tensor in self.tensors.items()]
+        writer = LocalWriter(parts, aliases=self.aliases, blobs=self.apart.blobs())
+        content = {"objects": self.apart.skeleton, "random": dict(self.random)}
+        label = f"saving step {order.step}"
+        with shown_progress(label, writer.bytes) if show else nullcontext() as progress:
+            return write_checkpoint(
+                directory,
+                order,
+                writers=[writer],
+                coordinator=torch_bytes(content),
+                paths=self.apart.paths,
+                progress=progress,
+            )
+
+
+def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors without those that are another's memory, and whose."""
+    own: dict[str, Tensor] = {}
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        other = first.setdefault(key, name) if tensor.numel() else name
+        if other == name:
+            own[name] = tensor
+        else:
+            aliases[name] = other
+    return own, aliases
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+# ------------------------------------------------------------------ restoring
+
+
+def restore_objects(
+    objects: dict[str, Any],
+    saved: SavedCheckpoint,
+    *,
+    strict: bool = True,
+    random: bool = True,
+    allow_pickle: bool = False,
+    partial: bool = False,
+) -> Restored:
+    """Put a checkpoint's state back into objects; `partial` ignores objects that are not wanted."""
+    if current_replica() is not None:
+        raise ContextError(
+            "a checkpoint was restored inside a replica. Restore outside the function given to run()."
+        )
+    began = time.monotonic()
+    chain = chain_of(saved)
+    for path, manifest in chain:
+        check_frames(path, manifest)
+    content = read_content(saved.path, allow_pickle=allow_pickle)
+    match = Match(objects, content["objects"], saved.manifest.tensors, partial=partial)
+    match.check(str(saved.path), strict=strict)
+    tensors = read_tensors(chain, match.needed, f"restoring step {saved.step}")
+    match.apply(tensors, strict=strict)
+    if random:
+        set_random_state(content["random"])
+    return Restored(
+        saved.step,
+        saved.path,
+        tuple(match.missing),
+        tuple(match.unexpected),
+        time.monotonic() - began,
+    )
+
+
+def read_content(path: Path, *, allow_pickle: bool) -> dict[str, Any]:
+    """Return what ``coordinator.pt`` of a checkpoint holds.
+
+    Raises:
+        CheckpointError: it holds values that only pickle can read, which was not allowed.
+    """
+    file = path / COORDINATOR
+    with naming_the_file(file):
+        data = file.read_bytes()
+    content: dict[str, Any] = from_torch_bytes(data, str(file), allow_pickle=allow_pickle)
+    return content
+
+
+def read_tensors(
+    chain: Sequence[tuple[Path, Manifest]], names: Sequence[str], label: str
+) -> dict[str, Tensor]:
+    """Read whole tensors, verified; tied ones come out as one tensor."""
+    manifest = chain[0][1]
+    stored = {name: stored_name(manifest, name) for name in names}
+    total = sum(manifest.tensors[name].bytes for name in set(stored.values()))
+    found: dict[str, Tensor] = {}
+    with shown_progress(label, total) as progress, BlockReader(chain, progress) as reader:
+        for name in dict.fromkeys(stored.values()):
+            tensor: StoredTensor = manifest.tensors[name]
+            if tensor.per_shard:
+                found[name] = reader.read_number(name, 0, -1)
+            else:
+                found[name] = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+        whole = [name for name in found if not manifest.tensors[name].per_shard]
+        reader.read([RowsWanted(name, 0, found[name]) for name in whole])
+    return {name: found[other] for name, other in stored.items()}

@@ -1,0 +1,278 @@
+"""A directory of checkpoints: listing, committing, deleting, and the lock of its one writer.
+
+A checkpoint is written in a directory whose name begins with ``.writing-``. When everything is on disk its
+manifest is renamed into place, then the directory. A reader therefore sees complete checkpoints only, and
+needs no lock. What a killed writer leaves behind has such a name and is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shutil
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, final
+
+from typing_extensions import override
+
+from stratagem._checkpoint import manifest as manifests
+from stratagem._checkpoint.block_file import Progress
+from stratagem._checkpoint.block_reader import BlockReader, check_frames, naming_the_file
+from stratagem._checkpoint.manifest import Manifest
+from stratagem._owner import Owner
+from stratagem.errors import CheckpointBusy, CheckpointCorrupt, CheckpointError
+
+_WRITING, _DELETING = ".writing-", ".deleting-"
+_LOCK = ".lock"
+_NAME = re.compile(r"step_\d{8,}(-\d+)?")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        manifest: its contents.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The training step it was taken at."""
+        return self.manifest.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers given with the save."""
+        return dict(self.manifest.metrics)
+
+    @property
+    def bytes(self) -> int:
+        """Its size on disk."""
+        return self.manifest.bytes
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Read every byte, of its parents too, and compare checksums.
+
+        Raises:
+            CheckpointCorrupt: names the first file that is missing or damaged.
+        """
+        chain = chain_of(self)
+        for place in range(len(chain)):
+            check_frames(*chain[place])
+            with BlockReader(chain[place:], progress) as reader:
+                reader.verify()
+
+    @override
+    def __repr__(self) -> str:
+        kind = f"delta of {self.manifest.parent}" if self.manifest.is_delta else "full"
+        return f"<SavedCheckpoint {self.path}: step {self.step}, {kind}, {self.bytes} bytes>"
+
+
+def load(path: Path) -> SavedCheckpoint:
+    """Return the checkpoint in a directory.
+
+    Raises:
+        CheckpointCorrupt: its manifest is missing or damaged.
+    """
+    file = path / manifests.NAME
+    with naming_the_file(file):
+        data = file.read_bytes()
+    return SavedCheckpoint(path, manifests.from_text(data.decode(errors="replace"), str(file)))
+
+
+def chain_of(saved: SavedCheckpoint) -> list[tuple[Path, Manifest]]:
+    """Return a checkpoint, its parent, and so on: what a reader needs.
+
+    Raises:
+        CheckpointCorrupt: a parent is missing, or is another checkpoint than the one built upon.
+    """
+    chain = [(saved.path, saved.manifest)]
+    while (child := chain[-1][1]).is_delta:
+        path = saved.path.parent / child.parent
+        try:
+            parent = load(path).manifest
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(
+                f"{chain[-1][0]} holds what changed since {path}, which cannot be read: {error}",
+                path=str(path),
+            ) from error
+        if parent.identity != child.parent_identity:
+            raise CheckpointCorrupt(
+                f"{chain[-1][0]} was built on checkpoint {child.parent_identity}, but {path} is "
+                f"checkpoint {parent.identity}.",
+                path=str(path),
+            )
+        chain.append((path, parent))
+    return chain
+
+
+@final
+class CheckpointDirectory:
+    """A directory that holds checkpoints as ``step_00000120``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged: dict[str, CheckpointCorrupt] = {}
+        self._known: dict[str, SavedCheckpoint] = {}
+        self._lock = threading.Lock()  # a save's thread commits while the caller's looks
+
+    def scan(self) -> list[SavedCheckpoint]:
+        """Return the complete checkpoints, oldest save first.
+
+        Those whose manifest cannot be read are in `damaged` afterwards, by name.
+        """
+        try:
+            names = {each.name for each in self.path.iterdir() if _NAME.fullmatch(each.name)}
+        except FileNotFoundError:
+            names = set()
+        with self._lock:
+            self.damaged = {}
+            self._known = {name: one for name, one in self._known.items() if name in names}
+            for name in sorted(names - self._known.keys()):
+                self._look_at(self.path / name)
+            return sorted(self._known.values(), key=lambda saved: saved.manifest.serial)
+
+    def _look_at(self, path: Path) -> None:
+        if not (path / manifests.NAME).exists():
+            return  # not ours, or deleted meanwhile
+        try:
+            self._known[path.name] = load(path)
+        except CheckpointCorrupt as error:
+            if path.exists():
+                self.damaged[path.name] = error
+
+    def latest(self) -> SavedCheckpoint | None:
+        """Return the newest complete checkpoint, or None."""
+        found = self.scan()
+        return found[-1] if found else None
+
+    # Writing; the caller has the lock.
+
+    def begin(self) -> Path:
+        """Make a directory to write a checkpoint in."""
+        path = self.path / f"{_WRITING}{uuid.uuid4().hex[:12]}"
+        path.mkdir()
+        return path
+
+    def commit(self, writing: Path, manifest: Manifest, name: str = "") -> SavedCheckpoint:
+        """Make a written checkpoint visible; its files are on disk already.
+
+        A step that is there already gets a name with a number behind it.
+        """
+        temporary = writing / f"{manifests.NAME}.new"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(manifests.to_text(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(writing / manifests.NAME)
+        _flush_directory(writing)
+        path = self._rename(writing, name or f"step_{manifest.step:08d}", exact=bool(name))
+        return SavedCheckpoint(path, manifest)
+
+    def _rename(self, writing: Path, name: str, *, exact: bool) -> Path:
+        path, number = self.path / name, 0
+        while path.exists():
+            if exact:
+                raise CheckpointError(f"{path} exists. Choose a path that does not exist.")
+            number += 1
+            path = self.path / f"{name}-{number}"
+        writing.rename(path)
+        _flush_directory(self.path)
+        return path
+
+    def abandon(self, writing: Path) -> None:
+        """Remove what was written of a checkpoint that failed."""
+        shutil.rmtree(writing, ignore_errors=True)
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint; at once for readers, however long the files take."""
+        going = self.path / f"{_DELETING}{name}-{uuid.uuid4().hex[:12]}"
+        (self.path / name).rename(going)
+        shutil.rmtree(going, ignore_errors=True)
+
+    def sweep(self) -> list[str]:
+        """Remove what killed writers left behind; returns the names."""
+        left = [each for each in self.path.iterdir() if each.name.startswith((_WRITING, _DELETING))]
+        for each in left:
+            shutil.rmtree(each, ignore_errors=True)
+        return [each.name for each in left]
+
+    @override
+    def __repr__(self) -> str:
+        return f"<CheckpointDirectory {self.path}: {len(self._known)} known>"
+
+
+def _flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@final
+class DirectoryLock(Owner):
+    """The right to write into a directory: one holder at a time, given up when its process ends.
+
+    Raises:
+        CheckpointBusy: somebody else has it.
+        CheckpointError: the directory cannot be made or written.
+    """
+
+    _held: ClassVar[dict[str, str]] = {}
+    """Directories locked by this process. The system's locks are per process: they tell other
+    processes, but not two managers in this one. They are not inherited by children."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        self._descriptor = -1
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._key = str(path.resolve())
+            if self._key in self._held:
+                raise _busy(path, self._held[self._key])
+            descriptor = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be used for checkpoints: {error}. Give a directory that this process "
+                "may create and write."
+            ) from error
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            found = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise _busy(path, found or "a process that does not say who it is") from None
+        self._descriptor = descriptor
+        self._held[self._key] = f"this process, {holder}"
+        text = f"process {os.getpid()} on {platform.node()}, {holder}\n".encode()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text, 0)
+
+    @override
+    def close(self) -> None:
+        """Let others write."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            del self._held[self._key]
+
+    @override
+    def __repr__(self) -> str:
+        return f"<DirectoryLock {self._key} {'held' if self._descriptor >= 0 else 'given up'}>"
+
+
+def _busy(path: Path, holder: str) -> CheckpointBusy:
+    return CheckpointBusy(
+        f"{path} is in use by {holder}. Two managers on one directory would delete each other's "
+        "checkpoints: close the other one, or give this one a directory of its own.",
+        holder=holder,
+    )

@@ -1,0 +1,57 @@
+"""The results of evaluations beside the checkpoints: ``evaluations.jsonl``, one line each.
+
+An `Evaluator` in any process appends to it; the manager reads it to know which checkpoint is best.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NAME = "evaluations.jsonl"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One checkpoint's evaluation.
+
+    Attributes:
+        identity: the checkpoint's.
+        step: its training step.
+        metrics: the results.
+        seconds: how long the evaluation took.
+        time: when it ended, in seconds since 1970.
+    """
+
+    identity: str
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+    time: float
+
+
+def append(directory: Path, evaluation: Evaluation) -> None:
+    """Add a line, on disk when this returns."""
+    line = json.dumps(asdict(evaluation)) + "\n"
+    with (directory / NAME).open("a", encoding="utf-8") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(directory: Path) -> list[Evaluation]:
+    """Return the evaluations, oldest first; a line that was cut off by a crash is passed over."""
+    try:
+        lines = (directory / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(Evaluation(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return found

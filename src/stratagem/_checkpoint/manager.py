@@ -1,0 +1,465 @@
+"""`CheckpointManager`: saves while training goes on, keeps the newest and the best, restores.
+
+One save runs at a time, in a thread of its own. The caller's thread collects the state and copies it in
+memory; the thread writes it. A save that fails is logged and counted, raised by the next call, and leaves
+the checkpoints before it untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, final
+
+from typing_extensions import override
+
+from stratagem import metrics as counters
+from stratagem._checkpoint import evaluations
+from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, Snapshot, restore_objects
+from stratagem._checkpoint.checkpoint_writer import SaveOrder
+from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
+from stratagem._checkpoint.manifest import NAME
+from stratagem._checkpoint.retention import Best, Due, KnownCheckpoint, to_delete
+from stratagem._checkpoint.sigterm import EXIT_CODE, SigtermNote
+from stratagem._owner import Owner
+from stratagem.errors import CheckpointCorrupt, CheckpointError, CheckpointTimeout
+
+_log = logging.getLogger("stratagem.checkpoint")
+
+_NO_METRICS: Final[Mapping[str, float]] = MappingProxyType({})
+
+_SAVE_LIMIT_S: Final = 3600.0
+"""How long a save is waited for: 100 GB on a slow network disk."""
+
+
+@final
+class SaveHandle:
+    """A save on its way to the disk.
+
+    Attributes:
+        step: the training step.
+        paused_s: how long training stood still for it.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.paused_s = 0.0
+        self._began = time.monotonic()
+        self._seconds = 0.0
+        self._ended = threading.Event()
+        self._saved: SavedCheckpoint | None = None
+        self._error: BaseException | None = None
+        self._seen = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def path(self) -> Path | None:
+        """The checkpoint; None until it is complete."""
+        return None if self._saved is None else self._saved.path
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or takes so far."""
+        return self._seconds or time.monotonic() - self._began
+
+    @property
+    def bytes(self) -> int:
+        """Size of the checkpoint; 0 until it is complete."""
+        return 0 if self._saved is None else self._saved.bytes
+
+    def wait(self, timeout_s: float = _SAVE_LIMIT_S) -> SavedCheckpoint:
+        """Wait until the checkpoint is complete, and return it.
+
+        Raises:
+            CheckpointError: the save failed.
+            CheckpointTimeout: it did not end within the limit; it goes on.
+        """
+        if not self._ended.wait(timeout_s):
+            raise CheckpointTimeout(
+                f"the save of step {self.step} has not ended after {self.seconds:.1f} s (the limit is "
+                f"{timeout_s:g} s). It goes on: wait again, or look at the disk."
+            )
+        if self._error is not None:
+            self._seen = True
+            raise self._error
+        assert self._saved is not None
+        return self._saved
+
+    def _end(self, saved: SavedCheckpoint | None, error: BaseException | None) -> None:
+        self._seconds = time.monotonic() - self._began
+        self._saved, self._error = saved, error
+        self._ended.set()
+
+    def _unseen_error(self) -> BaseException | None:
+        """Return the error of a save that ended badly, the first time."""
+        if not self.done or self._seen:
+            return None
+        self._seen = True
+        return self._error
+
+    @override
+    def __repr__(self) -> str:
+        state = "failed" if self._error is not None else "complete" if self.done else "running"
+        return f"<SaveHandle step {self.step}, {state}, {self.seconds:.2f} s>"
+
+
+@final
+class CheckpointManager(Owner):
+    """Saves a checkpoint now and then, keeps the newest and the best, and restores.
+
+    Use it as a context manager, or `close` it: a save that is under way is finished then.
+
+    Args:
+        checkpoint: what to save.
+        directory: where; one manager at a time uses it.
+        max_to_keep: how many of the newest checkpoints to keep; None keeps all.
+        every_s: `step` saves when so many seconds have passed since the last save.
+        every_steps: `step` saves when so many steps have been made since the last save.
+        keep_best: a metric: the best checkpoints by it are kept beside the newest. With a leading ``-``
+            smaller is better: ``keep_best="-loss"``.
+        best_to_keep: how many of the best.
+        save_on_sigterm: after SIGTERM the next `step` saves, waits, and ends the program with
+            exit code 143.
+        allow_pickle: whether states may hold values of any class, which only pickle can save.
+
+    Raises:
+        CheckpointBusy: another manager uses the directory.
+        CheckpointError: the directory cannot be created or written.
+
+    Example:
+        >>> import tempfile, torch, stratagem as sg
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> checkpoint = sg.Checkpoint(model=model, optimizer=optimizer)
+        >>> with sg.CheckpointManager(checkpoint, tempfile.mkdtemp(), every_steps=2) as manager:
+        ...     first = manager.restore_or_initialize()
+        ...     for step in range(first, 5):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 2)).sum().backward()
+        ...         optimizer.step()
+        ...         _ = manager.step(step + 1)
+        ...     _ = manager.save(5, wait=True)
+        ...     manager.latest.step
+        5
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | Path,
+        max_to_keep: int | None = 5,
+        *,
+        every_s: float | None = None,
+        every_steps: int | None = None,
+        keep_best: str | None = None,
+        best_to_keep: int = 1,
+        save_on_sigterm: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        for name, value in (
+            ("max_to_keep", max_to_keep),
+            ("every_s", every_s),
+            ("every_steps", every_steps),
+            ("best_to_keep", best_to_keep),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: expected a positive number, or None.")
+        self._checkpoint = checkpoint
+        self._max_to_keep = max_to_keep
+        self._due = Due(every_s, every_steps)
+        self._best = None if keep_best is None else Best(keep_best, best_to_keep)
+        self._allow_pickle = allow_pickle
+        path = Path(directory)
+        if (path / NAME).exists():
+            raise CheckpointError(
+                f"{path} is a checkpoint. Give the directory it is in: {path.parent}."
+            )
+        self._lock = DirectoryLock(path, repr(checkpoint))
+        self._directory = CheckpointDirectory(path)
+        left = self._directory.sweep()
+        if left:
+            _log.warning("removed %d unfinished checkpoint(s) from %s", len(left), path)
+        self._sigterm = SigtermNote() if save_on_sigterm else None
+        found = self._directory.scan()
+        self._serial = max((one.manifest.serial for one in found), default=0)
+        # Saving beside an earlier run's checkpoints without having restored one would, step by step,
+        # replace them.
+        self._found_steps = [one.step for one in found] + [0] * len(self._directory.damaged)
+        self._continues = not self._found_steps
+        self._damaged: set[str] = set()
+        self._last_step = 0
+        self._last_time = time.monotonic()
+        self._seen_step: int | None = None
+        self._copies = HostCopies()
+        self._running: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are."""
+        return self._directory.path
+
+    @property
+    def latest(self) -> SavedCheckpoint | None:
+        """The newest complete checkpoint, or None."""
+        return self._directory.latest()
+
+    def all(self) -> list[SavedCheckpoint]:
+        """Return all complete checkpoints, oldest save first."""
+        return self._directory.scan()
+
+    @property
+    def best(self) -> SavedCheckpoint | None:
+        """The best checkpoint by the metric `keep_best`, an evaluator's results included; or None."""
+        if self._best is None:
+            return None
+        saved = {one.path.name: one for one in self._directory.scan()}
+        ranked = self._best.rank(self._known())
+        return saved[ranked[0].name] if ranked else None
+
+    # ------------------------------------------------------------------ saving
+
+    def step(self, step: int, metrics: Mapping[str, float] = _NO_METRICS) -> SaveHandle | None:
+        """Save if it is time to; to be called after every step. Never waits for the disk.
+
+        A save that is due while another is under way is made by a later call.
+
+        Args:
+            step: how many steps have been made.
+            metrics: numbers to keep with the checkpoint.
+
+        Raises:
+            CheckpointError: an earlier save failed.
+            SystemExit: SIGTERM had arrived; the state has been saved.
+        """
+        self._check_open()
+        self._seen_step = _checked_step(step)
+        if self._sigterm is not None and self._sigterm.arrived:
+            if self._running is not None:
+                self._running._unseen_error()  # was logged; now is the last chance to save
+            self.save(step, metrics, wait=True)
+            _log.warning("SIGTERM: saved step %d, ending", step)
+            raise SystemExit(EXIT_CODE)
+        self._raise_earlier_failure()
+        if self._running is not None and not self._running.done:
+            return None
+        since_s = time.monotonic() - self._last_time
+        if not self._due.at(step=step, last_step=self._last_step, since_s=since_s):
+            return None
+        return self.save(step, metrics)
+
+    def save(
+        self,
+        step: int | None = None,
+        metrics: Mapping[str, float] = _NO_METRICS,
+        *,
+        wait: bool = False,
+        final: bool = False,
+    ) -> SaveHandle:
+        """Save now. Returns when the state has been copied; the writing goes on in a thread.
+
+        Args:
+            step: how many steps have been made; by default what `step` was last called with, or one
+                more than at the last save.
+            metrics: numbers to keep with the checkpoint.
+            wait: whether to return only when the checkpoint is complete.
+            final: whether this is the run's last checkpoint; an `Evaluator` stops after it.
+
+        Raises:
+            CheckpointError: this save failed, or an earlier one had; or the directory has checkpoints
+                of an earlier run and none was restored.
+        """
+        self._check_open()
+        self._raise_earlier_failure()
+        self._finish_running()
+        self._check_continues()
+        if step is None:
+            step = self._last_step + 1 if self._seen_step is None else self._seen_step
+        step = _checked_step(step)
+        handle = SaveHandle(step)
+        numbers = {name: float(value) for name, value in metrics.items()}
+        order = SaveOrder(step=step, serial=self._serial + 1, metrics=numbers, final=final)
+        snapshot = Snapshot.take(
+            self._checkpoint, None if wait else self._copies, allow_pickle=self._allow_pickle
+        )
+        handle.paused_s = time.monotonic() - handle._began
+        self._serial += 1
+        self._last_step, self._last_time, self._seen_step = step, time.monotonic(), None
+        self._running = handle
+        if wait:
+            self._write(snapshot, order, handle, show=True)
+            handle.wait()
+        else:
+            # No daemon: a program that ends finishes the save first.
+            self._thread = threading.Thread(
+                target=self._write,
+                args=(snapshot, order, handle),
+                name="stratagem-checkpoint-save",
+                daemon=False,
+            )
+            self._thread.start()
+        return handle
+
+    def _write(
+        self, snapshot: Snapshot, order: SaveOrder, handle: SaveHandle, *, show: bool = False
+    ) -> None:
+        try:
+            saved = snapshot.write(self._directory, order, show=show)
+        except Exception as error:  # noqa: BLE001 # whatever it is, the next call raises it
+            counters.counter("checkpoint.failed").add()
+            _log.exception("the save of step %d failed", order.step)
+            handle._end(None, error)
+            return
+        except BaseException as error:
+            handle._end(None, error)
+            raise
+        try:
+            self._delete_old()
+        except OSError as error:
+            _log.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
+        handle._end(saved, None)
+        counters.counter("checkpoint.saved").add()
+        counters.counter("checkpoint.bytes").add(saved.bytes)
+        counters.distribution("checkpoint.seconds").record(handle.seconds)
+        _log.info("saved step %d to %s in %.2f s", order.step, saved.path, handle.seconds)
+
+    def _delete_old(self) -> None:
+        going = to_delete(
+            self._known(), max_to_keep=self._max_to_keep, best=self._best, damaged=self._damaged
+        )
+        for one in going:
+            self._directory.delete(one.name)
+
+    def _known(self) -> list[KnownCheckpoint]:
+        evaluated = {one.identity: one.metrics for one in evaluations.read(self.directory)}
+        return [
+            KnownCheckpoint(
+                saved.path.name,
+                saved.manifest.serial,
+                saved.step,
+                saved.manifest.parent,
+                {**saved.manifest.metrics, **evaluated.get(saved.manifest.identity, {})},
+            )
+            for saved in self._directory.scan()
+        ]
+
+    # ------------------------------------------------------------------ restoring
+
+    def restore_or_initialize(self, *, strict: bool = True) -> int:
+        """Restore the newest good checkpoint; returns its step, or 0 if there is none yet.
+
+        A checkpoint with a missing or damaged file is passed over with a warning that names the file.
+
+        Args:
+            strict: whether what is missing, unexpected or of another type is an error.
+
+        Raises:
+            CheckpointMismatch: the checkpoint is one of other objects.
+            CheckpointCorrupt: there are checkpoints, but not one is good.
+        """
+        self._check_open()
+        self._raise_earlier_failure()
+        self._finish_running()
+        failure: CheckpointCorrupt | None = None
+        for saved in reversed(self._directory.scan()):
+            try:
+                restored = restore_objects(
+                    self._checkpoint._objects,
+                    saved,
+                    strict=strict,
+                    allow_pickle=self._allow_pickle,
+                )
+            except CheckpointCorrupt as error:
+                self._damaged.add(saved.path.name)
+                _log.warning("passing over checkpoint %s: %s", saved.path, error)
+                failure = failure or error
+                continue
+            self._continues = True
+            self._last_step, self._last_time = restored.step, time.monotonic()
+            _log.info("restored step %d from %s", restored.step, saved.path)
+            return restored.step
+        for unreadable in self._directory.damaged.values():
+            _log.warning("passing over a checkpoint: %s", unreadable)
+            failure = failure or unreadable
+        if failure is not None:
+            raise CheckpointCorrupt(
+                f"no checkpoint in {self.directory} can be read; the newest: {failure} To start anew, "
+                "use another directory.",
+                path=failure.path,
+            ) from failure
+        self._continues = True
+        return 0
+
+    # ------------------------------------------------------------------ the end
+
+    @override
+    def close(self) -> None:
+        """Finish the save that is under way and let others use the directory; idempotent.
+
+        Raises:
+            CheckpointError: a save had failed and nobody has heard of it.
+            SystemExit: SIGTERM arrived after the last `step`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish_running()
+            self._raise_earlier_failure()
+        finally:
+            self._copies.free()
+            self._lock.close()
+            if self._sigterm is not None:
+                self._sigterm.close()
+        if self._sigterm is not None and self._sigterm.arrived:
+            raise SystemExit(EXIT_CODE)
+
+    def _finish_running(self) -> None:
+        if self._running is not None and not self._running._ended.wait(_SAVE_LIMIT_S):
+            raise CheckpointTimeout(
+                f"the save of step {self._running.step} has not ended after {_SAVE_LIMIT_S:g} s."
+            )
+        if self._thread is not None:
+            self._thread.join(_SAVE_LIMIT_S)
+            self._thread = None
+
+    def _raise_earlier_failure(self) -> None:
+        error = None if self._running is None else self._running._unseen_error()
+        if self._running is not None and error is not None:
+            raise CheckpointError(
+                f"the save of step {self._running.step} failed: {error}"
+            ) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"the manager of {self.directory} is closed.")
+
+    def _check_continues(self) -> None:
+        if not self._continues:
+            raise CheckpointError(
+                f"{self.directory} holds {len(self._found_steps)} checkpoint(s) of an earlier run (the "
+                f"newest of step {self._found_steps[-1]}), and this run has not restored one. Call "
+                "restore_or_initialize() first to go on from it, or use another directory."
+            )
+
+    @override
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"last save at step {self._last_step}"
+        return f"<CheckpointManager of {self.directory}, {state}>"
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step={step!r}: expected the number of steps made, a whole number ≥ 0.")
+    return step

@@ -1,0 +1,50 @@
+"""SIGTERM, noted instead of obeyed at once: the manager saves at the next step and ends the program."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any, Final, final
+
+from typing_extensions import override
+
+from stratagem._owner import Owner
+from stratagem.errors import CheckpointError
+
+EXIT_CODE: Final = 128 + signal.SIGTERM
+"""What a shell reports of a program that SIGTERM ended."""
+
+
+@final
+class SigtermNote(Owner):
+    """Whether SIGTERM has arrived. A second one acts as if nobody had listened.
+
+    Raises:
+        CheckpointError: made in a thread that cannot handle signals.
+    """
+
+    def __init__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise CheckpointError(
+                "save_on_sigterm=True needs a CheckpointManager made in the main thread: Python "
+                "handles signals there only."
+            )
+        self.arrived = False
+        self._before: Any = signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, _number: int, _frame: Any) -> None:
+        if self.arrived:
+            self.close()
+            signal.raise_signal(signal.SIGTERM)
+        self.arrived = True
+
+    @override
+    def close(self) -> None:
+        """Handle the signal as before."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    @override
+    def __repr__(self) -> str:
+        return f"<SigtermNote {'arrived' if self.arrived else 'not arrived'}>"

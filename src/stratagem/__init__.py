@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stratagem import partitioners as partitioners
     from stratagem import testing as testing
     from stratagem._checkpoint.checkpoint import Checkpoint as Checkpoint
+    from stratagem._checkpoint.evaluator import Evaluator as Evaluator
     from stratagem._checkpoint.manager import CheckpointManager as CheckpointManager
     from stratagem._cluster.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
     from stratagem._cluster.coordinator.remote_values import PerWorkerValues as PerWorkerValues
@@ -97,6 +98,7 @@ _MODULE_OF = {
     # checkpoints
     "Checkpoint": "_checkpoint.checkpoint",
     "CheckpointManager": "_checkpoint.manager",
+    "Evaluator": "_checkpoint.evaluator",
     # clusters
     "ClusterCoordinator": "_cluster.coordinator.coordinator",
     "RemoteValue": "_cluster.coordinator.remote_values",

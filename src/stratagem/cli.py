@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_doctor(commands)
     _add_top(commands)
+    _add_checkpoint(commands)
     _add_version(commands)
     return parser
 
@@ -249,6 +250,61 @@ def _top(options: argparse.Namespace) -> int:
     from stratagem._commands.top import watch
 
     return watch(cluster=options.cluster, once=options.once, interval_s=options.interval)
+
+
+def _add_checkpoint(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "checkpoint",
+        _checkpoint,
+        summary="list, show, verify, convert and compare checkpoints",
+        examples=(
+            "  stratagem checkpoint ls runs/ctr-v3\n"
+            "  stratagem checkpoint show runs/ctr-v3/step_00120000\n"
+            "  stratagem checkpoint verify runs/ctr-v3\n"
+            "  stratagem checkpoint to-torch runs/ctr-v3 model.pt\n"
+            "  stratagem checkpoint diff runs/ctr-v3/step_00110000 runs/ctr-v3/step_00120000\n"
+            "where one checkpoint is meant, a directory of checkpoints means its newest\n"
+            "exit code 1: a checkpoint is damaged (ls, verify), the two differ (diff), or an error"
+        ),
+    )
+    parser.add_argument("action", choices=("ls", "show", "verify", "to-torch", "diff"))
+    parser.add_argument("path", help="a checkpoint, or a directory of checkpoints")
+    parser.add_argument(
+        "other", nargs="?", help="to-torch: the file to write; diff: the other checkpoint"
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="to-torch: accept values that only pickle can read (it can run code)",
+    )
+    parser.set_defaults(parser=parser)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from stratagem._commands import checkpoint_tool
+
+    path = Path(options.path)
+    takes_two = options.action in ("to-torch", "diff")
+    if takes_two != (options.other is not None):
+        options.parser.error(f"{options.action} takes {'two paths' if takes_two else 'one path'}")
+    if options.action == "to-torch":
+        lines, well = checkpoint_tool.to_torch(
+            path, Path(options.other), allow_pickle=options.allow_pickle
+        )
+    elif options.action == "diff":
+        lines, well = checkpoint_tool.diff(path, Path(options.other))
+    else:
+        of_one = {
+            "ls": checkpoint_tool.list_checkpoints,
+            "show": checkpoint_tool.show,
+            "verify": checkpoint_tool.verify,
+        }
+        lines, well = of_one[options.action](path)
+    print("\n".join(lines))
+    return 0 if well else _EXIT_FAILED
 
 
 def _add_version(commands: _Commands[argparse.ArgumentParser]) -> None:

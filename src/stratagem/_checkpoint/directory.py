@@ -122,7 +122,8 @@ class CheckpointDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damaged: dict[str, CheckpointCorrupt] = {}
-        self._known: dict[str, SavedCheckpoint] = {}
+        # By name; a name can come to mean another checkpoint, so with the manifest's inode and time.
+        self._known: dict[str, tuple[tuple[int, int], SavedCheckpoint]] = {}
         self._lock = threading.Lock()  # a save's thread commits while the caller's looks
 
     def scan(self) -> list[SavedCheckpoint]:
@@ -136,16 +137,23 @@ class CheckpointDirectory:
             names = set()
         with self._lock:
             self.damaged = {}
-            self._known = {name: one for name, one in self._known.items() if name in names}
-            for name in sorted(names - self._known.keys()):
-                self._look_at(self.path / name)
-            return sorted(self._known.values(), key=lambda saved: saved.manifest.serial)
+            known, self._known = self._known, {}
+            for name in sorted(names):
+                self._look_at(self.path / name, known.get(name))
+            found = [saved for _, saved in self._known.values()]
+            return sorted(found, key=lambda saved: saved.manifest.serial)
 
-    def _look_at(self, path: Path) -> None:
-        if not (path / manifests.NAME).exists():
-            return  # not ours, or deleted meanwhile
+    def _look_at(self, path: Path, known: tuple[tuple[int, int], SavedCheckpoint] | None) -> None:
         try:
-            self._known[path.name] = load(path)
+            status = (path / manifests.NAME).stat()
+        except OSError:
+            return  # not ours, or deleted meanwhile
+        mark = (status.st_ino, status.st_mtime_ns)
+        if known is not None and known[0] == mark:
+            self._known[path.name] = known
+            return
+        try:
+            self._known[path.name] = mark, load(path)
         except CheckpointCorrupt as error:
             if path.exists():
                 self.damaged[path.name] = error

@@ -9,6 +9,7 @@ stand for something else:
 ``{"$array": name}``                    a NumPy array, stored as a tensor
 ``{"$bytes": [type, shape, bytes]}``    a NumPy array of a type that torch lacks (text, dates)
 ``{"$number": [type, value]}``          a NumPy number
+``{"$set": [is frozen, items]}``        a set
 ``{"$dict": [[key, value], …]}``        a dictionary that has such a key itself
 ``{"$object": kind, "state": …}``       an object with a state of its own (`live_state`)
 ======================================  ================================================
@@ -120,7 +121,7 @@ class TakenApart:
 
     def _note_plain(self, value: Any, path: Path) -> None:
         name = self._free_name(path)
-        self.plain[name] = self.plain_copy(value, path, numbers=True)
+        self.plain[name] = self.plain_copy(value, path, for_torch=True)
 
     def _free_name(self, path: Path) -> str:
         name = ".".join(map(str, path))
@@ -129,18 +130,19 @@ class TakenApart:
         self.paths[name] = path
         return name
 
-    def plain_copy(self, value: Any, path: Path, *, numbers: bool = False) -> Any:
-        """Return a copy of a plain value; NumPy's numbers as Python's, or as the skeleton has them."""
+    def plain_copy(self, value: Any, path: Path, *, for_torch: bool = False) -> Any:
+        """Return a copy of a plain value: as the skeleton has it, or (`for_torch`) as torch may read it."""
         kind = type(value)
         if kind in _LEAVES:
             return value
         if isinstance(value, np.generic):
             number = value.item()
-            return number if numbers else {"$number": [value.dtype.str, number]}
+            return number if for_torch else {"$number": [value.dtype.str, number]}
         if kind in (list, tuple):
-            return kind(self.plain_copy(each, path, numbers=numbers) for each in value)
+            return kind(self.plain_copy(each, path, for_torch=for_torch) for each in value)
         if kind in (set, frozenset):
-            return kind(self.plain_copy(each, path, numbers=True) for each in value)
+            items = [self.plain_copy(each, path, for_torch=True) for each in value]
+            return set(items) if for_torch else {"$set": [kind is frozenset, items]}
         if kind in (bytearray, Counter):
             return kind(value)
         if not self.allow_pickle:
@@ -268,6 +270,7 @@ _MARKS: Final[dict[str, Callable[[Any, Mapping[str, Tensor]], Any]]] = {
     "$array": lambda entry, tensors: tensors[entry["$array"]].numpy(),
     "$bytes": _decode_bytes,
     "$number": _decode_number,
+    "$set": lambda entry, _: (frozenset if entry["$set"][0] else set)(entry["$set"][1]),
     "$dict": lambda entry, tensors: {k: decode(v, tensors) for k, v in entry["$dict"]},
     "$object": lambda entry, tensors: decode(entry["state"], tensors),
 }

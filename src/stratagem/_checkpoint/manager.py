@@ -183,11 +183,15 @@ class CheckpointManager(Owner):
                 f"{path} is a checkpoint. Give the directory it is in: {path.parent}."
             )
         self._lock = DirectoryLock(path, repr(checkpoint))
+        try:
+            self._sigterm = SigtermNote() if save_on_sigterm else None
+        except CheckpointError:
+            self._lock.close()
+            raise
         self._directory = CheckpointDirectory(path)
         left = self._directory.sweep()
         if left:
             _log.warning("removed %d unfinished checkpoint(s) from %s", len(left), path)
-        self._sigterm = SigtermNote() if save_on_sigterm else None
         found = self._directory.scan()
         self._serial = max((one.manifest.serial for one in found), default=0)
         # Saving beside an earlier run's checkpoints without having restored one would, step by step,
@@ -372,7 +376,11 @@ class CheckpointManager(Owner):
         self._raise_earlier_failure()
         self._finish_running()
         failure: CheckpointCorrupt | None = None
-        for saved in reversed(self._directory.scan()):
+        found = self._directory.scan()
+        for unreadable in self._directory.damaged.values():
+            _log.warning("passing over a checkpoint: %s", unreadable)
+            failure = failure or unreadable
+        for saved in reversed(found):
             try:
                 restored = restore_objects(
                     self._checkpoint._objects,
@@ -389,9 +397,6 @@ class CheckpointManager(Owner):
             self._last_step, self._last_time = restored.step, time.monotonic()
             _log.info("restored step %d from %s", restored.step, saved.path)
             return restored.step
-        for unreadable in self._directory.damaged.values():
-            _log.warning("passing over a checkpoint: %s", unreadable)
-            failure = failure or unreadable
         if failure is not None:
             raise CheckpointCorrupt(
                 f"no checkpoint in {self.directory} can be read; the newest: {failure} To start anew, "

@@ -405,6 +405,29 @@ class Dataset(DatasetSources):
     def __iter__(self) -> DatasetIterator:
         return DatasetIterator(EpochReader(self._epochs, self.node))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the newest iterator and the number of epochs, as plain values.
+
+        Example:
+            >>> import stratagem as sg
+            >>> dataset = sg.data.Dataset.range(5)
+            >>> iterator = iter(dataset)
+            >>> _ = next(iterator)
+            >>> resumed = sg.data.Dataset.range(5)
+            >>> resumed.load_state_dict(dataset.state_dict())
+            >>> [int(x) for x in resumed]
+            [1, 2, 3, 4]
+        """
+        return self._epochs.state(self.node)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a saved position: the next ``iter()`` begins there.
+
+        Raises:
+            ValueError: the position is one of another pipeline.
+        """
+        self._epochs.load(state, self.node)
+
     def __reduce__(self) -> Any:
         return (Dataset, (self.node,))  # without epochs, seeds and caches
 

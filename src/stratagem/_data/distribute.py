@@ -209,8 +209,23 @@ class DistributedDataset:
 
     def _begin(self, epochs: EpochCounter) -> EpochReader:
         plan = self._plan
-        node = EnumerateNode(self._node, 0) if plan.functions else self._node
-        return EpochReader(epochs, node, lambda cursor, seed: _read_ahead(plan, cursor, seed))
+        wrap = lambda cursor, seed: _read_ahead(plan, cursor, seed)
+        return EpochReader(epochs, self._pipeline(), wrap)
+
+    def _pipeline(self) -> Node:
+        return EnumerateNode(self._node, 0) if self._plan.functions else self._node
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the newest iterator and the number of epochs, as plain values."""
+        return self._epochs.state(self._pipeline())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a saved position: the next ``iter()`` begins there.
+
+        Raises:
+            ValueError: the position is one of another pipeline.
+        """
+        self._epochs.load(state, self._pipeline())
 
     @property
     def num_replicas(self) -> int:

@@ -29,11 +29,40 @@ class EpochCounter:
         number: epochs begun.
         base_seed: seed of every step without a seed of its own, drawn when first needed.
         caches: elements kept by `cache()` for later epochs.
+        resume: position where the next epoch begins, if not at its first element.
+        newest: reader of the epoch begun last.
     """
 
     number: int = 0
     base_seed: int | None = None
     caches: dict[int, list[Any]] = field(default_factory=dict)
+    resume: dict[str, Any] | None = None
+    newest: weakref.ref[EpochReader] | None = None
+
+    def state(self, node: Node) -> dict[str, Any]:
+        """Return the number of epochs begun, and the position in the newest one if it is open."""
+        position = self.resume
+        newest = None if self.newest is None else self.newest()
+        if position is None and newest is not None and newest.is_open:
+            position = newest.state()
+        return {
+            "version": _VERSION,
+            "pipeline": outline(node),
+            "seed": self.base_seed,
+            "epochs": self.number,
+            "position": position,
+        }
+
+    def load(self, state: dict[str, Any], node: Node) -> None:
+        """Make the next epoch the one that would have come next when `state` was saved."""
+        _check_pipeline(state, node)
+        if "epochs" not in state:
+            raise ValueError(
+                "this is the position of an iterator. Load it into one: "
+                "iter(dataset).load_state_dict(position)."
+            )
+        self.number, self.base_seed, self.caches = state["epochs"], state["seed"], {}
+        self.resume = state["position"]
 
 
 def outline(node: Node) -> str:
@@ -41,6 +70,17 @@ def outline(node: Node) -> str:
     name = type(node).__name__.removesuffix("Node")
     inside = ", ".join(outline(each) for each in node.inputs)
     return f"{name}({inside})" if inside else name
+
+
+def _check_pipeline(state: dict[str, Any], node: Node) -> None:
+    """Refuse a position of another pipeline."""
+    version, there, here = state.get("version"), state.get("pipeline"), outline(node)
+    if version != _VERSION or there != here:
+        raise ValueError(
+            f"this position was saved by {there!r} (format {version!r}), but the dataset here is "
+            f"{here!r} (format {_VERSION}). Build the same pipeline, with the same version of "
+            "Stratagem, to resume."
+        )
 
 
 @final
@@ -85,6 +125,15 @@ class EpochReader:
         # collected.
         self._failure: str | None = None
         self._open(counter.number)
+        position, counter.resume = counter.resume, None
+        if position is not None:
+            self.load(position)
+        counter.newest = weakref.ref(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there may be more elements."""
+        return not (self._ended or self._closed)
 
     def _open(self, epoch: int) -> None:
         counter = self._counter
@@ -148,13 +197,7 @@ class EpochReader:
     def load(self, state: dict[str, Any]) -> None:
         """Go to a position."""
         self._refuse_closed()
-        version, there, here = state.get("version"), state.get("pipeline"), outline(self._node)
-        if version != _VERSION or there != here:
-            raise ValueError(
-                f"this position was saved by {there!r} (format {version!r}), but the dataset here is "
-                f"{here!r} (format {_VERSION}). Build the same pipeline, with the same version of "
-                "Stratagem, to resume."
-            )
+        _check_pipeline(state, self._node)
         self._release()
         if state["seed"] != self._counter.base_seed:
             self._counter.base_seed, self._counter.caches = state["seed"], {}

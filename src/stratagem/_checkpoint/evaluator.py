@@ -1,0 +1,198 @@
+"""`Evaluator`: evaluates the checkpoints of a training run as they appear, beside the run.
+
+It needs the directory only: no cluster, no lock, no connection to the training program. Results go into
+``evaluations.jsonl`` beside the checkpoints, where the manager finds them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from stratagem._checkpoint import evaluations
+from stratagem._checkpoint.checkpoint import read_content, restore_objects
+from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint
+from stratagem._checkpoint.evaluations import Evaluation
+from stratagem._owner import Owner
+from stratagem.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointTimeout
+
+_log = logging.getLogger("stratagem.checkpoint")
+
+
+@final
+class Evaluator(Owner):
+    """Evaluates the newest complete checkpoint of a directory, again and again.
+
+    Checkpoints that were evaluated before are passed over, also by an evaluator that is started
+    again; so are those that a newer one has overtaken, and damaged ones.
+
+    Args:
+        checkpoint_directory: the directory of a `CheckpointManager`.
+        build: makes what is evaluated, once: a module, or a dictionary of objects under the names they
+            have in the checkpoint.
+        evaluate: called with what `build` made, the checkpoint's state in it; returns numbers by name.
+            Modules are in evaluation mode and no gradients are recorded.
+        max_evaluations: stop after so many; by default only after a final checkpoint
+            (``manager.save(step, final=True)``).
+        poll_s: how often to look for a new checkpoint.
+        timeout_s: how long to wait for one.
+        tensorboard: whether to write scalars to ``tensorboard/`` beside the checkpoints; by default
+            if TensorBoard is installed.
+        allow_pickle: whether values that only pickle can read are accepted.
+
+    Example:
+        >>> import tempfile, torch, stratagem as sg
+        >>> directory = tempfile.mkdtemp()
+        >>> trained = torch.nn.Linear(2, 1)
+        >>> with sg.CheckpointManager(sg.Checkpoint(model=trained), directory) as manager:
+        ...     _ = manager.save(10, final=True)
+        >>> def bias(model):
+        ...     return {"bias": model.bias.item()}
+        >>> evaluator = sg.Evaluator(directory, lambda: torch.nn.Linear(2, 1), bias)
+        >>> [result] = evaluator.run()
+        >>> result.step, result.metrics["bias"] == trained.bias.item()
+        (10, True)
+    """
+
+    def __init__(
+        self,
+        checkpoint_directory: str | Path,
+        build: Callable[[], Any],
+        evaluate: Callable[[Any], Mapping[str, float]],
+        *,
+        max_evaluations: int | None = None,
+        poll_s: float = 1.0,
+        timeout_s: float = 3600.0,
+        tensorboard: bool | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        if max_evaluations is not None and max_evaluations < 1:
+            raise ValueError(f"max_evaluations={max_evaluations!r}: expected at least 1, or None.")
+        self._directory = CheckpointDirectory(Path(checkpoint_directory))
+        self._build = build
+        self._evaluate = evaluate
+        self._max_evaluations = max_evaluations
+        self._poll_s = poll_s
+        self._timeout_s = timeout_s
+        if tensorboard is None:
+            tensorboard = importlib.util.find_spec("tensorboard") is not None
+        self._tensorboard = tensorboard
+        self._allow_pickle = allow_pickle
+        self._stopped = threading.Event()
+        self._results: list[Evaluation] = []
+
+    @property
+    def results(self) -> tuple[Evaluation, ...]:
+        """The evaluations made so far."""
+        return tuple(self._results)
+
+    def run(self) -> list[Evaluation]:
+        """Evaluate checkpoints until the last one; returns the results of this call.
+
+        Raises:
+            CheckpointTimeout: no new checkpoint appeared within the limit.
+            CheckpointMismatch: a checkpoint does not fit what `build` made.
+        """
+        built = self._build()
+        seen = {one.identity for one in evaluations.read(self._directory.path)}
+        before = len(self._results)
+        while not self._stopped.is_set():
+            saved = self._next(seen)
+            if saved is None:
+                break
+            seen.add(saved.manifest.identity)
+            result = self._evaluated(built, saved)
+            if result is not None:
+                self._results.append(result)
+            count = len(self._results) - before
+            if saved.manifest.final or count == self._max_evaluations:
+                break
+        return self._results[before:]
+
+    @override
+    def close(self) -> None:
+        """Let `run` in another thread return after what it does now."""
+        self._stopped.set()
+
+    def _next(self, seen: set[str]) -> SavedCheckpoint | None:
+        """Wait for the newest checkpoint if it is unseen; None when there is nothing to wait for."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            newest = self._directory.latest()
+            if newest is not None and newest.manifest.identity not in seen:
+                return newest
+            if newest is not None and newest.manifest.final:
+                return None
+            if time.monotonic() > deadline:
+                raise CheckpointTimeout(
+                    f"no new checkpoint appeared in {self._directory.path} within "
+                    f"{self._timeout_s:g} s. Is the training program alive?"
+                )
+            if self._stopped.wait(self._poll_s):
+                return None
+
+    def _evaluated(self, built: Any, saved: SavedCheckpoint) -> Evaluation | None:
+        began = time.monotonic()
+        try:
+            objects = self._objects(built, saved)
+            restore_objects(
+                objects, saved, random=False, allow_pickle=self._allow_pickle, partial=True
+            )
+        except CheckpointCorrupt as error:
+            if saved.path.exists():
+                _log.warning("passing over checkpoint %s: %s", saved.path, error)
+            return None  # else: deleted meanwhile, there is a newer one
+        for module in objects.values():
+            if isinstance(module, nn.Module):
+                module.eval()
+        with torch.no_grad():
+            found = self._evaluate(built)
+        metrics = {name: float(value) for name, value in found.items()}
+        result = Evaluation(
+            saved.manifest.identity, saved.step, metrics, time.monotonic() - began, time.time()
+        )
+        evaluations.append(self._directory.path, result)
+        if self._tensorboard:
+            self._write_scalars(result)
+        _log.info("evaluated step %d: %s", result.step, metrics)
+        return result
+
+    def _objects(self, built: Any, saved: SavedCheckpoint) -> dict[str, Any]:
+        """Return what was built, under the names it has in the checkpoint."""
+        if isinstance(built, dict):
+            return built
+        content = read_content(saved.path, allow_pickle=self._allow_pickle)["objects"]
+        modules = [
+            name
+            for name, entry in content.items()
+            if isinstance(entry, dict) and entry.get("$object") == "module"
+        ]
+        name = "model" if "model" in modules else modules[0] if len(modules) == 1 else None
+        if name is None:
+            raise CheckpointMismatch(
+                f"{saved.path} has the modules {modules}: build() must return a dictionary that says "
+                "which one is meant, such as {'generator': module}.",
+                missing=["model"],
+            )
+        return {name: built}
+
+    def _write_scalars(self, result: Evaluation) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter(str(self._directory.path / "tensorboard"))
+        for name, value in result.metrics.items():
+            writer.add_scalar(f"evaluation/{name}", value, result.step, walltime=result.time)
+        writer.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Evaluator of {self._directory.path}, {len(self._results)} evaluations>"

@@ -1,0 +1,184 @@
+"""The evaluator: beside a training program, on its checkpoints, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import CheckpointMismatch, CheckpointTimeout
+
+LIMIT_S = 50.0
+
+
+def build() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+def bias(model: nn.Module) -> dict[str, float]:
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    return {"bias": model.bias.item()}
+
+
+def save(manager: sg.CheckpointManager, model: nn.Module, step: int, **options: Any) -> None:
+    with torch.no_grad():
+        model.bias.fill_(step)
+    manager.save(step, wait=True, **options)
+
+
+TRAINER = """
+import sys
+import torch
+import stratagem as sg
+with sg.OneDeviceStrategy("cpu:0") as strategy:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+    checkpoint = sg.Checkpoint(model=model, optimizer=optimizer, losses=[1.0])
+    with sg.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=1) as manager:
+        for step in range(1, 31):
+            with torch.no_grad():
+                model.bias.fill_(step)
+            manager.save(step, final=step == 30)
+"""
+
+
+def test_beside_a_training_program(tmp_path: Path) -> None:
+    """Checkpoints come and go quickly; what is evaluated is always whole, and the last one is."""
+    with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)]) as trainer:
+        evaluator = sg.Evaluator(tmp_path, build, bias, poll_s=0.001, timeout_s=LIMIT_S)
+        results = evaluator.run()
+        assert trainer.wait(LIMIT_S) == 0
+    assert results[-1].step == 30
+    assert all(one.metrics == {"bias": float(one.step)} for one in results)
+    steps = [one.step for one in results]
+    assert steps == sorted(set(steps))
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == steps
+    assert lines[-1]["metrics"] == {"bias": 30.0}
+    # Started again, there is nothing left to do.
+    assert sg.Evaluator(tmp_path, build, bias).run() == []
+
+
+def test_it_tells_the_manager_which_checkpoint_is_best(tmp_path: Path) -> None:
+    model = build()
+    with sg.CheckpointManager(
+        sg.Checkpoint(model=model), tmp_path, max_to_keep=1, keep_best="score"
+    ) as manager:
+        scores = iter([0.1, 0.9, 0.5, 0.3])
+        evaluator = sg.Evaluator(
+            tmp_path, build, lambda model: {"score": next(scores)}, max_evaluations=1
+        )
+        for step in range(1, 5):
+            save(manager, model, step)
+            evaluator.run()
+        assert manager.best is not None
+        assert manager.best.step == 2
+        assert [one.step for one in manager.all()] == [2, 4]
+
+
+def test_it_stops_after_so_many_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    model = build()
+    with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path) as manager:
+        save(manager, model, 1)
+        save(manager, model, 2)
+        # Only the newest: step 1 has been overtaken.
+        assert [
+            one.step for one in sg.Evaluator(tmp_path, build, bias, max_evaluations=1).run()
+        ] == [2]
+        save(manager, model, 3)
+        assert [
+            one.step for one in sg.Evaluator(tmp_path, build, bias, max_evaluations=1).run()
+        ] == [3]
+        with pytest.raises(
+            CheckpointTimeout, match=r"no new checkpoint appeared .* within 0\.05 s"
+        ):
+            sg.Evaluator(tmp_path, build, bias, poll_s=0.01, timeout_s=0.05).run()
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    model = build()
+    with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path) as manager:
+        save(manager, model, 1)
+        with (tmp_path / "step_00000001" / "coordinator.pt").open("ab") as file:
+            file.write(b"x")
+        evaluator = sg.Evaluator(tmp_path, build, bias, poll_s=0.01, timeout_s=LIMIT_S)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(evaluator.run()))
+        thread.start()
+        save(manager, model, 2, final=True)
+        thread.join(LIMIT_S)
+        assert [one.step for one in found] == [2]
+
+
+def test_closing_ends_a_run_in_another_thread(tmp_path: Path) -> None:
+    with sg.Evaluator(tmp_path, build, bias, poll_s=1000.0) as evaluator:
+        thread = threading.Thread(target=evaluator.run)
+        thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_which_of_several_modules_is_meant(tmp_path: Path) -> None:
+    generator, critic = build(), nn.Linear(3, 3)
+    with sg.CheckpointManager(
+        sg.Checkpoint(generator=generator, critic=critic), tmp_path
+    ) as manager:
+        save(manager, generator, 5, final=True)
+    with pytest.raises(CheckpointMismatch, match=r"modules \['generator', 'critic'\].*dictionary"):
+        sg.Evaluator(tmp_path, build, bias).run()
+    [result] = sg.Evaluator(
+        tmp_path, lambda: {"generator": build()}, lambda built: bias(built["generator"])
+    ).run()
+    assert result.metrics == {"bias": 5.0}
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    with sg.CheckpointManager(sg.Checkpoint(model=build()), tmp_path) as manager:
+        manager.save(1)
+    with pytest.raises(CheckpointMismatch, match=r"model\.weight \(shape \(1, 2\)"):
+        sg.Evaluator(tmp_path, lambda: nn.Linear(3, 1), bias).run()
+
+
+def test_the_random_streams_are_left_alone(tmp_path: Path) -> None:
+    with sg.CheckpointManager(sg.Checkpoint(model=build()), tmp_path) as manager:
+        manager.save(1, final=True)
+    evaluator = sg.Evaluator(tmp_path, build, bias)
+    torch.manual_seed(5)
+    build()
+    before = torch.get_rng_state()
+    torch.manual_seed(5)
+    evaluator.run()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_scalars_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TensorBoard's writer replaced: the package is optional."""
+    written: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            written.append(folder)
+
+        def add_scalar(self, *facts: Any, **more: Any) -> None:
+            written.append(facts)
+
+        def close(self) -> None:
+            written.append("closed")
+
+    module = type(sys)("torch.utils.tensorboard")
+    vars(module)["SummaryWriter"] = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with sg.CheckpointManager(sg.Checkpoint(model=build()), tmp_path) as manager:
+        manager.save(7, final=True)
+    sg.Evaluator(tmp_path, build, lambda model: {"auc": 0.5}, tensorboard=True).run()
+    assert written == [str(tmp_path / "tensorboard"), ("evaluation/auc", 0.5, 7), "closed"]

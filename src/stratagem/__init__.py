@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec as ClusterSpec
     from stratagem._cluster.launch.local_cluster import LocalCluster as LocalCluster
     from stratagem._cluster.launch.task_server import Server as Server
-    from stratagem._core.context import function as function
     from stratagem._core.context import get_current_worker_index as get_current_worker_index
     from stratagem._core.context import get_replica_context as get_replica_context
     from stratagem._core.context import get_strategy as get_strategy
@@ -57,9 +56,7 @@ if TYPE_CHECKING:
     from stratagem._strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
-    from stratagem.config import CommunicationOptions as CommunicationOptions
     from stratagem.config import InputOptions as InputOptions
-    from stratagem.config import RunOptions as RunOptions
     from stratagem.errors import StratagemError as StratagemError
     from stratagem.launch import auto_strategy as auto_strategy
 
@@ -84,7 +81,6 @@ _MODULE_OF = {
     "in_cross_replica_context": "_core.context",
     "set_strategy": "_core.context",
     "get_current_worker_index": "_core.context",
-    "function": "_core.context",
     # values, variables, reductions
     "DistributedValues": "_core.values",
     "PerReplica": "_core.values",
@@ -107,9 +103,7 @@ _MODULE_OF = {
     "ClusterSpec": "_cluster.discovery.cluster_spec",
     "Server": "_cluster.launch.task_server",
     # options and errors
-    "RunOptions": "config",
     "InputOptions": "config",
-    "CommunicationOptions": "config",
     "StratagemError": "errors",
     # public modules
     "cluster_resolver": "",

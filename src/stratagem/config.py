@@ -46,26 +46,6 @@ def seconds_from_environment(name: str, default: float) -> float:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options of `Strategy.run`, kept so that code written for tf.distribute runs unchanged.
-
-    Example:
-        >>> import stratagem as sg
-        >>> sg.RunOptions()
-        RunOptions(dynamic_batch_size=True, bucketizing=False, xla_options=None)
-    """
-
-    dynamic_batch_size: bool = True
-    """Accepted and ignored: PyTorch needs no static batch size."""
-
-    bucketizing: bool = False
-    """Accepted and ignored: there is no padding to buckets."""
-
-    xla_options: object = None
-    """Accepted and ignored: there is no XLA here."""
-
-
 class InputReplicationMode(enum.Enum):
     """How many input pipelines one worker has.
 
@@ -249,6 +229,20 @@ def shared_memory_allowed() -> bool:
     return _switch("STRATAGEM_SHARED_MEMORY", "share memory wherever tasks run on one host")
 
 
+def shared_heap_allowed() -> bool:
+    """Whether large tensors of a worker may lie where servers on its host can read them.
+
+    ``STRATAGEM_SHARED_HEAP=0`` keeps them in private memory, from which writes are copied.
+
+    Example:
+        >>> from stratagem import config
+        >>> config.shared_heap_allowed()
+        True
+    """
+    wanted = _switch("STRATAGEM_SHARED_HEAP", "let servers read large tensors where they lie")
+    return wanted and shared_memory_allowed()
+
+
 def _switch(name: str, purpose: str) -> bool:
     """A switch of the environment that is on unless it is turned off."""
     text = environment(name, "1")
@@ -410,55 +404,6 @@ class ClusterOptions:
             ),
             close_timeout_s=number("close_timeout_s"),
         )
-
-
-class CommunicationImplementation(enum.Enum):
-    """How replicas exchange values; kept so that code written for tf.distribute runs unchanged.
-
-    Example:
-        >>> from stratagem.config import CommunicationImplementation
-        >>> CommunicationImplementation("AUTO")
-        <CommunicationImplementation.AUTO: 'AUTO'>
-    """
-
-    AUTO = "AUTO"
-    RING = "RING"
-    NCCL = "NCCL"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommunicationOptions:
-    """Options of collectives; checked, and otherwise without effect in one process (EXT-11).
-
-    Example:
-        >>> import stratagem as sg
-        >>> sg.CommunicationOptions(implementation="ring").implementation
-        <CommunicationImplementation.RING: 'RING'>
-    """
-
-    bytes_per_pack: int = 0
-    """Accepted and ignored: replicas of one process exchange references, not packs."""
-
-    timeout_seconds: float | None = None
-    """Accepted and ignored: see ``STRATAGEM_REPLICA_TIMEOUT_S``."""
-
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
-    """Accepted and ignored; a name in any letter case, or the enumeration."""
-
-    def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise ValueError(
-                f"bytes_per_pack={self.bytes_per_pack!r} is negative: expected a number of bytes, "
-                "or 0 to let the strategy choose."
-            )
-        given = self.implementation
-        name = given.value if isinstance(given, CommunicationImplementation) else str(given).upper()
-        known = [one.value for one in CommunicationImplementation]
-        if name not in known:
-            raise ValueError(
-                f"implementation={given!r} is not known: expected one of {', '.join(known)}."
-            )
-        object.__setattr__(self, "implementation", CommunicationImplementation(name))
 
 
 def optimizer_modules() -> tuple[str, ...]:

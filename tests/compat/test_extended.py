@@ -226,7 +226,7 @@ def test_colocation_needs_a_variable_of_the_scope(central: sg.CentralStorageStra
         assert beside.device == v.device
         assert beside.get() is not beside
         for wrong in (outside, 3):
-            with pytest.raises(ValueError, match="made under"):
+            with pytest.raises(ValueError, match="created under"):
                 central.extended.colocate_vars_with(wrong).__enter__()
     with pytest.raises(RuntimeError, match="scope"):
         central.extended.colocate_vars_with(v).__enter__()
@@ -294,12 +294,12 @@ def test_the_default_strategy_has_no_devices() -> None:
 
 def test_communication_options() -> None:
     """EXT-11: checked when made, ignored when used."""
-    assert sg.CommunicationOptions().bytes_per_pack == 0
-    assert sg.CommunicationOptions(implementation="nccl").implementation.value == "NCCL"
+    assert sg.compat.CommunicationOptions().bytes_per_pack == 0
+    assert sg.compat.CommunicationOptions(implementation="nccl").implementation.value == "NCCL"
     with pytest.raises(ValueError, match="bytes_per_pack=-1"):
-        sg.CommunicationOptions(bytes_per_pack=-1)
+        sg.compat.CommunicationOptions(bytes_per_pack=-1)
     with pytest.raises(ValueError, match="carrier pigeon"):
-        sg.CommunicationOptions(implementation="carrier pigeon")
+        sg.compat.CommunicationOptions(implementation="carrier pigeon")
 
 
 def test_calling_each_replica(central: sg.CentralStorageStrategy) -> None:

@@ -53,7 +53,7 @@ def test_central_storage_over_a_dataset(run: str) -> None:
 
     with strategy.scope():
 
-        @sg.function
+        @sg.compat.function
         def train_step(val: torch.Tensor) -> torch.Tensor:
             return val + 1
 
@@ -83,7 +83,7 @@ def test_reduce_over_replicas_and_over_the_batch(
 
     with central.scope():
 
-        @sg.function
+        @sg.compat.function
         def train_step(val: torch.Tensor) -> torch.Tensor:
             return val
 
@@ -222,15 +222,10 @@ def test_split_and_replicate_to_logical_devices(central: sg.CentralStorageStrate
         torch.testing.assert_close(component, expected)
 
 
-@pytest.mark.parametrize(
-    ("parts", "reason"),
-    [([1, 1], "one entry per dimension"), ([1, 2, 4, 1], "8 parts"), ([1, 1, 1, 0], "0 parts")],
-)
-def test_bad_splits_are_refused(
-    central: sg.CentralStorageStrategy, parts: list[int], reason: str
-) -> None:
+@pytest.mark.parametrize("parts", [[1, 1], [1, 2, 4, 1], [1, 1, 1, 0]])
+def test_bad_splits_are_refused(central: sg.CentralStorageStrategy, parts: list[int]) -> None:
     """001: the size is not the rank; the product is not the number of logical devices."""
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=r"expected \[1, 1, 1, 1\]"):
         central.experimental_split_to_logical_devices(torch.rand(2, 4, 8, 3), parts)
 
 
@@ -297,7 +292,7 @@ def test_gather_two_columns(mirrored: sg.MirroredStrategy) -> None:
         lambda _: torch.tensor([[1], [2]])
     )
 
-    @sg.function
+    @sg.compat.function
     def run() -> torch.Tensor:
         return mirrored.gather(distributed_values, axis=0)
 
@@ -341,7 +336,7 @@ def test_distributed_dataset_times_two(mirrored: sg.MirroredStrategy) -> None:
     dataset = sg.data.Dataset.range(4).batch(global_batch_size)
     dist_dataset = mirrored.experimental_distribute_dataset(dataset)
 
-    @sg.function
+    @sg.compat.function
     def replica_fn(input: torch.Tensor) -> torch.Tensor:
         return input * 2
 
@@ -388,7 +383,7 @@ def test_constant_tensor_input(mirrored: sg.MirroredStrategy) -> None:
     """003, 004: 3.0 * 2.0 on each of two replicas."""
     tensor_input = torch.tensor(3.0)
 
-    @sg.function
+    @sg.compat.function
     def replica_fn(input: torch.Tensor) -> torch.Tensor:
         return input * 2.0
 
@@ -400,7 +395,7 @@ def test_constant_tensor_input(mirrored: sg.MirroredStrategy) -> None:
 def test_distributed_values_input(mirrored: sg.MirroredStrategy) -> None:
     """003, 004: the number of replicas, doubled, is 4 and comes back once (RUN-6.2, 13.5)."""
 
-    @sg.function
+    @sg.compat.function
     def run() -> Any:
         def value_fn(value_context: sg.ValueContext) -> int:
             return value_context.num_replicas_in_sync
@@ -418,7 +413,7 @@ def test_distributed_values_input(mirrored: sg.MirroredStrategy) -> None:
 def test_all_reduce_in_a_replica(mirrored: sg.MirroredStrategy) -> None:
     """003, 004: 0 + 1 on every replica."""
 
-    @sg.function
+    @sg.compat.function
     def run() -> Any:
         def value_fn(value_context: sg.ValueContext) -> torch.Tensor:
             return torch.tensor(value_context.replica_id_in_sync_group)

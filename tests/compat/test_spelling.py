@@ -36,7 +36,7 @@ def test_every_release_of_the_central_storage_page_is_answered() -> None:
         numbers = strategy.experimental_make_numpy_dataset(np.arange(4.0))  # r2.2
         (step,) = strategy.experimental_distribute_dataset(numbers.batch(4))
         assert strategy.gather(step, axis=0).tolist() == [0.0, 1.0, 2.0, 3.0]  # r2.4 and later
-        assert strategy.run(lambda: 3, options=sg.RunOptions()) == 3
+        assert strategy.run(lambda: 3, options=sg.compat.RunOptions()) == 3
         made = strategy.distribute_datasets_from_function(lambda context: numbers.batch(2))
         assert len(list(made)) == 1
         assert strategy.cluster_resolver is None

@@ -1,9 +1,13 @@
-"""The seed pages' historical names, for people who come from tf.distribute.
+"""tf.distribute's historical names, for ported programs. New programs need none of them.
 
-Here: `v1` (tf.compat.v1's class), `experimental` (what tf.distribute.experimental holds) and
-`experimental_set_strategy`. The ``experimental_*`` methods answer on every strategy object
-(`spelling`), and ``strategy.extended`` is made in `extended`. New programs need none of it;
-``docs/coming-from-tf-distribute.md`` has the whole table.
+- `RunOptions`, `CommunicationOptions`, `function`: accepted for tf.distribute's spelling, without effect (`options`);
+- `experimental_set_strategy`: the older name of `stratagem.set_strategy`;
+- `experimental`: the names of ``tf.distribute.experimental``;
+- `v1`: the classes of ``tf.compat.v1``;
+- `StrategyExtended`: the class of ``strategy.extended``.
+
+The ``experimental_*`` methods are attributes of every strategy (`spelling`). docs/coming-from-tf-distribute.md has the
+whole table.
 """
 
 from __future__ import annotations
@@ -11,17 +15,31 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stratagem.compat.options import CommunicationImplementation as CommunicationImplementation
+from stratagem.compat.options import CommunicationOptions as CommunicationOptions
+from stratagem.compat.options import RunOptions as RunOptions
+from stratagem.compat.options import function as function
+
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
     from stratagem.compat import experimental as experimental
     from stratagem.compat import v1 as v1
     from stratagem.compat.extended import StrategyExtended as StrategyExtended
 
-__all__ = ["StrategyExtended", "experimental", "experimental_set_strategy", "v1"]
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "RunOptions",
+    "StrategyExtended",
+    "experimental",
+    "experimental_set_strategy",
+    "function",
+    "v1",
+]
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """tf.distribute's older name of `stratagem.set_strategy` (CTX-11).
+    """Call `stratagem.set_strategy`, by its older name (CTX-11).
 
     Example:
         >>> import stratagem as sg
@@ -37,7 +55,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: `experimental` reaches the cluster parts.
+    # Imported when used: `experimental` imports the cluster packages.
     if name in ("v1", "experimental"):
         return importlib.import_module(f"stratagem.compat.{name}")
     if name == "StrategyExtended":

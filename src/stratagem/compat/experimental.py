@@ -1,8 +1,8 @@
-"""What the seed pages find under ``tf.distribute.experimental``: the same objects, under old names.
+"""The names of ``tf.distribute.experimental``, re-exported.
 
-Only re-exports, loaded when asked for, as at the front door: central storage does not load the cluster
-parts. ``experimental.coordinator.ClusterCoordinator`` and
-``experimental.partitioners.FixedShardsPartitioner`` read as on the pages.
+They are imported when used, so that central storage does not import the cluster packages.
+``experimental.coordinator.ClusterCoordinator`` and ``experimental.partitioners.FixedShardsPartitioner`` read as in
+tf.distribute.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import stratagem as sg
+from stratagem.compat.options import CommunicationOptions as CommunicationOptions
 
 if TYPE_CHECKING:
     from stratagem import partitioners as partitioners
@@ -20,18 +21,12 @@ if TYPE_CHECKING:
     from stratagem._strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
-    from stratagem.config import CommunicationOptions as CommunicationOptions
 
     coordinator: SimpleNamespace
 
-_SAME_NAME = (
-    "CentralStorageStrategy",
-    "CommunicationOptions",
-    "ParameterServerStrategy",
-    "partitioners",
-)
+_SAME_NAME = ("CentralStorageStrategy", "ParameterServerStrategy", "partitioners")
 
-__all__ = [*_SAME_NAME, "coordinator"]  # noqa: PLE0604
+__all__ = [*_SAME_NAME, "CommunicationOptions", "coordinator"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

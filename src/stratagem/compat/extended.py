@@ -1,8 +1,6 @@
-"""`strategy.extended`: tf.distribute's second half of a strategy, as a thin view.
+"""`strategy.extended`: tf.distribute's names for the functions of `_strategies.updates` (EXT-1 … EXT-11).
 
-TensorFlow splits each strategy into two objects; we have one, and this view gives TensorFlow's names to
-the functions of `_strategies.updates` (EXT-1 … EXT-11). It keeps no state. `Strategy.extended` makes
-one when asked; library code never does.
+The view has no state. Library code does not use it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from stratagem.compat import multi_step, spelling
 
 
 def extended_view(strategy: Strategy) -> StrategyExtended:
-    """The view of a strategy; called by `Strategy.extended`."""
+    """Return the view of a strategy; called by `Strategy.extended`."""
     return StrategyExtended(strategy)
 
 
@@ -40,7 +38,7 @@ class StrategyExtended:
         >>> strategy.close()
     """
 
-    # EXT-9: every strategy here answers the same, but for `experimental_between_graph`.
+    # EXT-9: the same for every strategy, except for `experimental_between_graph`.
     should_checkpoint = True
     should_save_summary = True
     experimental_should_init = True
@@ -52,30 +50,21 @@ class StrategyExtended:
     def __repr__(self) -> str:
         return f"<StrategyExtended of {self._strategy!r}>"
 
-    # -------------------------------------------------------------- what it is
+    # -------------------------------------------------------------- properties
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """Names of the devices replicas compute on: a list under central storage, else a tuple.
-
-        Raises:
-            RuntimeError: the default strategy places nothing (EXT-10).
-        """
-        names: Sequence[str] = updates.worker_names(self._strategy)
-        return names
+        """Names of the replicas' devices: a list under central storage, else a tuple (EXT-10)."""
+        return updates.worker_names(self._strategy)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """Names of the devices variables live on.
-
-        Raises:
-            RuntimeError: the default strategy places nothing (EXT-10).
-        """
+        """Names of the devices that hold variables; the default strategy raises RuntimeError (EXT-10)."""
         return self._strategy._parameter_names
 
     @property
     def experimental_between_graph(self) -> bool:
-        """True where variables live apart from the replicas (central storage, parameter servers)."""
+        """Whether variables are apart from the replicas (central storage, parameter servers)."""
         return self._strategy._between_graph
 
     # -------------------------------------------------------------- running and reducing
@@ -86,7 +75,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """`Strategy.run` without the check of ``args`` (RUN-11)."""
+        """Call `Strategy.run` without the check of ``args`` (RUN-11)."""
         return self._strategy._call_for_each_replica(fn, args, kwargs)
 
     def experimental_run_steps_on_iterator(
@@ -99,26 +88,26 @@ class StrategyExtended:
         """Call ``fn(steps, inputs)`` for the iterator's next ``iterations`` inputs (CTX-12).
 
         Args:
-            fn: runs one step, in cross-replica context (it calls ``strategy.run``), and leaves what is
-                wanted of the last one in ``steps`` (see `MultiStepContext`).
-            iterator: of distributed inputs.
-            iterations: how many steps.
-            initial_loop_values: what ``last_step_outputs`` holds before the first step.
+            fn: runs one step, in cross-replica context (it calls ``strategy.run``), and sets outputs
+                in ``steps`` (see `MultiStepContext`).
+            iterator: yields distributed inputs.
+            iterations: number of steps.
+            initial_loop_values: content of ``last_step_outputs`` before the first step.
 
         Raises:
-            StopIteration: the iterator ended before.
+            StopIteration: the iterator ended too early.
         """
         return multi_step.run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
 
     def reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: object = None
     ) -> Any:
-        """Sum or mean over replicas, placed at ``destinations`` (EXT-1).
+        """Return the sum or mean over replicas, on the devices of ``destinations`` (EXT-1).
 
         Args:
             reduce_op: `ReduceOp` or its name.
             value: a per-replica value.
-            destinations: a device name, or a tensor, variable or distributed value to be near of.
+            destinations: a device name, or a tensor, variable or distributed value on that device.
                 Passing ``value`` itself makes it an all-reduce.
             options: `CommunicationOptions`, accepted and ignored.
 
@@ -131,11 +120,11 @@ class StrategyExtended:
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: object = None
     ) -> list[Any]:
-        """`reduce_to` of several (value, destinations) pairs; one result each (EXT-3)."""
+        """Call `reduce_to` for several (value, destinations) pairs (EXT-3)."""
         return updates.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """A value copied to ``destinations``: a tensor for one device, a `Mirrored` for several."""
+        """Copy a value to ``destinations``: a tensor for one device, a `Mirrored` for several."""
         return updates.broadcast_to(self._strategy, tensor, destinations)
 
     # -------------------------------------------------------------- updating variables
@@ -148,16 +137,16 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Run ``fn(variable, *args)`` where the variable lives; on every copy if it has several.
+        """Run ``fn(variable, *args)`` on the variable's device; on every copy if it has several.
 
-        In a replica all replicas meet first, and their arguments are merged (EXT-4).
+        In a replica, wait for all replicas and merge their arguments (EXT-4).
 
         Args:
             var: a variable of this strategy.
-            fn: gets the bare variable; assignments inside act on it alone.
-            args: positional arguments; of distributed ones the copy's component, or the first.
+            fn: gets the copy; assignments in it change that copy only.
+            args: positional arguments; of a distributed one, the copy's component or the first.
             kwargs: keyword arguments, likewise.
-            group: False gives the results in a tuple, one entry per copy.
+            group: False returns a tuple with one result per copy.
 
         Example:
             >>> import torch, stratagem as sg
@@ -183,34 +172,29 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Run ``fn(*args)`` on the devices `non_slot_devices` gave (EXT-5)."""
+        """Run ``fn(*args)`` on the devices that `non_slot_devices` returned (EXT-5)."""
         return updates.update_non_slot(self._strategy, colocate_with, fn, args, kwargs, group=group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
-        """Where an optimizer's own values go: the device, all devices, or beside a variable."""
+        """Return the place of an optimizer's own values: the device, all devices, or a variable."""
         return updates.non_slot_devices(self._strategy, var_list)
 
     # -------------------------------------------------------------- variables
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[object]:
-        """While open, new variables go where the given one lives (EXT-6).
-
-        Raises:
-            ValueError: not a variable made in this strategy's scope.
-            RuntimeError: not inside the scope (CTX-12).
-        """
+        """Return a context manager: new variables are placed with the given one (EXT-6)."""
         return updates.colocate_vars_with(self._strategy, colocate_with_variable)
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether a variable was made under this strategy (EXT-8)."""
+        """Return whether a variable was created under this strategy (EXT-8)."""
         return updates.created_in_scope(self._strategy, v)
 
     def read_var(self, v: Any) -> torch.Tensor:
-        """A copy of the variable's value (EXT-8)."""
+        """Return a copy of the variable's value (EXT-8)."""
         if isinstance(v, Variable):
             return updates.read_var(v)
         return values.convert_to_tensor(v).detach().clone()
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: object = None) -> Any:
-        """As the strategy's own method of this name."""
+        """Call the strategy's method of this name."""
         return spelling.make_numpy_dataset(self._strategy, numpy_input, session)

@@ -1,7 +1,6 @@
 """``extended.experimental_run_steps_on_iterator``: several steps in one call (CTX-12).
 
-TensorFlow had it so that a whole loop could run on an accelerator without coming back to Python. Here
-it is the loop itself; new code writes ``for batch in dataset: strategy.run(step, args=(batch,))``.
+New code writes ``for batch in dataset: strategy.run(step, args=(batch,))``.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from stratagem._strategies.base import Strategy
 
 @final
 class MultiStepContext:
-    """Where the function of a multi-step run leaves what is wanted of its last step.
+    """Outputs of the last step of a multi-step run.
 
     Attributes:
-        last_step_outputs: what the last step set, by name, reduced as asked.
-        non_tensor_outputs: the same for other values, unreduced.
+        last_step_outputs: values that the last step set, by name, reduced.
+        non_tensor_outputs: other values, not reduced.
 
     Example:
         >>> import stratagem as sg
@@ -38,16 +37,15 @@ class MultiStepContext:
         self.non_tensor_outputs: dict[str, Any] = {}
 
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
-        """Keep ``output`` as ``name``, over what an earlier step kept.
+        """Set ``last_step_outputs[name]``, overwriting the output of an earlier step.
 
         Args:
-            name: under which it is found in ``last_step_outputs``.
+            name: its name.
             output: a value; in a replica, the replica's part of one.
-            reduce_op: how parts become one; may be left out in cross-replica context only, and leaves
-                the value as it is.
+            reduce_op: how to combine the parts; required in a replica.
 
         Raises:
-            ValueError: in a replica without ``reduce_op``: R parts cannot stand under one name.
+            ValueError: in a replica without ``reduce_op``.
         """
         if context.current_replica() is None:
             strategy = context.get_strategy()
@@ -58,21 +56,21 @@ class MultiStepContext:
         if reduce_op is None:
             raise ValueError(
                 f"set_last_step_output({name!r}, …) in {context.describe_context()} needs a reduce_op: "
-                'expected "sum" or "mean", by which the replicas\' values become one.'
+                'expected "sum" or "mean", to combine the replicas\' values.'
             )
 
-        def keep(strategy: Any, value: Any) -> None:
+        def keep(strategy: Strategy, value: Any) -> None:
             self.last_step_outputs[name] = strategy.reduce(reduce_op, value, axis=None)
 
         _merge(keep, output)
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep any value; set in a replica, a tuple of all replicas' values is kept."""
+        """Set ``non_tensor_outputs[name]``; in a replica, to a tuple of all replicas' values."""
         if context.current_replica() is None:
             self.non_tensor_outputs[name] = output
             return
 
-        def keep(strategy: Any, value: Any) -> None:
+        def keep(strategy: Strategy, value: Any) -> None:
             self.non_tensor_outputs[name] = strategy.local_results(value)
 
         _merge(keep, output)

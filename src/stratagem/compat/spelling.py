@@ -1,13 +1,11 @@
-"""tf.distribute's historical method names, one line each, answered on every strategy object.
+"""tf.distribute's historical method names on every strategy.
 
-`Strategy.__getattr__` asks `lookup` for names it does not have. A name is either an older spelling of
-a method (`RENAMED`) or a method that exists only for people who come from TensorFlow (`KEPT`). V1-only
-names are not here: they live on the classes of `stratagem.compat.v1`, and asking for one says so.
+`Strategy.__getattr__` calls `lookup` for unknown names. A name is an older spelling of a method (`RENAMED`) or a method that
+exists only for ported programs (`KEPT`). V1-only names belong to the classes of `stratagem.compat.v1`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +24,7 @@ RENAMED: Final[Mapping[str, str]] = MappingProxyType(
         "experimental_local_results": "local_results",
     }
 )
-"""Older spelling -> today's method, with the same arguments."""
+"""Older spelling -> method with the same arguments."""
 
 _V1_ONLY: Final = frozenset(
     {
@@ -37,16 +35,12 @@ _V1_ONLY: Final = frozenset(
     }
 )
 
-# Replicas of every strategy own one device each. A strategy that gave a replica several would make
-# this a question to the strategy; the checks below already ask for the number.
-_LOGICAL_DEVICES_PER_REPLICA: Final = 1
-
 
 def lookup(strategy: Strategy, name: str) -> Any:
-    """The method that `name` meant in some release of tf.distribute, bound to `strategy`.
+    """Return the method for a historical name, bound to `strategy`.
 
     Raises:
-        AttributeError: no release had it on this class; says what to use for V1-only names.
+        AttributeError: the name is unknown, or a V1-only name.
 
     Example:
         >>> import stratagem as sg
@@ -70,13 +64,13 @@ def lookup(strategy: Strategy, name: str) -> Any:
 
 
 def make_numpy_dataset(strategy: Strategy, numpy_input: Any, session: object = None) -> Any:
-    """A dataset of the rows of NumPy arrays (INP-43).
+    """Return a dataset of the rows of NumPy arrays (INP-43).
 
     Args:
-        strategy: not needed; there is no graph the data would have to stay out of.
-        numpy_input: a nest of arrays, cut along their first dimension. A list of arrays is stacked
+        strategy: not used.
+        numpy_input: a nest of arrays, split along their first dimension. A list of arrays is stacked
             into one array, as tf.data does.
-        session: accepted and ignored: there are no sessions.
+        session: ignored.
 
     Example:
         >>> import numpy as np, stratagem as sg
@@ -93,10 +87,7 @@ def make_numpy_dataset(strategy: Strategy, numpy_input: Any, session: object = N
 def assign_to_logical_device(
     strategy: Strategy, tensor: torch.Tensor, logical_device_id: int
 ) -> torch.Tensor:
-    """The tensor, on that logical device of its replica (DEV-1).
-
-    Raises:
-        ValueError: the replica has no such device.
+    """Return the tensor; a replica has one logical device, number 0 (DEV-1).
 
     Example:
         >>> import torch, stratagem as sg
@@ -104,11 +95,10 @@ def assign_to_logical_device(
         >>> strategy.experimental_assign_to_logical_device(torch.ones(2), 0)
         tensor([1., 1.])
     """
-    count = _LOGICAL_DEVICES_PER_REPLICA
-    if logical_device_id not in range(count):
+    if logical_device_id != 0:
         raise ValueError(
             f"logical_device_id={logical_device_id!r} is not a logical device: a replica of "
-            f"{type(strategy).__name__} has {count}, so expected an id from 0 to {count - 1}."
+            f"{type(strategy).__name__} has one, so expected 0."
         )
     return tensor
 
@@ -116,11 +106,7 @@ def assign_to_logical_device(
 def split_to_logical_devices(
     strategy: Strategy, tensor: torch.Tensor, partition_dimensions: Sequence[int]
 ) -> torch.Tensor:
-    """The tensor, split over the logical devices of its replica (DEV-1).
-
-    Raises:
-        ValueError: the number of entries is not the tensor's rank, their product is not the number
-            of logical devices, or a dimension cannot be divided.
+    """Return the tensor; a replica has one logical device, so every dimension has one part (DEV-1).
 
     Example:
         >>> import torch, stratagem as sg
@@ -128,38 +114,17 @@ def split_to_logical_devices(
         >>> strategy.experimental_split_to_logical_devices(torch.ones(2, 3), [1, 1]).shape
         torch.Size([2, 3])
     """
-    parts = list(partition_dimensions)
-    shape = tuple(tensor.shape)
-    if len(parts) != len(shape):
+    if list(partition_dimensions) != [1] * tensor.ndim:
         raise ValueError(
-            f"partition_dimensions={parts!r} has {len(parts)} entries for a tensor of shape "
-            f"{shape}: expected one entry per dimension, {len(shape)}."
-        )
-    count = _LOGICAL_DEVICES_PER_REPLICA
-    if math.prod(parts) != count:
-        raise ValueError(
-            f"partition_dimensions={parts!r} makes {math.prod(parts)} parts: a replica of "
-            f"{type(strategy).__name__} has {count} logical device(s), so expected a product of "
-            f"{count}."
-        )
-    uneven = [i for i, (size, part) in enumerate(zip(shape, parts, strict=True)) if size % part]
-    if uneven:
-        raise ValueError(
-            f"a tensor of shape {shape} cannot be split by partition_dimensions={parts!r}: "
-            f"dimension {uneven[0]} is not divisible by {parts[uneven[0]]}."
+            f"partition_dimensions={list(partition_dimensions)!r} for a tensor of shape "
+            f"{tuple(tensor.shape)}: a replica of {type(strategy).__name__} has one logical device, "
+            f"so expected {[1] * tensor.ndim}."
         )
     return tensor
 
 
 def replicate_to_logical_devices(strategy: Strategy, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, on every logical device of its replica (DEV-1): there is one, where it is.
-
-    Example:
-        >>> import torch, stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> strategy.experimental_replicate_to_logical_devices(torch.ones(2))
-        tensor([1., 1.])
-    """
+    """Return the tensor: it is on the one logical device of its replica (DEV-1)."""
     return tensor
 
 
@@ -171,4 +136,4 @@ KEPT: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         "experimental_replicate_to_logical_devices": replicate_to_logical_devices,
     }
 )
-"""Name on a seed page -> what it does here; the strategy is the first argument."""
+"""Historical name -> function; its first argument is the strategy."""

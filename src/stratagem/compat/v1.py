@@ -1,13 +1,12 @@
-"""tf.compat.v1's `OneDeviceStrategy`: iterators that must be asked, an optional axis, no sessions.
+"""tf.compat.v1's `OneDeviceStrategy`: input iterators, and ``reduce`` with an optional axis.
 
-Only what the V1 page has and today's classes do not; everything else is inherited from the same single
-device that `stratagem.OneDeviceStrategy` is. Nothing in the package uses this module.
+Everything else is inherited from the base of `stratagem.OneDeviceStrategy`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, final
 
 from stratagem._core.user_contexts import InputContext
@@ -23,7 +22,7 @@ _Config = TypeVar("_Config")
 
 @final
 class InputIterator:
-    """What the V1 methods hand out: an iterator that can be asked and set back to the start.
+    """Iterator of the V1 methods; it can be reset to the start.
 
     Example:
         >>> import stratagem as sg
@@ -43,17 +42,17 @@ class InputIterator:
         self._current: Iterator[Any] | None = None
 
     def initialize(self) -> None:
-        """Go back to the start. Not needed before the first use."""
+        """Reset to the start. Not needed before the first use."""
         self._taken = 0
         self._current = None
 
     @property
     def initializer(self) -> None:
-        """Sets back to the start, as `initialize`; V1 code ran this in a session."""
+        """Reset to the start, as `initialize` does; V1 code ran this in a session."""
         self.initialize()
 
     def get_next(self) -> Any:
-        """The next step's input; `StopIteration` at the end, again at every further call."""
+        """Return the next step's input; raise `StopIteration` at the end."""
         if self._current is None:
             self._current = self._begin()
         value = next(self._current)
@@ -72,7 +71,7 @@ class InputIterator:
 
 @final
 class OneDeviceStrategyV1(SingleDevice):
-    """The V1 class: `stratagem.OneDeviceStrategy` with the V1 methods and ``reduce``'s axis optional.
+    """`stratagem.OneDeviceStrategy` with the V1 methods and an optional axis in ``reduce``.
 
     Args:
         device: its name, such as ``"/cpu:0"`` or ``"/gpu:0"``.
@@ -88,10 +87,9 @@ class OneDeviceStrategyV1(SingleDevice):
         90
     """
 
-    # `reduce` is final so that today's strategies agree on it; the V1 page's signature differs by one
-    # default, and only this historical class may differ from the others.
+    # `Strategy.reduce` is final; the V1 signature differs by one default.
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:  # type: ignore[misc]
-        """As `Strategy.reduce`; the axis may be left out."""
+        """Call `Strategy.reduce`; the axis is optional."""
         return Strategy.reduce(self, reduce_op, value, axis)
 
     def experimental_run(
@@ -111,7 +109,7 @@ class OneDeviceStrategyV1(SingleDevice):
         return self.run(fn, args=(input_iterator.get_next(),))
 
     def make_dataset_iterator(self, dataset: Any) -> InputIterator:
-        """An iterator over a dataset batched by the global batch size (INP-40)."""
+        """Return an iterator over a dataset batched by the global batch size (INP-40)."""
         distributed = self.distribute_dataset(dataset)
         return InputIterator(lambda: iter(distributed), repr(dataset))
 
@@ -120,7 +118,7 @@ class OneDeviceStrategyV1(SingleDevice):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """An iterator over what `input_fn` returns: a dataset, or a function called for each input.
+        """Return an iterator over the result of `input_fn`: a dataset, or a function called for each input.
 
         Raises:
             ValueError: another replication mode, or `input_fn` returned something else (INP-41).
@@ -135,7 +133,7 @@ class OneDeviceStrategyV1(SingleDevice):
         if callable(given):
             call = given
             return InputIterator(lambda: _calls(call), repr(given))
-        if not isinstance(given, Iterator) and _is_iterable(given):
+        if isinstance(given, Iterable) and not isinstance(given, Iterator):
             distributed = self.distribute_datasets_from_function(lambda _: given)
             return InputIterator(lambda: iter(distributed), repr(given))
         raise ValueError(
@@ -144,30 +142,22 @@ class OneDeviceStrategyV1(SingleDevice):
         )
 
     def update_config_proto(self, config_proto: _Config) -> _Config:
-        """A deep copy of what it is given: there are no sessions to configure."""
+        """Return a deep copy of the argument: there are no sessions to configure."""
         return copy.deepcopy(config_proto)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: object = None) -> Any:
-        """A dataset of the rows of NumPy arrays (INP-43); `session` is ignored."""
+        """Return a dataset of the rows of NumPy arrays (INP-43); `session` is ignored."""
         return spelling.make_numpy_dataset(self, numpy_input, session)
 
 
 def _calls(fn: Callable[[], Any]) -> Iterator[Any]:
-    """Results of calling `fn` until it raises StopIteration."""
+    """Yield results of `fn` until it raises StopIteration."""
     while True:
         try:
             value = fn()
         except StopIteration:
             return
         yield value
-
-
-def _is_iterable(value: Any) -> bool:
-    try:
-        iter(value)
-    except TypeError:
-        return False
-    return True
 
 
 OneDeviceStrategy = OneDeviceStrategyV1

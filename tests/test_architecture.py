@@ -97,7 +97,11 @@ DOORS: dict[str, set[str]] = {
     "torch._C": {"_core/torch_patches/private_api.py"},
     "torch._GLOBAL_DEVICE_CONTEXT": {"_core/torch_patches/private_api.py"},
     "torch._compile": {"_core/torch_patches/private_api.py"},
-    "torch._dynamo": {"_core/torch_patches/compiling.py"},
+    "torch._dynamo": {"_core/torch_patches/private_api.py"},
+    "torch.utils._pytree": {"_core/torch_patches/private_api.py"},
+    "torch._foreach_add_": {"_core/torch_patches/private_api.py"},
+    "torch._foreach_copy_": {"_core/torch_patches/private_api.py"},
+    "torch.autograd._engine_run_backward": {"_core/torch_patches/private_api.py"},
     "torch._functorch": {"_core/torch_patches/private_api.py"},
     "torch._inductor": set(),
 }

@@ -6,8 +6,11 @@ tf.distribute's or Python's own types keeps working)::
     StratagemError
     ├── ContextError                [RuntimeError]   called in the wrong context, scopes mixed
     │   └── StrategyMismatch        [RuntimeError]   an object of one strategy used under another
+    ├── MisuseError                 [RuntimeError]   something an object does not support, such as copying a strategy
+    ├── WrongArgumentType           [TypeError, AssertionError]  an argument of a type that is not accepted
     ├── ReplicaError                                 something about the replicas of one run
     │   ├── ReplicaMismatch         [RuntimeError]   replicas met in different places, or not at all
+    │   │   └── UnequalStructures   [AssertionError] replicas returned different structures
     │   └── ReplicaTimeout          [TimeoutError]   a replica did not arrive within the limit
     ├── DeviceNotFound              [ValueError]     a device that does not exist here
     ├── ForeignParameterError       [RuntimeError]   a parameter no strategy looks after, trained in a replica
@@ -89,12 +92,24 @@ class StrategyMismatch(ContextError):
     """An object that belongs to one strategy was used under another."""
 
 
+class MisuseError(StratagemError, RuntimeError):
+    """An operation that an object does not support, such as copying a strategy."""
+
+
+class WrongArgumentType(StratagemError, TypeError, AssertionError):
+    """An argument of a type that the function does not accept; tf.distribute asserts here."""
+
+
 class ReplicaError(StratagemError):
     """Something went wrong among the replicas of one run."""
 
 
 class ReplicaMismatch(ReplicaError, RuntimeError):
     """Replicas took different ways: they met in different places, or one never came."""
+
+
+class UnequalStructures(ReplicaMismatch, AssertionError):
+    """The replicas returned values of different structures, which cannot be merged."""
 
 
 class ReplicaTimeout(ReplicaError, TimeoutError):

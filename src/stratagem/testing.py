@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
@@ -175,6 +174,7 @@ def _train_plainly(
 
 def _cut(batch: Any, size: int) -> Any:
     """A global batch as ``size`` parts: rows in order, sizes differing by at most one."""
+    from stratagem._core.torch_patches.private_api import pytree
     from stratagem._core.values import PerReplica
 
     if size == 1:

@@ -373,7 +373,7 @@ def test_function_returns_its_argument():
     def f():
         return 1
 
-    assert sg.function(f) is f
+    assert sg.compat.function(f) is f
 
 
 def test_colocate_needs_the_scope(one):

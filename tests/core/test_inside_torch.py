@@ -39,7 +39,7 @@ def program(*removed: str, then: str, first: str = "torch.nn.utils.parametrize")
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "300"},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -76,7 +76,7 @@ REPLACED = (
 )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_without_names_that_can_be_replaced_the_numbers_are_the_same() -> None:
     """Some of it slower; and the doctor says which."""
     plain = program(then=TRAIN)
@@ -99,6 +99,7 @@ for finding in examine():
 """
 
 
+@pytest.mark.timeout(300)
 def test_the_doctor_says_what_is_missing() -> None:
     """As a problem if nothing can stand in for it, else as a warning."""
     assert program(then=DOCTOR).startswith("ok")

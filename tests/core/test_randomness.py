@@ -253,7 +253,7 @@ def test_meetings_draw_from_the_default_generator(two):
 
     def step():
         replica = current_replica()
-        return replica.group.meet(
+        return replica.group.rendezvous(
             replica.id, "draw", None, lambda all_: [torch.rand(1)] * len(all_)
         )
 

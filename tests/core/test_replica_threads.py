@@ -215,4 +215,4 @@ def test_representations():
     assert repr(threads) == "<ReplicaThreads x [0 threads, 0 busy]>"
     assert repr(ReplicaGroup(None, [Device()])) == "<ReplicaGroup of 1>"
     two = ReplicaGroup(None, [Device(), Device()])
-    assert repr(two) == "<ReplicaGroup of 2 [0 waiting at None, 0 ended, 0 failed]>"
+    assert repr(two._rendezvous) == "<Rendezvous of 2 [0 waiting at None, 0 ended, 0 failed]>"

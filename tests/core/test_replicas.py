@@ -103,15 +103,15 @@ def test_replica_zeros_function_is_used(two):
 
 
 def test_a_function_kept_for_tf_may_hold_a_merge_call(strategy):
-    """CTX-34, 13.4: nothing is traced, so ``sg.function`` around either is no obstacle."""
+    """CTX-34, 13.4: nothing is traced, so ``sg.compat.function`` around either is no obstacle."""
 
-    @sg.function
+    @sg.compat.function
     def inner():
         return sg.get_replica_context().merge_call(
             lambda strategy, value: sum(strategy.local_results(value)), args=(me(),)
         )
 
-    @sg.function
+    @sg.compat.function
     def step():
         return inner() + 1
 

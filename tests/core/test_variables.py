@@ -560,15 +560,16 @@ def test_a_replica_elsewhere_reads_a_copy_made_once():
     """A leaf on another device is copied when the variable moved on, and only then."""
     with torch.device("cpu"):
         v = sg.Variable([1.0], trainable=True)
-    replica = Replica(1, ReplicaGroup(None, [Device()]), torch.device("meta"), None)
-    leaf = v._place.read_from(replica)
+    replica = Replica(1, ReplicaGroup(None, [Device()]), Device(), None)
+    replica.device = torch.device("meta")
+    leaf = v._storage.read_from(replica)
     assert leaf.device.type == "meta"
     assert leaf.requires_grad
     version = leaf._version
-    assert v._place.read_from(replica) is leaf
+    assert v._storage.read_from(replica) is leaf
     assert leaf._version == version, "what autograd saved stays valid"
     v.assign([2.0])
-    assert v._place.read_from(replica) is leaf
+    assert v._storage.read_from(replica) is leaf
     assert leaf._version > version
 
 

@@ -1,7 +1,10 @@
-"""The torch methods we wrap are torch's own outside replicas (docs/design/0004-wrapped-torch-methods.md)."""
+"""The torch methods we wrap are torch's own outside replicas (docs/design/0004-torch-patches.md)."""
 
 import gc
+import os
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -9,11 +12,17 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem._core import torch_patches
+
+
+def install_everything():
+    for group in (torch_patches.STRATEGY, torch_patches.REPLICAS, torch_patches.RANDOM):
+        torch_patches.install(group)
 
 
 def test_plain_optimizers_are_left_alone():
-    """Over parameters without a home: no instance attributes, ordinary groups."""
-    sg.OneDeviceStrategy("cpu:0")  # everything is installed now
+    """Over parameters that no strategy manages: no instance attributes, ordinary groups."""
+    install_everything()
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     assert "step" not in vars(optimizer)
     assert type(optimizer.param_groups) is list
@@ -35,6 +44,35 @@ def test_one_device_leaves_modules_and_optimizers_plain():
     assert "step" not in vars(optimizer)
 
 
+@pytest.mark.timeout(150)
+def test_one_device_leaves_torchs_methods_alone():
+    """The patches for replicas are installed by the first strategy that needs them."""
+    program = (
+        "import torch, stratagem as sg\n"
+        "from torch import nn\n"
+        "plain = (torch.autograd._engine_run_backward, torch.optim.lr_scheduler.LRScheduler.step,\n"
+        "         torch.amp.GradScaler.step, torch.random.default_generator)\n"
+        "now = lambda: (torch.autograd._engine_run_backward, torch.optim.lr_scheduler.LRScheduler.step,\n"
+        "               torch.amp.GradScaler.step, torch.random.default_generator)\n"
+        "one = sg.OneDeviceStrategy('cpu:0')\n"
+        "one.run(lambda: nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward())\n"
+        "assert now() == plain and 'grad' not in vars(nn.Parameter), 'patched on one device'\n"
+        "with sg.MirroredStrategy(['cpu:0', 'cpu:1']) as two:\n"
+        "    two.run(lambda: None)\n"
+        "assert all(a is not b for a, b in zip(now(), plain)), 'not patched for two'\n"
+        "assert 'grad' in vars(nn.Parameter) and 'data' in vars(nn.Parameter)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_modules_made_outside_a_scope_stay_plain():
     with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
         with strategy.scope():
@@ -44,7 +82,7 @@ def test_modules_made_outside_a_scope_stay_plain():
 
 
 def test_schedulers_and_scalers_outside_replicas_are_torchs():
-    sg.OneDeviceStrategy("cpu:0")
+    install_everything()
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -63,7 +101,7 @@ def test_schedulers_and_scalers_outside_replicas_are_torchs():
 
 def test_backward_outside_replicas_is_torchs():
     """Every way of calling it, with what torch raises, and what it returns."""
-    sg.OneDeviceStrategy("cpu:0")
+    install_everything()
     w = torch.ones(2, requires_grad=True)
     assert torch.autograd.backward((2 * w).sum(), None, True, False, None, [w]) is None
     assert torch.autograd.backward(tensors=[3 * w], grad_tensors=[torch.ones(2)]) is None
@@ -90,7 +128,7 @@ def test_grad_outside_replicas_is_torchs():
 
 def test_data_outside_replicas_is_torchs():
     """No version is counted, lazy parameters and ordinary tensors included, also when compiled."""
-    sg.OneDeviceStrategy("cpu:0")
+    install_everything()
     p = nn.Parameter(torch.ones(2))
     p.data.mul_(3)
     p.data = p.data + 1
@@ -103,7 +141,7 @@ def test_data_outside_replicas_is_torchs():
 
 
 def test_a_strategy_and_its_models_can_be_collected():
-    """Homes, leaves, hooks and optimizers keep nobody alive who is forgotten."""
+    """Managed parameters, leaves, hooks and optimizers keep no unused object alive."""
 
     def use():
         strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])

@@ -19,4 +19,4 @@ def meet(value: Any, combine: Callable[..., Any], label: str = "here", **options
     """Meets the other replicas of the run (contract 2)."""
     replica = context.current_replica()
     assert replica is not None
-    return replica.group.meet(replica.id, label, value, combine, **options)
+    return replica.group.rendezvous(replica.id, label, value, combine, **options)

@@ -37,7 +37,7 @@ def test_run_takes_tuples_and_lists(strategy):
     assert strategy.run(lambda a, b: a + b, args=(1, 2)) == 3
     assert strategy.run(lambda a, b: a + b, args=[1, 2]) == 3
     assert strategy.run(lambda a, *, b: a + b, args=(1,), kwargs={"b": 5}) == 6
-    assert strategy.run(lambda: 4, options=sg.RunOptions(bucketizing=True)) == 4
+    assert strategy.run(lambda: 4, options=sg.compat.RunOptions(bucketizing=True)) == 4
 
 
 @pytest.mark.parametrize("args", [{"x": 1}, 5, "ab", torch.ones(2), {1}, None])

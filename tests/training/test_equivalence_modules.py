@@ -132,7 +132,6 @@ MODULES = {
     "deconv2d": (lambda: nn.ConvTranspose2d(2, 3, 3), plain, rows(2, 5, 5)),
     "deconv3d": (lambda: nn.ConvTranspose3d(1, 2, 2), plain, rows(1, 3, 3, 3)),
     "embedding": (lambda: nn.Embedding(9, 4, padding_idx=0), plain, rows(3, high=9)),
-    "embedding max_norm": (lambda: nn.Embedding(9, 4, max_norm=1.0), plain, rows(3, high=9)),
     "bag sum": (lambda: nn.EmbeddingBag(9, 4, mode="sum"), plain, rows(3, high=9)),
     "bag mean": (lambda: nn.EmbeddingBag(9, 4, mode="mean"), plain, rows(3, high=9)),
     "bag max": (lambda: nn.EmbeddingBag(9, 4, mode="max"), plain, rows(3, high=9)),

@@ -208,7 +208,8 @@ def test_batchnorm_on_a_replica_with_one_row_says_what_to_do(several):
     with pytest.raises(ValueError, match="more than 1 value per channel when training") as caught:
         several.run(step, args=batch)
     notes = "\n".join(caught.value.__notes__)
-    assert f"replica {size - 1} got 1 of the {rows} rows of this batch" in notes
+    assert f"<Replica {size - 1} of {size} " in notes
+    assert f"which got 1 of {rows} rows" in notes
     assert f"at least {2 * size} rows" in notes
     assert "drop_remainder" in notes
     several.run(step, args=cut(several, torch.cat([X, X])[: 2 * size], Y.repeat(2, 1)[: 2 * size]))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stratagem as sg
-from stratagem._core.torch_patches import backward_guard
+from stratagem._core.torch_patches import autograd_engine
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(6, 2, generator=torch.Generator().manual_seed(2))
@@ -31,13 +31,13 @@ SCOPE = r"inside `with strategy.scope\(\):`"
 def searches(monkeypatch):
     """The replica numbers of the passes whose graph was searched."""
     found = []
-    plain = backward_guard._search
+    plain = autograd_engine._search
 
     def counting(replica, *rest):
         found.append(replica.id)
         return plain(replica, *rest)
 
-    monkeypatch.setattr(backward_guard, "_search", counting)
+    monkeypatch.setattr(autograd_engine, "_search", counting)
     return found
 
 

@@ -486,8 +486,6 @@ class Counters(nn.Module):
     def forward(self, x):
         self.one += 1
         self.child.steps += self.other
-        if self.one[0] > 20:
-            self.other = self.other + 0.5  # its own tensor from here on
         return self.linear(x)
 
 
@@ -515,3 +513,18 @@ def test_one_tensor_registered_as_several_buffers_stays_one(strategy):
         return seen
 
     agree(under(strategy, train, make), train(make(), lambda step, batch: step(batch)))
+
+
+def test_a_buffer_of_several_names_cannot_be_assigned_under_one_of_them(several):
+    """The other names would still mean the old tensor, which a replica's copy cannot express."""
+    with several.scope():
+        model = Counters()
+
+    def step():
+        model.other = model.other + 0.5
+
+    with pytest.raises(sg.errors.ReplicaError, match=r"'one', 'other', 'steps'.*copy_"):
+        several.run(step)
+    model.other = model.other + 0.5
+    assert model.other.tolist() == [0.5, 0.5]
+    assert model.one.tolist() == [0.0, 0.0]

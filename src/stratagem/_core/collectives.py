@@ -1,7 +1,6 @@
-"""What replicas compute together while they run: ``all_reduce`` and ``all_gather``, differentiable.
+"""Differentiable ``all_reduce`` and ``all_gather`` of the replicas of a run.
 
-Both are one meeting forward and, where a gradient flows, one meeting backward. Called by
-`ReplicaContext`; the arithmetic is `reduction.py`'s.
+Each is one rendezvous forward and, where a gradient flows, one backward. `reduction` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from stratagem._core.reduction import ReduceOp
 
 
 def all_reduce(replica: Replica | None, reduce_op: Any, value: Any) -> Any:
-    """Sum or mean over all replicas, for a nest of tensors (AR-1 … AR-5)."""
+    """Return the sum or mean over all replicas of a nest of tensors (AR-1 … AR-5)."""
     op = reduction.as_reduce_op(reduce_op)
     if replica is None or replica.group.size == 1:
         return value
@@ -26,12 +25,12 @@ def all_reduce(replica: Replica | None, reduce_op: Any, value: Any) -> Any:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         results = _apply(_AllReduce, replica, op, *tensors)
     else:
-        results = _meet_to_reduce(replica, op, tensors, f"all_reduce({op.name})")
+        results = _reduce(replica, op, tensors, f"all_reduce({op.name})")
     return _refill(value, results)
 
 
 def all_gather(replica: Replica | None, value: Any, axis: Any) -> Any:
-    """Join over all replicas along an axis, for a nest of tensors (AG-1 … AG-3)."""
+    """Join a nest of tensors over all replicas along an axis (AG-1 … AG-3)."""
     for leaf in values.leaves(value):
         reduction.refuse_sparse(leaf, "all_gather")
     if replica is None or replica.group.size == 1:
@@ -40,7 +39,7 @@ def all_gather(replica: Replica | None, value: Any, axis: Any) -> Any:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         results = _apply(_AllGather, replica, axis, *tensors)
     else:
-        results = _meet_to_gather(replica, axis, tensors)[0]
+        results = _gather(replica, axis, tensors)[0]
     return _refill(value, results)
 
 
@@ -67,10 +66,10 @@ def _refill(value: Any, results: Sequence[torch.Tensor]) -> Any:
     return values.map_leaves(lambda _: next(rest), value)
 
 
-def _meet_to_reduce(
+def _reduce(
     replica: Replica, op: ReduceOp, tensors: Sequence[torch.Tensor], label: str
 ) -> tuple[torch.Tensor, ...]:
-    """One meeting for the whole list; every replica gets tensors of its own."""
+    """Reduce a list of tensors in one rendezvous; every replica gets tensors of its own."""
     size = replica.group.size
 
     def combine(brought: list[Any]) -> list[tuple[torch.Tensor, ...]]:
@@ -83,7 +82,7 @@ def _meet_to_reduce(
         return [_own(totals, brought[i], first=i == 0) for i in range(size)]
 
     with torch.no_grad():
-        result: tuple[torch.Tensor, ...] = replica.group.meet(
+        result: tuple[torch.Tensor, ...] = replica.group.rendezvous(
             replica.id, label, [t.detach() for t in tensors], combine
         )
     return result
@@ -92,7 +91,7 @@ def _meet_to_reduce(
 def _own(
     totals: Sequence[torch.Tensor], like: Sequence[torch.Tensor] | None, *, first: bool
 ) -> tuple[torch.Tensor, ...]:
-    # One replica may take the sums themselves; the others need copies they can change.
+    # The first replica takes the sums themselves; the others get copies, which they may write.
     if like is None:
         return ()
     return tuple(
@@ -100,10 +99,10 @@ def _own(
     )
 
 
-def _meet_to_gather(
+def _gather(
     replica: Replica, axis: Any, tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, ...], list[tuple[int, int]]]:
-    """The joined tensors, and where this replica's part begins and how long it is in each."""
+    """Return the joined tensors, and begin and length of this replica's part in each."""
     size = replica.group.size
 
     def combine(brought: list[Any]) -> list[Any]:
@@ -122,7 +121,7 @@ def _meet_to_gather(
         return results
 
     with torch.no_grad():
-        result: tuple[tuple[torch.Tensor, ...], list[tuple[int, int]]] = replica.group.meet(
+        result: tuple[tuple[torch.Tensor, ...], list[tuple[int, int]]] = replica.group.rendezvous(
             replica.id, f"all_gather(axis={axis!r})", [t.detach() for t in tensors], combine
         )
     return result
@@ -143,7 +142,7 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, replica: Replica, op: ReduceOp, *tensors: torch.Tensor) -> Any:
         ctx.replica, ctx.op = replica, op
         ctx.sparse = any(reduction.is_sparse(t) for t in tensors)
-        results = _meet_to_reduce(replica, op, tensors, f"all_reduce({op.name})")
+        results = _reduce(replica, op, tensors, f"all_reduce({op.name})")
         ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
         ctx.mark_non_differentiable(
             *[r for r in results if not (r.is_floating_point() or r.is_complex())]
@@ -160,7 +159,7 @@ class _AllReduce(torch.autograd.Function):
             )
         filled = _filled(gradients, ctx.shapes)
         label = f"backward of all_reduce({ctx.op.name})"
-        return (None, None, *_meet_to_reduce(ctx.replica, ctx.op, filled, label))
+        return (None, None, *_reduce(ctx.replica, ctx.op, filled, label))
 
 
 class _AllGather(torch.autograd.Function):
@@ -169,7 +168,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, replica: Replica, axis: int, *tensors: torch.Tensor) -> Any:
-        results, places = _meet_to_gather(replica, axis, tensors)
+        results, places = _gather(replica, axis, tensors)
         ctx.replica, ctx.axis, ctx.places = replica, axis, places
         ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
         ctx.mark_non_differentiable(
@@ -181,7 +180,7 @@ class _AllGather(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         filled = _filled(gradients, ctx.shapes)
-        summed = _meet_to_reduce(ctx.replica, ReduceOp.SUM, filled, "backward of all_gather")
+        summed = _reduce(ctx.replica, ReduceOp.SUM, filled, "backward of all_gather")
         slices = [
             total.narrow(ctx.axis, begin, length)
             for total, (begin, length) in zip(summed, ctx.places, strict=True)

@@ -1,11 +1,9 @@
-"""Who is asking: the strategy, scope and replica that code runs under, thread by thread.
+"""The strategy, scope and replica that code runs under, per thread.
 
-Every thread is in exactly one of three states: the *default replica context* (where it starts), the
-*cross-replica context* of a strategy (inside ``scope()``), or the *replica context* of a strategy
-(inside a function given to ``run``). This module keeps that state and answers questions about it; it
-starts no thread and computes nothing. All other rooms ask here, most of them `current_replica`.
-
-This is the only module with thread-local state.
+Every thread is in one of three states: the *default replica context* (where it starts), the *cross-replica
+context* of a strategy (inside ``scope()``), or the *replica context* of a strategy (inside a function given to
+``run``). This module keeps that state and answers questions about it. It is the only module with thread-local
+state.
 """
 
 from __future__ import annotations
@@ -16,65 +14,52 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from typing_extensions import override
 
+from stratagem._core.devices import Device
 from stratagem._core.torch_patches import private_api
 from stratagem.errors import ContextError, StrategyMismatch
 
 if TYPE_CHECKING:
+    from stratagem._core.managed import RunRecord
     from stratagem._core.replicas import ReplicaGroup
+    from stratagem._core.strategy_hooks import StrategyHooks
     from stratagem._core.user_contexts import ReplicaContext
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-class StrategyLike(Protocol):
-    """What this room needs to know of a strategy; `_strategies.base.Strategy` is the real thing."""
-
-    @property
-    def num_replicas_in_sync(self) -> int: ...
-
-    def _scope_entered(self) -> AbstractContextManager[object]:
-        """Context manager held while the outermost scope of a thread is open."""
+RandomStream = Callable[[torch.device], torch.Generator | None]
+"""Returns the generator to draw from on a device; None means torch's own."""
 
 
 class Replica:
-    """One of the R side-by-side executions of a ``run``.
+    """One of the R executions of a ``run``.
 
     Attributes:
         id: its number, from 0.
-        group: the `ReplicaGroup` it belongs to; replicas meet there.
+        group: the `ReplicaGroup` it belongs to.
         device: the torch device it computes on.
-        label: the logical device, in canonical form.
         strategy: the strategy that runs it.
-        record: what this replica touched in this run (`_core.homes.RunRecord`), None until it touches
-            something. A fresh Replica per run, or None again at its start, is part of the contract.
+        record: the tensors it touched in this run; None until it touches one.
     """
 
-    __slots__ = ("_context", "device", "group", "id", "label", "record", "strategy")
+    __slots__ = ("_context", "_logical", "device", "group", "id", "record", "strategy")
 
     def __init__(
-        self,
-        id: int,
-        group: ReplicaGroup,
-        device: torch.device,
-        strategy: Any,
-        label: str = "",
+        self, id: int, group: ReplicaGroup, device: Device, strategy: StrategyHooks
     ) -> None:
         self.id = id
         self.group = group
-        self.device = device
-        self.label = label
+        self.device = device.torch_device
         self.strategy = strategy
-        self.record: Any = None
+        self.record: RunRecord | None = None
+        self._logical = device
         self._context: ReplicaContext | None = None
 
     @property
     def context(self) -> ReplicaContext:
-        """The public face of this replica."""
+        """The public `ReplicaContext` of this replica."""
         if self._context is None:
             from stratagem._core.user_contexts import ReplicaContext
 
@@ -83,15 +68,17 @@ class Replica:
 
     @override
     def __repr__(self) -> str:
-        return f"<Replica {self.id} of {self.group.size} on {self.label or self.device}>"
+        return f"<Replica {self.id} of {self.group.size} on {self._logical.name}>"
 
 
 class _Frame:
-    """What one level of nesting looks like; ``replica`` None means cross-replica context."""
+    """One level of nesting; ``replica`` None means cross-replica context."""
 
     __slots__ = ("outer", "replica", "strategy")
 
-    def __init__(self, strategy: Any, replica: Replica | None, outer: _Frame | None) -> None:
+    def __init__(
+        self, strategy: StrategyHooks, replica: Replica | None, outer: _Frame | None
+    ) -> None:
         self.strategy = strategy
         self.replica = replica
         self.outer = outer
@@ -105,18 +92,18 @@ class _ThreadState(threading.local):
     global_scope: Scope | None = None
     default_depth: int = 0
     updating: Any = None
-    stream: Callable[[torch.device], torch.Generator | None] | None = None
+    stream: RandomStream | None = None
 
-    def __init__(self) -> None:  # runs once in every thread that comes here
+    def __init__(self) -> None:  # runs once in every thread that uses the state
         self.scopes: list[_OpenScope] = []
-        self.notes: dict[str, Any] = {}
+        self.cache: dict[str, Any] = {}
 
 
 _state = _ThreadState()
 
 
 def current_replica() -> Replica | None:
-    """The replica this thread computes for, or None. One thread-local read.
+    """Return the replica this thread computes for, or None. Hot path: one thread-local read.
 
     Example:
         >>> from stratagem._core.context import current_replica
@@ -126,20 +113,20 @@ def current_replica() -> Replica | None:
     return _state.replica
 
 
-# ------------------------------------------------------------------ questions anybody may ask
+# ------------------------------------------------------------------ queries
 
 
-def default_strategy() -> Any:
-    """The strategy that is current when no other is: one per process.
+def default_strategy() -> StrategyHooks:
+    """Return the process-wide default strategy.
 
-    The class lives above this room (it is a strategy like the others), so it is looked up when first
-    asked for; this is the one place where this room reaches upwards.
+    Its class is defined above this package, so it is imported when first needed.
     """
-    return importlib.import_module("stratagem._strategies.default").default_strategy()
+    module = importlib.import_module("stratagem._strategies.default")
+    return cast("StrategyHooks", module.default_strategy())
 
 
 def get_strategy() -> Any:
-    """The current strategy; the process-wide default one if no scope is open.
+    """Return the current strategy; the process-wide default one if no scope is open.
 
     Example:
         >>> import stratagem as sg
@@ -148,24 +135,30 @@ def get_strategy() -> Any:
         ...     sg.get_strategy() is strategy
         True
     """
+    # Any, because users expect the public class `Strategy`, which is defined above this package.
     frame = _state.frame
     return default_strategy() if frame is None else frame.strategy
 
 
+def current_strategy() -> StrategyHooks | None:
+    """Return the current strategy; None if it is the default one."""
+    frame = _state.frame
+    return None if frame is None or frame.strategy._is_default else frame.strategy
+
+
 def has_strategy() -> bool:
-    """Whether a strategy other than the default one is current.
+    """Return whether a strategy other than the default one is current.
 
     Example:
         >>> import stratagem as sg
         >>> sg.has_strategy()
         False
     """
-    frame = _state.frame
-    return frame is not None and not frame.strategy._is_default
+    return current_strategy() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this thread is inside a scope but not inside a replica.
+    """Return whether this thread is inside a scope but not inside a replica.
 
     Example:
         >>> import stratagem as sg
@@ -180,7 +173,7 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica context of this thread; None in cross-replica context.
+    """Return the replica context of this thread; None in cross-replica context.
 
     Example:
         >>> import stratagem as sg
@@ -189,12 +182,14 @@ def get_replica_context() -> ReplicaContext | None:
     """
     frame = _state.frame
     if frame is None:
-        return cast("ReplicaContext", default_strategy()._default_context)
+        from stratagem._core.user_contexts import default_context
+
+        return default_context()
     return None if frame.replica is None else frame.replica.context
 
 
 def get_current_worker_index() -> int:
-    """Number of the worker that runs this scheduled function, from 0.
+    """Return the number of the worker that runs this scheduled function, from 0.
 
     Raises:
         RuntimeError: outside a function given to ``ClusterCoordinator.schedule`` (or a dataset
@@ -221,7 +216,7 @@ ClusterCoordinator.schedule or create_per_worker_dataset.
 
 @contextmanager
 def worker_index(index: int | None) -> Iterator[None]:
-    """While open, this thread runs scheduled functions for worker ``index``.
+    """Make this thread run scheduled functions for worker ``index`` while open.
 
     Example:
         >>> from stratagem._core import context
@@ -237,25 +232,8 @@ def worker_index(index: int | None) -> Iterator[None]:
         _state.worker_index = before
 
 
-def function(fn: _F) -> _F:
-    """Returns its argument: nothing needs tracing here. Kept so that ported code reads the same.
-
-    Example:
-        >>> import stratagem as sg
-        >>> @sg.function
-        ... def double(x):
-        ...     return 2 * x
-        >>> double(4)
-        8
-    """
-    return fn
-
-
-# ------------------------------------------------------------------ entering and leaving
-
-
 def describe_context() -> str:
-    """This thread's context in words, for error messages."""
+    """Describe this thread's context, for error messages."""
     frame = _state.frame
     if frame is None:
         return "no scope"
@@ -264,12 +242,13 @@ def describe_context() -> str:
     return f"replica {frame.replica.id} of {frame.strategy!r}"
 
 
-def mode_depth() -> int:
-    """How many device scopes (and other torch function modes) are open, `set_default_device` aside."""
-    depth = int(private_api.function_modes())
-    if depth and private_api.device_context.__dict__.get("device_context") is not None:
-        depth -= 1
-    return depth
+# ------------------------------------------------------------------ scopes
+
+
+def _open_modes() -> int:
+    """Return how many torch function modes (device scopes) are open, `set_default_device` aside."""
+    depth = private_api.function_modes()
+    return depth - 1 if depth and private_api.has_default_device() else depth
 
 
 class _OpenScope:
@@ -280,16 +259,16 @@ class _OpenScope:
     def __init__(self, scope: Scope, before: _Frame | None) -> None:
         self.scope = scope
         self.before = before  # the thread's frame before this entry
-        self.held: AbstractContextManager[object] | None = None  # what the strategy wants held
-        self.modes = 0  # open device scopes right after the entry
+        self.held: AbstractContextManager[object] | None = None  # from the strategy's hook
+        self.modes = 0  # torch function modes open right after the entry
 
 
 class Scope:
-    """``strategy.scope()``: a context manager that may be entered again and again, also nested."""
+    """Context manager of ``strategy.scope()``; may be entered repeatedly and nested."""
 
     __slots__ = ("_strategy",)
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: StrategyHooks) -> None:
         self._strategy = strategy
 
     def __enter__(self) -> Any:
@@ -311,11 +290,13 @@ class Scope:
                 try:
                     held = strategy._scope_entered()
                     held.__enter__()
-                except BaseException:  # Ctrl-C too: a scope not entered must not stay current
+                except (
+                    BaseException
+                ):  # Ctrl-C too: a scope that was not entered must not stay current
                     state.frame = None
                     raise
                 entry.held = held
-        entry.modes = mode_depth()
+        entry.modes = _open_modes()
         state.scopes.append(entry)
         return strategy
 
@@ -333,7 +314,7 @@ class Scope:
                 f"(current: {describe_context()}). Leave scopes in the opposite order of entering "
                 "them, each once, in the thread that entered it."
             )
-        if exc_type is None and mode_depth() > entry.modes:
+        if exc_type is None and _open_modes() > entry.modes:
             raise ContextError(
                 f"the scope of {self._strategy!r} is being left while a device scope "
                 "(`with torch.device(...)`, or another torch function mode) opened inside it is "
@@ -353,7 +334,7 @@ class Scope:
 
 
 def set_strategy(strategy: Any) -> None:
-    """Make a strategy current without a ``with`` block; None goes back to the default one.
+    """Make a strategy current without a ``with`` block; None restores the default one.
 
     A further call first leaves the strategy of the previous call.
 
@@ -373,9 +354,8 @@ def set_strategy(strategy: Any) -> None:
     scope = _state.global_scope
     frame = _state.frame
     in_block = frame is not None and (scope is None or frame.outer is not None)
-    if in_block or _state.default_depth > (
-        1 if scope is not None and scope._strategy._is_default else 0
-    ):
+    own_default = 1 if scope is not None and scope._strategy._is_default else 0
+    if in_block or _state.default_depth > own_default:
         raise ContextError(
             "set_strategy() must not be called inside a `with strategy.scope()` block or a "
             f"replica (current: {describe_context()}). Call it at the top level of the program."
@@ -389,15 +369,21 @@ def set_strategy(strategy: Any) -> None:
         _state.global_scope = new
 
 
-def require_cross_replica_or_default(strategy: Any, what: str) -> None:
-    """Refuse a call that needs the default context or the strategy's own cross-replica context."""
+def default_scope_is_open() -> bool:
+    """Return whether this thread opened the default strategy's scope (CTX-8)."""
+    return _state.default_depth > 0
+
+
+# ------------------------------------------------------------------ checks
+
+
+def require_cross_replica_or_default(strategy: StrategyHooks, what: str) -> None:
+    """Raise unless in the default context or in the strategy's own cross-replica context."""
     frame = _state.frame
     if frame is None:
         return
     if frame.strategy is not strategy:
-        if frame.strategy._is_default and frame.replica is None:
-            return
-        if strategy._is_default and frame.strategy._is_default:
+        if frame.strategy._is_default and (frame.replica is None or strategy._is_default):
             return
         raise StrategyMismatch(
             f"mixing different strategy objects: {what} of {strategy!r} was called under "
@@ -411,8 +397,8 @@ def require_cross_replica_or_default(strategy: Any, what: str) -> None:
         )
 
 
-def require_scope(strategy: Any, what: str) -> None:
-    """Refuse a call that needs the strategy to be current, in cross-replica or replica context."""
+def require_scope(strategy: StrategyHooks, what: str) -> None:
+    """Raise unless the strategy is current, in cross-replica or replica context."""
     frame = _state.frame
     if frame is None or frame.strategy is not strategy:
         raise ContextError(
@@ -422,22 +408,17 @@ def require_scope(strategy: Any, what: str) -> None:
 
 
 def require_replica(asked: ReplicaContext, what: str) -> None:
-    """Refuse a replica context outside the function of the replica it belongs to."""
+    """Raise unless this thread runs the replica that the context belongs to."""
     frame = _state.frame
     strategy = asked.strategy
-    if frame is None:
-        if strategy._is_default:
-            return
-        raise ContextError(
-            f"{what} needs to be inside the function given to run() (or "
-            "call_for_each_replica): no replica is active in this thread."
-        )
-    if frame.strategy is not strategy:
+    if frame is None and strategy._is_default:
+        return
+    if frame is not None and frame.strategy is not strategy:
         raise StrategyMismatch(
             f"{what}: mismatching strategies: this context belongs to "
             f"{strategy!r}, the thread is in {describe_context()}."
         )
-    if frame.replica is None:
+    if frame is None or frame.replica is None:
         raise ContextError(
             f"{what} needs to be inside the function given to run() (or "
             f"call_for_each_replica), but the thread is in {describe_context()}."
@@ -449,15 +430,18 @@ def require_replica(asked: ReplicaContext, what: str) -> None:
         )
 
 
-class entered:  # noqa: N801 - used like a function
-    """This thread computes for a replica (or, with None, in cross-replica context) while open.
+# ------------------------------------------------------------------ state of other modules
 
-    Written as a class with slots: it is on the path of every ``run`` and every meeting.
+
+class entered:  # noqa: N801 - used like a function
+    """Context manager: this thread computes for a replica, or (None) in cross-replica context.
+
+    A class with slots, because it is on the path of every ``run`` and every rendezvous.
     """
 
     __slots__ = ("_frame", "_frame_before", "_replica", "_replica_before")
 
-    def __init__(self, strategy: Any, replica: Replica | None) -> None:
+    def __init__(self, strategy: StrategyHooks, replica: Replica | None) -> None:
         self._replica = replica
         self._frame = _Frame(strategy, replica, None)
 
@@ -476,7 +460,7 @@ class entered:  # noqa: N801 - used like a function
 
 @contextmanager
 def updating(device: Any) -> Iterator[None]:
-    """While open, this thread is inside an ``extended.update`` function for ``device`` (VAR-16)."""
+    """Mark this thread as inside an ``extended.update`` function for ``device`` (VAR-16)."""
     before = _state.updating
     _state.updating = device
     try:
@@ -486,34 +470,27 @@ def updating(device: Any) -> Iterator[None]:
 
 
 def update_device() -> Any:
-    """The device of the ``extended.update`` in progress in this thread, or None."""
+    """Return the device of the ``extended.update`` in progress in this thread, or None."""
     return _state.updating
 
 
-def current_stream() -> Callable[[torch.device], torch.Generator | None] | None:
-    """What random operators of this thread draw from by order of `_core.randomness`, or None."""
+def current_stream() -> RandomStream | None:
+    """Return the random stream that `random_streams.Drawing` set for this thread, or None."""
     return _state.stream
 
 
-def swap_stream(
-    stream: Callable[[torch.device], torch.Generator | None] | None,
-) -> Callable[[torch.device], torch.Generator | None] | None:
-    """Set `current_stream`; returns what it was."""
+def swap_stream(stream: RandomStream | None) -> RandomStream | None:
+    """Set `current_stream` and return the previous one."""
     before = _state.stream
     _state.stream = stream
     return before
 
 
 def caller_variables() -> contextvars.Context:
-    """A copy of this thread's context variables, for replicas to run in copies of it."""
+    """Return a copy of this thread's context variables; each replica runs in a copy of it."""
     return contextvars.copy_context()
 
 
-def thread_notes() -> dict[str, Any]:
-    """What other modules of this room remember for this thread, as long as it lives."""
-    return _state.notes
-
-
-def default_scope_is_open() -> bool:
-    """Whether this thread opened the default strategy's scope (CTX-8)."""
-    return _state.default_depth > 0
+def thread_cache() -> dict[str, Any]:
+    """Return a dict that other modules of this package use as a cache of this thread."""
+    return _state.cache

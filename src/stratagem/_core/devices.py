@@ -1,8 +1,7 @@
-"""Device names: what they mean, how they are written, and which ones exist here.
+"""Device names: parsing, canonical form, and the devices that exist here.
 
-CPU devices are logical: ``cpu:0``, ``cpu:1``, … all mean host memory, and each can carry one replica.
-``gpu:i`` and ``cuda:i`` are the same device. This module only names devices; placing things on them is
-the strategies' business.
+CPU devices are logical: ``cpu:0``, ``cpu:1``, … all mean host memory, and each can have one replica. ``gpu:i`` and
+``cuda:i`` are the same device.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ _TORCH_TYPE = {"GPU": "cuda", "CUDA": "cuda"}
 _LOCAL_JOB = "localhost"
 _CHIEF_JOB = "chief"
 
-# What this process coordinates on parameter servers. Changed by one atomic call, from any thread.
+# Keys of the parameter-server strategies that this process coordinates. Any thread may change the set.
 _coordinated: set[int] = set()
 
 
 def coordinate(key: int) -> None:
-    """From now on this process is the chief of a cluster: its own devices are named so (PSS-10)."""
+    """Make this process the chief of a cluster; its devices are named accordingly (PSS-10)."""
     _coordinated.add(key)
 
 
 def coordinate_no_more(key: int) -> None:
-    """That is over. Repeatable; safe while objects are being collected."""
+    """Undo `coordinate`. May be repeated; safe in finalizers."""
     _coordinated.discard(key)
 
 
 def host() -> Device:
-    """The CPU of this process, by the name it has now.
+    """Return the CPU of this process, by its current name.
 
     Example:
         >>> from stratagem._core import devices
@@ -100,7 +99,7 @@ class Device:
 
 
 def parse_device(device: object) -> Device:
-    """The device a name, a `torch.device` or a `Device` stands for; it need not exist.
+    """Return the device for a name, a `torch.device` or a `Device`; it need not exist.
 
     ``""`` and None mean ``CPU:0``.
 
@@ -150,7 +149,7 @@ def _known_kinds() -> frozenset[str]:
 
 
 def accelerators() -> tuple[Device, ...]:
-    """Every accelerator of this machine that torch can use."""
+    """Return the accelerators of this machine that torch can use."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None:
         return ()
@@ -159,7 +158,7 @@ def accelerators() -> tuple[Device, ...]:
 
 
 def resolve_device(device: object) -> Device:
-    """The device meant, checked to exist on this machine.
+    """Return the device for a name; raise if this machine does not have it.
 
     Raises:
         DeviceNotFound: (a ValueError) naming the devices that do exist.
@@ -185,7 +184,7 @@ def resolve_device(device: object) -> Device:
 
 
 def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
-    """A list of devices, each checked; refuses a bare string, which would mean its letters.
+    """Return a list of devices, each checked; refuse a bare string.
 
     Raises:
         TypeError: not a list of device names.
@@ -205,7 +204,7 @@ def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
 
 
 def current_device() -> torch.device:
-    """Where results of reductions go: the device scope around the call, else the CPU (RED-12)."""
+    """Return the device for results of reductions: that of the device scope, else the CPU (RED-12)."""
     if private_api.function_modes() == 0:
         return torch.device("cpu")
     return torch.get_default_device()

@@ -1,19 +1,12 @@
-"""Where parameters and buffers live, and what each replica sees of them.
+"""Parameters and buffers under a strategy: their interface, their registry, and what a run touched.
 
-A *home* stands behind one parameter or buffer of a module. Code outside any replica works with
-``central``; code inside replica *i* gets that replica's own tensor:
+A `ManagedParameter` or `ManagedBuffer` stands behind one parameter or buffer of a module. Code outside replicas
+works with its ``central`` tensor. Code in replica *i* gets a tensor of its own: a parameter's leaf
+(`replicated_parameters`) or a buffer's copy (`replicated_buffers`). Parameter servers bring implementations of
+their own.
 
-- a parameter's *leaf*: a plain ``nn.Parameter`` over central's memory when the device is the same (so
-  nothing is copied, and an optimizer step at home is seen at once), over a refreshed copy elsewhere.
-  It has its own gradient and its own version counter, which is how a write inside a replica is noticed.
-- a buffer's *copy*: replicas run side by side and BatchNorm writes its buffers in place, so each
-  replica writes its own; `settle` merges them into central when the run has succeeded.
-
-Within a run a tensor is brought up to date once, when the replica first asks for it; what was touched
-is noted in the replica's `RunRecord`, so the end of a run looks at nothing else. Modules meet homes in
-`modules`, gradients in `gradients`, optimizers in `optimizers`; parameter servers bring homes of their
-own (`ManagedParameter`). The leaves are in `leaves`, the copies in `buffers`; here is what they share.
-Nothing here knows a process or a thread.
+A replica brings a tensor up to date once per run, when it first asks for it, and enters it in its `RunRecord`.
+After a run that succeeded, `finish_run` brings gradients, ``requires_grad`` and buffers back to the central tensors.
 """
 
 from __future__ import annotations
@@ -21,50 +14,43 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from stratagem._core.context import Replica
-from stratagem._core.torch_patches.private_api import outside_all_transforms
+from stratagem._core.torch_patches.private_api import outside_all_transforms, version
 
 if TYPE_CHECKING:
     from stratagem._core.replicated_buffers import BufferCopy, ReplicatedBuffer
     from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
+    from stratagem._core.strategy_hooks import StrategyHooks
+    from stratagem._core.torch_patches.module_members import BuffersByReplica
 
 
 class RunRecord:
-    """What one replica touched in one run, and the gradients of the backward pass in progress.
+    """Tensors that one replica touched in one run, and the state of its backward pass.
 
-    A tensor is up to date while its record is its replica's; a record that was never settled belongs
-    to a run that is under way, or failed.
+    A tensor is up to date while its record is its replica's. A record that was never closed belongs to a run
+    that is still active or has failed.
     """
 
     __slots__ = (
-        "accumulated",
-        "arrived",
-        "closed",
-        "copies",
-        "leaves",
-        "put_aside",
-        "queued",
-        "replica",
+        "accumulated", "arrived", "closed", "copies", "leaves", "put_aside", "queued", "replica",
     )  # fmt: skip
 
     def __init__(self, replica: Replica | None) -> None:
         self.replica = replica
         self.leaves: list[Leaf] = []
         self.copies: list[BufferCopy] = []
-        self.accumulated: dict[ReplicatedParameter, Leaf] = {}
-        self.arrived = 0  # leaves that got a gradient in the last pass, until `foreign` has asked
-        self.put_aside: list[
-            Leaf
-        ] = []  # leaves whose earlier gradients wait for the end of the pass
-        self.queued = False  # the engine already knows that the replicas meet after this backward
+        self.accumulated: dict[ReplicatedParameter, Leaf] = {}  # got a gradient in this pass
+        self.arrived = 0  # leaves that got a gradient in the last pass, for `autograd_engine`
+        self.put_aside: list[Leaf] = []  # leaves whose earlier gradients wait for the pass to end
+        self.queued = False  # whether the engine will call us at the end of this pass
         self.closed = False
 
     def close(self) -> None:
-        """What it tells has come home; the tensors that still point here keep nothing alive."""
+        """Mark the run as finished and drop all references: tensors still refer to this record."""
         self.closed = True
         self.replica = None
         self.leaves = []
@@ -78,35 +64,28 @@ class RunRecord:
 
 
 BLANK = RunRecord(None)
-"""The record of a tensor no run has used yet."""
+"""The record of a tensor that no run has used yet."""
 BLANK.close()
 
 
 def run_record(replica: Replica) -> RunRecord:
-    """The replica's record, opened when first needed."""
-    record: RunRecord | None = replica.record
+    """Return the replica's record of this run; create it when first needed."""
+    record = replica.record
     if record is None:
         record = replica.record = RunRecord(replica)
         group = replica.group
-        group.at_end("homes.settle", lambda: settle(group.replicas))
+        group.after_success(finish_run, lambda: finish_run(group.replicas))
     return record
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written in place."""
-    # Inference tensors count no versions: nobody may write them outside inference mode anyway.
-    return -1 if tensor.is_inference() else tensor._version
-
-
 class ManagedParameter(abc.ABC):
-    """Where one parameter lives.
+    """A parameter that belongs to a strategy.
 
     Attributes:
-        central: the parameter that code outside any replica works with; its identity is stable.
+        central: the parameter that code outside replicas works with; always the same object.
 
-    A strategy makes homes in its hook ``_adopt_parameter(module, name, parameter)``. Subclass this to
-    keep parameters elsewhere. A tensor ``resolve`` hands out in central's place should be told to
-    `register_alias`, and `owns` should know it, so that an optimizer given it finds the home.
+    A strategy creates it in its hook ``_adopt_parameter``. If `resolve` returns another tensor than ``central``,
+    pass that tensor to `register_alias` and let `owns` recognise it, so that optimizers find the parameter by it.
     """
 
     __slots__ = ("__weakref__", "central")
@@ -115,38 +94,65 @@ class ManagedParameter(abc.ABC):
 
     def __init__(self, central: nn.Parameter) -> None:
         self.central = central
-        _HOMES[id(central)] = self
+        _BY_ID[id(central)] = self
 
     @abc.abstractmethod
     def resolve(self) -> Tensor:
-        """What code that asks now, in this context, gets. On the path of every lookup: be quick."""
+        """Return the tensor for the calling context. Every attribute lookup calls this: be quick."""
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is central or something we hand out in its place."""
+        """Return whether ``tensor`` is central or a tensor that `resolve` returned."""
         return tensor is self.central
 
     def register_alias(self, tensor: Tensor) -> None:
-        """Let `find_managed` find us by ``tensor`` too; we must keep it alive as long as ourselves."""
-        _HOMES[id(tensor)] = self
+        """Let `find_managed` find this by ``tensor``, which must live as long as this object."""
+        _BY_ID[id(tensor)] = self
 
     @property
-    def strategy(self) -> Any:
-        """The strategy that looks after this parameter; None when it is gone, or does not matter."""
+    def strategy(self) -> StrategyHooks | None:
+        """The strategy of this parameter; None if it was collected or does not matter."""
         return None
 
     @abc.abstractmethod
     def adopt_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
-        """A home for ``parameter``, a deep copy of central; None leaves the copy an ordinary one."""
+        """Take over a deep copy of central; None leaves the copy an ordinary parameter."""
 
 
-# id(central) and id(leaf) -> home. A home keeps both tensors alive, so an id cannot be used again
-# while its entry exists; when the last module and optimizer let go of the home, the entries vanish.
-_HOMES: weakref.WeakValueDictionary[int, ManagedParameter] = weakref.WeakValueDictionary()
-_REFERENCES: dict[int, weakref.ref[ManagedParameter]] = _HOMES.data  # type: ignore[attr-defined]
+class ManagedBuffer(Protocol):
+    """A buffer that belongs to a strategy."""
+
+    @property
+    def central(self) -> Tensor:
+        """The buffer that code outside replicas works with."""
+
+    @property
+    def strategy(self) -> StrategyHooks | None:
+        """The strategy of this buffer; None if it was collected."""
+
+    def resolve(self) -> Tensor:
+        """Return the tensor for the calling context."""
+
+    def bound_to(self, buffers: BuffersByReplica, name: str) -> None:
+        """Note that a module's dict now holds the buffer under ``name``."""
+
+    def put(self, replica: Replica, tensor: Tensor) -> None:
+        """Handle an assignment to the buffer's name in a replica of this strategy."""
+
+    def adopt_copy(self, buffer: Tensor) -> ManagedBuffer:
+        """Take over a deep copy of central."""
+
+    def replaced_by(self, buffer: Tensor) -> ManagedBuffer:
+        """Take over a tensor that was assigned to the buffer's name outside replicas."""
+
+
+# id(central) and id(leaf) -> managed parameter. It keeps both tensors alive, so an id cannot be reused while its
+# entry exists. The entries vanish with the last module or optimizer that refers to the managed parameter.
+_BY_ID: weakref.WeakValueDictionary[int, ManagedParameter] = weakref.WeakValueDictionary()
+_REFERENCES: dict[int, weakref.ref[ManagedParameter]] = _BY_ID.data  # type: ignore[attr-defined]
 
 
 def find_managed(parameter: Tensor) -> ManagedParameter | None:
-    """The home behind a parameter (or behind a replica's leaf of it), by identity; None if it has none.
+    """Return the managed parameter of a central parameter or of a replica's leaf; None if there is none.
 
     Example:
         >>> import torch
@@ -154,35 +160,35 @@ def find_managed(parameter: Tensor) -> ManagedParameter | None:
         >>> find_managed(torch.nn.Parameter(torch.zeros(1))) is None
         True
     """
-    managed = _HOMES.get(id(parameter))
+    managed = _BY_ID.get(id(parameter))
     return managed if managed is not None and managed.owns(parameter) else None
 
 
-def managed_by_id(tensor: Tensor) -> ManagedParameter | None:
-    """The home registered for a tensor, in few steps: the caller checks that it still owns it."""
+def find_registered(tensor: Tensor) -> ManagedParameter | None:
+    """Return the managed parameter registered under a tensor's id, without asking `owns`. Hot path."""
     reference = _REFERENCES.get(id(tensor))
     return None if reference is None else reference()
 
 
-def outside_transforms(ask: Callable[[Replica], Tensor], replica: Replica) -> Tensor:
-    """Have a tensor brought up to date as it would be outside ``torch.func.grad``, ``vmap`` and the like.
+def outside_transforms(refresh: Callable[[Replica], Tensor], replica: Replica) -> Tensor:
+    """Call ``refresh`` outside ``torch.func.grad``, ``vmap`` and the like.
 
-    What a replica is given stays after the transform has ended; made inside, it would be a wrapper of it.
+    A tensor made inside a transform would be a wrapper that is invalid after the transform ends.
     """
     with outside_all_transforms():
-        return ask(replica)
+        return refresh(replica)
 
 
-central_gradient: Callable[[Tensor], Tensor | None] = cast("Any", Tensor.grad).__get__
-"""The gradient a central parameter itself holds. Not by its name, which in a replica means the
-leaf's (`grad_attribute`)."""
+# torch's own ``.grad``. In a replica, the patched ``.grad`` of a central parameter means the leaf's.
+read_grad: Callable[[Tensor], Tensor | None] = cast("Any", Tensor.grad).__get__
+write_grad: Callable[[Tensor, Tensor | None], None] = cast("Any", Tensor.grad).__set__
 
 
-def settle(replicas: Sequence[Replica]) -> None:
-    """A run has succeeded: parameters and buffers the replicas touched come home.
+def finish_run(replicas: Sequence[Replica]) -> None:
+    """Bring the parameters and buffers that the replicas touched back to the central tensors.
 
-    Runs once, after every replica has returned, in cross-replica context. After a failed run nothing
-    is called: a tensor whose last record was never settled starts again from central.
+    Runs once after all replicas have succeeded, in cross-replica context. After a failed run nothing calls it, and
+    tensors of unclosed records start again from central.
     """
     weights = replicas[0].group.row_weights
     if 0.0 in weights:
@@ -190,20 +196,20 @@ def settle(replicas: Sequence[Replica]) -> None:
     records = [replica.record for replica in replicas if replica.record is not None]
     for record in records:
         for leaf in record.leaves:
-            if leaf.tensor._version != leaf.version:
-                leaf.was_written()
-    agreed: dict[ReplicatedParameter, Any] = {}
+            if version(leaf.tensor) != leaf.version:
+                leaf.refuse_write()
     copies: dict[ReplicatedBuffer, list[BufferCopy]] = {}
+    seen: dict[ReplicatedParameter, Any] = {}
     for record in records:
         for leaf in record.leaves:
             managed = leaf.managed
-            if managed not in agreed:  # the first replica speaks for all
-                agreed[managed] = managed.settle(leaf)
-            leaf.synced_with = agreed[managed]
+            if managed not in seen:  # the first replica with rows decides
+                seen[managed] = managed.take_over(leaf)
+            leaf.synced_with = seen[managed]
         for copy in record.copies:
             copies.setdefault(copy.managed, []).append(copy)
-    for buffer, written in copies.items():
-        buffer.settle(written, weights)
+    for buffer, used in copies.items():
+        buffer.merge_copies(used, weights)
     for record in records:
         record.close()
     for replica in replicas:

@@ -1,10 +1,10 @@
-"""How a variable is cut along its first axis: partitioners, shard arithmetic.
+"""Partitioning of a variable along its first axis: partitioners and shard arithmetic.
 
-Pure numbers, no variable and no process is known here. Strategies ask `number_of_shards` at the
-creation of a variable; tables and sharded variables use `ShardLayout` to find the shard of a row.
+Strategies call `number_of_shards` for a new variable; tables and sharded variables use `ShardLayout` to find the shard of
+a row.
 
-Div rule: n shards of a first axis of length d are contiguous; the first ``d mod n`` shards hold one
-row more than the others (13 rows in 5 shards: 3, 3, 3, 2, 2).
+Div rule: n shards of a first axis of length d are contiguous; the first ``d mod n`` shards hold one row more than the
+others (13 rows in 5 shards: 3, 3, 3, 2, 2).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing_extensions import override
 
 
 class Partitioner:
-    """Decides into how many shards a variable is cut; subclass it and fill ``__call__``.
+    """Base of partitioners: returns the number of shards of a variable; define ``__call__``.
 
-    Called as ``partitioner(shape=..., dtype=...)`` for every variable created in scope. The answer
-    is a list with one number per axis, of which only the first may differ from 1.
+    Called as ``partitioner(shape=..., dtype=...)`` for every variable created in scope. It returns
+    a list with one number per axis, of which only the first may differ from 1.
 
     Example:
         >>> import torch, stratagem as sg
@@ -80,7 +80,7 @@ class FixedShardsPartitioner(Partitioner):
 
 @dataclass(frozen=True)
 class MinSizePartitioner(Partitioner):
-    """As many shards as can be had with at least `min_shard_bytes` in each.
+    """The largest number of shards with at least `min_shard_bytes` in each.
 
     Unlike TensorFlow's, no shard is ever smaller than the minimum (unless the whole variable is).
 
@@ -114,10 +114,9 @@ class MinSizePartitioner(Partitioner):
 
 @dataclass(frozen=True)
 class MaxSizePartitioner(Partitioner):
-    """As few shards as can be had with at most `max_shard_bytes` in each.
+    """The smallest number of shards with at most `max_shard_bytes` in each.
 
-    One row is never cut, so a shard holds at least one row; `max_shards` (``None`` or 0: no limit)
-    wins over the size.
+    A shard holds at least one row. `max_shards` (``None`` or 0: no limit) wins over the size.
 
     Example:
         >>> import torch, stratagem as sg
@@ -155,10 +154,10 @@ class MaxSizePartitioner(Partitioner):
 def number_of_shards(
     partitioner: Partitioner | None, shape: Sequence[int], dtype: torch.dtype
 ) -> int:
-    """How many shards a new variable gets; 1 means an ordinary, unsharded variable.
+    """Return the number of shards of a new variable; 1 means an unsharded variable.
 
     Raises:
-        ValueError: the partitioner's answer is no partition of the first axis.
+        ValueError: the partitioner's result does not partition the first axis only.
 
     Example:
         >>> number_of_shards(FixedShardsPartitioner(5), (3, 2), torch.float32)
@@ -177,7 +176,7 @@ def number_of_shards(
 
 
 def shard_sizes(rows: int, shards: int) -> list[int]:
-    """Rows of each shard by the div rule.
+    """Return the rows of each shard by the div rule.
 
     Example:
         >>> shard_sizes(13, 5)
@@ -188,7 +187,7 @@ def shard_sizes(rows: int, shards: int) -> list[int]:
 
 
 class ShardLayout:
-    """Which shard holds which rows of one variable.
+    """Rows of one variable by shard.
 
     Attributes:
         sizes: rows of each shard.
@@ -213,21 +212,21 @@ class ShardLayout:
 
     @classmethod
     def div(cls, rows: int, shards: int) -> ShardLayout:
-        """The layout of the div rule."""
+        """Return the layout of the div rule."""
         return cls(shard_sizes(rows, shards))
 
     @property
     def follows_div_rule(self) -> bool:
-        """True if the sizes are those `shard_sizes` gives."""
+        """Whether the sizes follow the div rule (`shard_sizes`)."""
         return list(self.sizes) == shard_sizes(self.rows, len(self.sizes))
 
     def locate(self, row: int) -> tuple[int, int]:
-        """Shard of one row, and the row's number within it."""
+        """Return the shard of one row, and the row's number within it."""
         shard = int(torch.bucketize(torch.tensor(row), self._borders, right=True))
         return shard, row - self.offsets[shard]
 
     def check(self, ids: Tensor, what: str) -> None:
-        """Refuse ids that are no row of `what`, the variable (`ValueError`)."""
+        """Raise `ValueError` for ids that are not rows of ``what``, the variable."""
         if ids.numel() == 0:
             return
         smallest, largest = torch.aminmax(ids)
@@ -239,10 +238,7 @@ class ShardLayout:
             )
 
     def cut_sorted(self, ids: Tensor) -> list[tuple[int, int]]:
-        """Borders of each shard's part in a sorted vector of ids, as (begin, end).
-
-        Sorted ids need no gathering: each shard's ids are one contiguous piece.
-        """
+        """Return (begin, end) of each shard's part in a sorted vector of ids."""
         cuts = torch.searchsorted(ids, self._borders.to(ids.dtype)).tolist()
         return list(zip([0, *cuts], [*cuts, ids.numel()], strict=True))
 

@@ -1,7 +1,7 @@
-"""Many components into one: `ReduceOp`, reduce and gather, as pure functions of values.
+"""`ReduceOp`, reduce and gather, as pure functions of values.
 
-What replicas do while they run (``all_reduce``, ``all_gather``) is in `collectives.py`, built on the
-functions here. Components are combined in replica order, so that results do not depend on timing.
+`collectives` (``all_reduce`` and ``all_gather`` in replicas) uses the functions here. Components are combined in replica
+order, so that results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from stratagem._core import devices, values
+from stratagem._core.torch_patches.private_api import sparse_parts
 from stratagem._core.values import DistributedValues, convert_to_tensor
+from stratagem.errors import WrongArgumentType
 
 
 class ReduceOp(enum.Enum):
@@ -31,12 +33,12 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
 
-def as_reduce_op(op: Any, axis: Any = 0) -> ReduceOp:
-    """The operation meant by a `ReduceOp` or its name in any letter case.
+def as_reduce_op(op: Any) -> ReduceOp:
+    """Return the `ReduceOp` for an operation or its name in any letter case.
 
     Raises:
         ValueError: an unknown name.
-        TypeError: neither (AssertionError when ``axis`` is None, as in tf.distribute).
+        WrongArgumentType: neither; a TypeError, and an AssertionError as in tf.distribute.
 
     Example:
         >>> from stratagem._core.reduction import as_reduce_op
@@ -45,31 +47,30 @@ def as_reduce_op(op: Any, axis: Any = 0) -> ReduceOp:
     """
     if isinstance(op, ReduceOp):
         return op
-    if isinstance(op, str):
-        try:
-            return ReduceOp[op.upper()]
-        except KeyError:
-            raise ValueError(
-                f"reduce_op={op!r} is not known: expected 'sum' or 'mean' in any letter case, "
-                "ReduceOp.SUM or ReduceOp.MEAN."
-            ) from None
-    message = (
-        f"reduce_op={op!r} is a {type(op).__name__}: expected ReduceOp.SUM, ReduceOp.MEAN or one "
-        "of their names."
-    )
-    raise AssertionError(message) if axis is None else TypeError(message)
+    if not isinstance(op, str):
+        raise WrongArgumentType(
+            f"reduce_op={op!r} is a {type(op).__name__}: expected ReduceOp.SUM, ReduceOp.MEAN or one "
+            "of their names."
+        )
+    found = ReduceOp.__members__.get(op.upper())
+    if found is None:
+        raise ValueError(
+            f"reduce_op={op!r} is not known: expected 'sum' or 'mean' in any letter case, "
+            "ReduceOp.SUM or ReduceOp.MEAN."
+        )
+    return found
 
 
 # ------------------------------------------------------------------ components
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether this is a sparse tensor (what tf.distribute calls indexed slices)."""
+    """Return whether this is a sparse tensor (indexed slices in tf.distribute)."""
     return isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
 def refuse_sparse(value: Any, what: str) -> None:
-    """Refuse what gather and all_gather do not take: sparse tensors (GAT-2, AG-1)."""
+    """Refuse sparse tensors, for gather and all_gather (GAT-2, AG-1)."""
     parts = value.values if isinstance(value, DistributedValues) else (value,)
     if any(is_sparse(part) for part in parts):
         raise NotImplementedError(
@@ -79,7 +80,7 @@ def refuse_sparse(value: Any, what: str) -> None:
 
 
 def combine(op: ReduceOp, parts: Sequence[torch.Tensor], to: torch.device) -> torch.Tensor:
-    """Elementwise sum or mean of equally shaped tensors, in order, on one device.
+    """Return the elementwise sum or mean of equally shaped tensors, in order, on one device.
 
     Raises:
         ValueError: shapes or dtypes differ.
@@ -101,7 +102,7 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor], to: torch.device) -> to
         total = _join_sparse(parts, to)
         return total / len(parts) if op is ReduceOp.MEAN else total
     total = first.to(to)
-    if total.dtype is torch.bool:  # torch adds booleans by "or"; a sum of them is a count
+    if total.dtype is torch.bool:  # torch adds booleans by "or"; their sum is a count
         total = total.to(torch.int64)
     if len(parts) > 1:
         total = total + parts[1].to(to)
@@ -114,22 +115,23 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor], to: torch.device) -> to
 
 
 def _join_sparse(parts: Sequence[torch.Tensor], to: torch.device) -> torch.Tensor:
-    """The sum of sparse tensors as all their entries, in order, none added up yet (RED-13)."""
+    """Return the sum of sparse tensors: all their entries, in order, not added up yet (RED-13)."""
+    entries = [sparse_parts(part) for part in parts]
     return torch.sparse_coo_tensor(
-        torch.cat([part._indices().to(to) for part in parts], dim=1),
-        torch.cat([part._values().to(to) for part in parts]),
+        torch.cat([indices.to(to) for indices, _ in entries], dim=1),
+        torch.cat([found.to(to) for _, found in entries]),
         parts[0].shape,
         check_invariants=False,
     )
 
 
 def components(value: DistributedValues) -> list[torch.Tensor]:
-    """The components as tensors; a replica that left without rows (None) is not among them."""
+    """Return the components as tensors, without those of replicas that ended early (None)."""
     return _tensors(value, value.values)
 
 
 def contributing(value: DistributedValues) -> list[torch.Tensor]:
-    """The components of replicas that had rows, where ``run`` marked its results with row counts."""
+    """Return the components of replicas with rows, if ``run`` marked its results with row counts."""
     rows = value.rows if isinstance(value, values.PerReplica) else None
     if rows is None or not any(rows):
         return components(value)
@@ -147,7 +149,7 @@ def _tensors(value: DistributedValues, parts: Sequence[Any]) -> list[torch.Tenso
 
 
 def reduce(op: ReduceOp, value: Any, axis: Any, *, size: int, nests: bool) -> Any:
-    """``Strategy.reduce`` for strategies that slice (RED-1 … RED-13).
+    """Implement ``Strategy.reduce`` for strategies that slice (RED-1 … RED-13).
 
     Args:
         op: the operation.
@@ -163,7 +165,7 @@ def reduce(op: ReduceOp, value: Any, axis: Any, *, size: int, nests: bool) -> An
         if isinstance(value, DistributedValues):
             parts = components(value)
         else:
-            # A plain value counts as one that every replica has (RED-9).
+            # Every replica has the plain value (RED-9).
             parts = [convert_to_tensor(value)] * size
         return _reduce_axis(op, parts, _axes(axis), here)
     if isinstance(value, DistributedValues):
@@ -197,7 +199,7 @@ def _reduce_plain(op: ReduceOp, value: Any, size: int) -> Any:
 
 
 def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
-    """``Strategy.reduce`` with one replica that is not sliced (RED-10)."""
+    """Implement ``Strategy.reduce`` for one replica that is not sliced (RED-10)."""
     if axis is None:
         return value
     return _reduce_axis(op, [convert_to_tensor(value)], _axes(axis), None)
@@ -241,7 +243,7 @@ def _reduce_axis(
 
 
 def gather(value: Any, axis: Any, *, negative: bool) -> Any:
-    """``Strategy.gather`` for strategies that slice (GAT-1 … GAT-3).
+    """Implement ``Strategy.gather`` for strategies that slice (GAT-1 … GAT-3).
 
     Args:
         value: a distributed value or a structure of them; anything else is returned unchanged.
@@ -261,7 +263,7 @@ def gather(value: Any, axis: Any, *, negative: bool) -> Any:
 def join(
     parts: Sequence[torch.Tensor], axis: Any, to: torch.device, *, negative: bool = True
 ) -> torch.Tensor:
-    """Concatenation on one device; the parts may differ in size along ``axis`` only.
+    """Concatenate parts on one device; they may differ in size along ``axis`` only.
 
     Raises:
         ValueError: rank 0, ranks, other sizes or dtypes differ, axis out of range.

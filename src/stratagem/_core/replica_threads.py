@@ -1,14 +1,14 @@
-"""The threads replicas run on: one lane per replica, kept between runs, owned by a strategy.
+"""The threads that replicas run on: one per replica, kept between runs, owned by a strategy.
 
-A lane is a named daemon thread that waits for a job. Lanes hold no reference to their owner, so that a
-forgotten strategy can be collected; its finalizer closes the lanes. What a job does, and how jobs meet,
-is `replicas.py`'s business.
+A replica thread is a named daemon thread that waits for a job. It holds no reference to its owner, so that an
+unused strategy can be collected; its finalizer closes the threads. `replicas` defines the jobs.
 """
 
 from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import ctypes
 import threading
 import time
@@ -18,14 +18,18 @@ from collections.abc import Callable, Sequence
 import torch
 from typing_extensions import override
 
+from stratagem._core import context
+from stratagem._core.torch_patches import private_api
+from stratagem.errors import ReplicaTimeout
+
 CLOSE_LIMIT_S = 5.0
-"""How long closing waits for an idle lane's thread to end; they end in microseconds."""
+"""How long closing waits for an idle thread to end; idle threads end in microseconds."""
 
 EXIT_LIMIT_S = 2.0
-"""How long the end of the process waits for replicas that were left behind."""
+"""How long the end of the process waits for abandoned threads."""
 
-_AGAIN_S = 0.05
-"""How often they are told, in case they catch it."""
+_REPEAT_S = 0.05
+"""How often abandoned threads are interrupted at the end of the process, in case they catch it."""
 
 
 class _ProcessEnds(SystemExit):
@@ -33,7 +37,13 @@ class _ProcessEnds(SystemExit):
 
 
 class ReplicaThread:
-    """One thread that runs jobs handed to it, one at a time."""
+    """One thread that runs jobs, one at a time.
+
+    Attributes:
+        busy: whether it runs a job; the job itself clears it.
+        abandoned: whether the thread ends after its job.
+        intra_op_threads: the number of threads it told torch to use; 0: not yet.
+    """
 
     __slots__ = ("__weakref__", "_go", "_job", "abandoned", "busy", "intra_op_threads", "thread")
 
@@ -43,70 +53,81 @@ class ReplicaThread:
         self._job: Callable[[], None] | None = None
         self.busy = False
         self.abandoned = False
-        self.intra_op_threads = 0  # what this thread told torch to use; 0: nothing yet
+        self.intra_op_threads = 0
         self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
-        _LANES.add(self)
+        _THREADS.add(self)
         self.thread.start()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Hand over a job; the lane must be idle."""
+        """Start a job; the thread must be idle."""
         self._job = job
         self.busy = True
         self._go.release()
 
     def stop(self) -> None:
-        """Let the thread end, at once when idle, else after its job."""
-        # Order matters: the thread clears `busy` before it looks at `abandoned`, so that one of
-        # the two always sees the other.
+        """End the thread: now if it is idle, else after its job."""
+        # The order matters: the thread clears `busy` before it reads `abandoned`, so that one of the two sides
+        # always sees the other.
         self.abandoned = True
         if not self.busy:
             self._go.release()
 
+    def limit_cores(self, wanted: int) -> bool:
+        """Limit torch's own threads in this thread, so that R replicas do not compete for the cores.
+
+        torch keeps the number per thread, but setting it also changes the start value of threads created later.
+        Return True if the caller has to restore that.
+        """
+        if self.intra_op_threads == wanted:
+            return False
+        torch.set_num_threads(wanted)
+        self.intra_op_threads = wanted
+        return True
+
     @override
     def __repr__(self) -> str:
         state = "abandoned" if self.abandoned else "busy" if self.busy else "idle"
-        return f"<Lane {self.thread.name} [{state}]>"
+        return f"<ReplicaThread {self.thread.name} [{state}]>"
 
 
 def _serve(thread: ReplicaThread) -> None:
     while True:
-        # Idle lanes wait without a limit: they end by stop(), called by close(), by the finalizer
-        # of their owner or at interpreter exit, whichever comes first.
+        # Without a limit: stop() ends the thread. close(), the owner's finalizer or the end of the process calls it.
         thread._go.acquire()
         job = thread._job
         thread._job = None
         if job is None:
             return
-        job()  # clears lane.busy itself, before anybody can hand over the next job
-        del job  # keeps the user's function, and through it a strategy, alive no longer
+        job()
+        del job  # it refers to the user's function, and so perhaps to a strategy
         if thread.abandoned:
             return
 
 
-_LANES: weakref.WeakSet[ReplicaThread] = weakref.WeakSet()
+_THREADS: weakref.WeakSet[ReplicaThread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_busy_threads() -> None:
-    """Let replicas that still compute end before the interpreter does.
+    """Interrupt replicas that still compute before the interpreter ends.
 
-    Until Python 3.14 a thread that comes back from native code after the interpreter's end is ended there and then;
-    inside torch that unwinds C++ which must not be unwound, and the process aborts.
+    Until Python 3.14 the interpreter ends a thread that returns from native code after its shutdown. Inside torch
+    that unwinds C++ code that must not be unwound, and the process aborts.
     """
     deadline = time.monotonic() + EXIT_LIMIT_S
-    busy = [thread.thread for thread in list(_LANES) if thread.busy]
+    busy = [thread.thread for thread in list(_THREADS) if thread.busy]
     while (busy := [each for each in busy if each.is_alive()]) and time.monotonic() < deadline:
         for each in busy:
             if each.ident is not None:
-                # Arrives when it next runs Python; one that sleeps, or waits, for longer does no harm.
+                # It arrives when the thread next runs Python code. A thread that sleeps for longer does no harm.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(each.ident), ctypes.py_object(_ProcessEnds)
                 )
-        busy[0].join(_AGAIN_S)
+        busy[0].join(_REPEAT_S)
 
 
 class ReplicaThreads:
-    """The lanes of one strategy; made when first used, closed with it."""
+    """The replica threads of one strategy; created when first used, closed with the strategy."""
 
     __slots__ = ("_busy", "_holder", "_name", "_nested", "_threads")
 
@@ -118,9 +139,9 @@ class ReplicaThreads:
         self._holder = 0
 
     def for_this_thread(self) -> ReplicaThreads:
-        """These lanes, or spare ones for a run started from within a meeting of a run.
+        """Return these threads, or others if a rendezvous of a run started this run.
 
-        The lanes of the outer run are waiting then, and would never become free.
+        The threads of the outer run wait for that rendezvous and would never become free.
         """
         me = _thread.get_ident()
         if self._holder != me and all(thread.thread.ident != me for thread in self._threads):
@@ -130,37 +151,39 @@ class ReplicaThreads:
         return self._nested.for_this_thread()
 
     def acquire(self, size: int, *, limit_s: float) -> Sequence[ReplicaThread]:
-        """Reserve ``size`` idle lanes for one run; `release` gives them back.
+        """Reserve ``size`` idle threads for one run, until `release`.
 
-        Runs of one strategy started by several threads take turns: replicas have one set of
-        gradients and buffers each.
+        Runs of one strategy that several threads start take turns: a replica has one set of gradients and buffers.
         """
         if not self._busy.acquire(timeout=limit_s):
-            raise TimeoutError(
+            raise ReplicaTimeout(
                 f"another thread has been inside run() of {self._name} for {limit_s:g} s. "
-                "Runs of one strategy take turns; use one strategy per thread to run side by side."
+                "Runs of one strategy take turns; use one strategy per thread to run at the same time.",
+                waiting=(),
+                missing=(),
+                limit_s=limit_s,
             )
         self._holder = _thread.get_ident()
         for i in range(size):
             if i == len(self._threads):
                 self._threads.append(ReplicaThread(f"{self._name}-replica-{i}"))
             elif self._threads[i].abandoned or not self._threads[i].thread.is_alive():
-                # Left behind by a failed run, or lost in a fork, which takes no threads along.
+                # Abandoned by a failed run, or lost in a fork, which copies no threads.
                 self._threads[i] = ReplicaThread(f"{self._name}-replica-{i}")
         return self._threads[:size]
 
     def release(self) -> None:
-        """Give the lanes back."""
+        """Make the threads available to other runs."""
         self._holder = 0
         self._busy.release()
 
     def close(self) -> None:
-        """End all idle threads, and busy ones as soon as their job is over. May be called again."""
+        """End idle threads now and busy ones after their job. May be called again."""
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.stop()
         for thread in threads:
-            # The finalizer may run on a lane's own thread: the job held the last reference.
+            # The finalizer may run on a replica thread: the job held the last reference.
             if thread.thread is not threading.current_thread() and not thread.busy:
                 thread.thread.join(CLOSE_LIMIT_S)
         nested, self._nested = self._nested, None
@@ -173,14 +196,46 @@ class ReplicaThreads:
         return f"<ReplicaThreads {self._name} [{len(self._threads)} threads, {busy} busy]>"
 
 
-def share_of_cores(thread: ReplicaThread, wanted: int) -> bool:
-    """Limit torch's own threads in this lane, so that R replicas do not fight for the cores.
+class CallerSettings:
+    """Torch settings and context variables of the thread that calls ``run``, for every replica.
 
-    torch keeps the number per thread, but a thread that sets it also changes what threads
-    started later begin with; returns True if the caller has to set that right again.
+    Attributes:
+        variables: the caller's context variables.
+        intra_op_threads: how many threads torch uses on the caller's thread.
     """
-    if thread.intra_op_threads == wanted:
-        return False
-    torch.set_num_threads(wanted)
-    thread.intra_op_threads = wanted
-    return True
+
+    __slots__ = ("_autocast", "_grad", "_inference", "intra_op_threads", "variables")
+
+    def __init__(self) -> None:
+        self.variables = context.caller_variables()
+        self.intra_op_threads = torch.get_num_threads()
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast: list[tuple[str, torch.dtype, bool]] = []
+        if private_api.any_autocast():
+            accelerator = torch.accelerator.current_accelerator()
+            cache = torch.is_autocast_cache_enabled()
+            for kind in ["cpu", *([] if accelerator is None else [accelerator.type])]:
+                if torch.is_autocast_enabled(kind):
+                    self._autocast.append((kind, torch.get_autocast_dtype(kind), cache))
+
+    def apply(self, device: torch.device) -> contextlib.ExitStack | None:
+        """Apply the settings to this thread; return the stack to close, or None if nothing is open."""
+        private_api.set_grad_enabled(self._grad)
+        if not (self._inference or self._autocast or device.type != "cpu"):
+            return None
+        stack = contextlib.ExitStack()
+        if self._inference:
+            stack.enter_context(torch.inference_mode())
+        for kind, dtype, cache in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        if device.type != "cpu":
+            compute_on(device, stack)
+        return stack
+
+
+def compute_on(device: torch.device, stack: contextlib.ExitStack) -> None:
+    """Create new tensors on ``device``, and make it an accelerator's current one, until the stack closes."""
+    if device.type != "cpu":
+        stack.enter_context(torch.get_device_module(device).device(device.index))
+    stack.enter_context(device)

@@ -1,7 +1,9 @@
-"""Each replica's view of one parameter: a leaf of its own over the one central parameter.
+"""One central parameter and a leaf of it per replica, for central storage and mirrored strategies.
 
-`ReplicatedParameter` is the home central storage and mirrored strategies give their parameters. What happens
-to the leaves' gradients is `gradients`' business.
+A leaf is a plain ``nn.Parameter``. On the central device it shares the central memory, so nothing is copied and
+every optimizer step is visible at once; on another device it is a copy that is refreshed when central changed. A
+leaf has its own gradient and its own version counter, by which writes in a replica are noticed. `gradients`
+aggregates the leaves' gradients.
 """
 
 from __future__ import annotations
@@ -20,35 +22,46 @@ from stratagem._core.managed import (
     BLANK,
     ManagedParameter,
     RunRecord,
-    central_gradient,
     outside_transforms,
+    read_grad,
     run_record,
+    write_grad,
+)
+from stratagem._core.strategy_hooks import StrategyHooks
+from stratagem._core.torch_patches.private_api import (
+    has_hooks,
+    in_transform,
+    make_subclass,
+    version,
     version_of,
 )
-from stratagem._core.torch_patches.private_api import in_transform
 from stratagem.errors import ReplicaError
 
-_Agreed = tuple["weakref.ref[Tensor]", int] | None
-"""A gradient of central, and its version, that a leaf's own gradient is equal to."""
+GradientState = tuple["weakref.ref[Tensor]", int] | None
+"""A gradient of the central parameter, and its version."""
+
+_memory: Callable[[Tensor], Tensor] = cast("Any", Tensor.data).__get__
+"""Return torch's own ``.data``: the same memory with another version counter. In a replica, the patched ``.data``
+keeps the version counter."""
 
 
 class Leaf:
-    """One replica's view of a parameter."""
+    """One replica's view of a parameter.
+
+    Attributes:
+        shares: whether the leaf uses the central memory, rather than a copy on another device.
+        version: version of the tensor at the start of the run; another version means a write.
+        central_version: version of central that a copy on another device holds.
+        aggregated: the gradient that the last aggregation produced.
+        aggregated_in: the record of the run in which the gradient was last aggregated.
+        synced_with: the central gradient that the leaf's own gradient is equal to.
+        base: gradient of earlier passes, kept apart during this one (see `gradients`).
+        has_base_hook: whether ``base`` is in use.
+    """
 
     __slots__ = (
-        "__weakref__",
-        "aggregated",
-        "base",
-        "central_version",
-        "has_base_hook",
-        "managed",
-        "met",
-        "record",
-        "replica_id",
-        "shares",
-        "synced_with",
-        "tensor",
-        "version",
+        "__weakref__", "aggregated", "aggregated_in", "base", "central_version", "has_base_hook",
+        "managed", "record", "replica_id", "shares", "synced_with", "tensor", "version",
     )  # fmt: skip
 
     def __init__(
@@ -57,18 +70,18 @@ class Leaf:
         self.managed = managed
         self.replica_id = replica_id
         self.tensor = tensor
-        self.shares = shares  # central's memory, rather than a copy on another device
+        self.shares = shares
         self.record: RunRecord = BLANK
-        self.version = tensor._version
+        self.version = version(tensor)
         self.central_version = version_of(managed.central)
-        self.met: Any = None  # the record of the run in which its gradient was last aggregated
-        self.aggregated: weakref.ref[Tensor] | None = None  # the gradient the replicas agreed on
-        self.synced_with: _Agreed = None
-        self.base: Tensor | None = None  # gradient of earlier passes, kept apart during this one
-        self.has_base_hook = False  # whether ``base`` is in use (see gradients)
+        self.aggregated: weakref.ref[Tensor] | None = None
+        self.aggregated_in: RunRecord | None = None
+        self.synced_with: GradientState = None
+        self.base: Tensor | None = None
+        self.has_base_hook = False
 
     def fits(self, central: Tensor) -> bool:
-        """Whether this still is a view of central, which may have been moved or given other data."""
+        """Return whether this is still a view of central, which may have been moved or replaced."""
         tensor = self.tensor
         if tensor.dtype != central.dtype or tensor.shape != central.shape:
             return False
@@ -77,50 +90,52 @@ class Leaf:
         return tensor.device != central.device
 
     def refresh(self, central: Tensor) -> None:
-        """Take central's values, for a leaf on another device."""
+        """Copy central's values to a leaf on another device."""
         _memory(self.tensor).copy_(_memory(central), non_blocking=True)
         self.central_version = version_of(central)
 
     def is_aggregated(self) -> bool:
-        """Whether the gradient is the one that came out of the replicas' last meeting."""
-        grad = self.tensor.grad
+        """Return whether the gradient is the one that the last aggregation produced."""
+        grad = read_grad(self.tensor)
         return grad is None or (self.aggregated is not None and self.aggregated() is grad)
 
-    def was_written(self) -> None:
-        """The replica wrote the parameter in place: raise, unless torch.nn itself does so."""
-        if not self.managed.may_be_written:
-            self.version = self.tensor._version
-            raise ReplicaError(
-                f"{self.managed.describe()} was written in place inside replica {self.replica_id}. "
-                "Every replica runs the same code, so such a write would be applied once per replica "
-                "to the one parameter behind them. Let optimizer.step() update it, or write it "
-                "outside the function given to run()."
-            )
+    def is_synced_with(self, grad: Tensor) -> bool:
+        """Return whether the leaf's gradient is equal to this gradient of central."""
+        seen = self.synced_with
+        return seen is not None and seen[0]() is grad and seen[1] == version_of(grad)
+
+    def refuse_write(self) -> None:
+        """Raise: the replica wrote the parameter in place."""
+        self.version = version(self.tensor)
+        raise ReplicaError(
+            f"{self.managed.describe()} was written in place inside replica {self.replica_id}. "
+            "Every replica runs the same code, so such a write would be applied once per replica "
+            "to the one parameter behind them. Let optimizer.step() update it, or write it "
+            "outside the function given to run()."
+        )
 
 
 class ReplicatedParameter(ManagedParameter):
-    """One central parameter and one leaf per replica (central storage, mirrored).
+    """One central parameter and one leaf per replica.
 
     Attributes:
         adds_up: whether the replicas' gradients are summed, not averaged.
-        by_replica: the leaf of every replica that ever asked, by its number.
-        may_be_written: whether torch.nn itself writes the parameter during forward.
-        name: for messages.
+        by_replica: the leaf of every replica that ever asked, by replica number.
+        name: for error messages.
     """
 
-    __slots__ = ("_published", "_strategy", "adds_up", "by_replica", "may_be_written", "name")
+    __slots__ = ("_exposed", "_strategy", "adds_up", "by_replica", "name")
 
-    def __init__(self, central: nn.Parameter, strategy: Any, name: str = "") -> None:
+    def __init__(self, central: nn.Parameter, strategy: StrategyHooks, name: str = "") -> None:
         super().__init__(central)
         self._strategy = weakref.ref(strategy)
-        self.adds_up: bool = strategy.gradient_aggregation == "sum"
-        self.by_replica: dict[int, Leaf] = {}  # the leaves of all replicas that ever asked
-        self._published: weakref.ref[Tensor] | None = None  # the leaf's gradient that central shows
+        self.adds_up = strategy.gradient_aggregation == "sum"
+        self.by_replica: dict[int, Leaf] = {}
+        self._exposed: weakref.ref[Tensor] | None = None  # the leaf's gradient that central shows
         self.name = name
-        self.may_be_written = False  # True for an Embedding with max_norm
 
     def resolve(self) -> Tensor:
-        """Central outside replicas; in a replica of our strategy, that replica's leaf."""
+        """Return central outside replicas, and the replica's leaf in a replica of our strategy."""
         replica = current_replica()
         if replica is None:
             return self.central
@@ -130,44 +145,42 @@ class ReplicatedParameter(ManagedParameter):
         return self._refresh(replica)
 
     def adopt_copy(self, parameter: nn.Parameter) -> ManagedParameter | None:
-        """The copy belongs to the same strategy (VAR-18), while that still exists."""
+        """Take over a deep copy for the same strategy (VAR-18), unless that was collected."""
         strategy = self._strategy()
-        if strategy is None:
-            return None
-        return ReplicatedParameter(parameter, strategy, self.name)
+        return None if strategy is None else ReplicatedParameter(parameter, strategy, self.name)
 
     @property
-    def strategy(self) -> Any:
-        """The strategy that looks after this parameter; None when it is gone."""
+    def strategy(self) -> StrategyHooks | None:
+        """The strategy of this parameter; None if it was collected."""
         return self._strategy()
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is central or one of the leaves."""
-        # A list, made at once: another replica may be adding its leaf.
+        """Return whether ``tensor`` is central or one of the leaves."""
+        # Iterate over a list: another replica may be adding its leaf.
         return tensor is self.central or any(
             leaf.tensor is tensor for leaf in list(self.by_replica.values())
         )
 
     def describe(self) -> str:
-        """The parameter in words, for messages."""
+        """Return the parameter's name and shape, for error messages."""
         name = f"parameter {self.name!r}" if self.name else "a parameter"
         return f"{name} of shape {tuple(self.central.shape)}"
 
     def _refresh(self, replica: Replica) -> Tensor:
-        # On the path of every parameter in every run: what usually has not changed is asked in few words.
+        """Bring the replica's leaf up to date, once per run. Hot path: check the unchanged case first."""
         central = self.central
         leaf = self.by_replica.get(replica.id)
         if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
             return central
         if in_transform() is not None:
             return outside_transforms(self._refresh, replica)
-        replica.group.check_unbroken()
+        replica.group.check_running()
         if leaf is None or not leaf.fits(central):
             leaf = self._new_leaf(replica)
         elif not leaf.record.closed:  # its last run failed
             before = leaf.record.replica
-            if before is not None and before.group.has_broken_up:
-                # A replica that was left behind may still put a gradient on the old one.
+            if before is not None and before.group.aborted:
+                # A replica thread of that run may still put a gradient on the old leaf.
                 leaf = self._new_leaf(replica)
             leaf.aggregated = leaf.synced_with = leaf.base = None
         if not leaf.shares and leaf.central_version != version_of(central):
@@ -176,33 +189,27 @@ class ReplicatedParameter(ManagedParameter):
         if tensor.requires_grad != central.requires_grad:
             tensor.requires_grad_(central.requires_grad)
         if central.__dict__:
-            tensor.__dict__.update(central.__dict__)  # marks that users put on parameters
-        grad, agreed = central_gradient(central), leaf.synced_with
-        if (
-            grad is None
-            or agreed is None
-            or agreed[0]() is not grad
-            or agreed[1] != version_of(grad)
-            or tensor.grad is None
-        ):
+            tensor.__dict__.update(central.__dict__)  # attributes that users set on parameters
+        grad = read_grad(central)
+        if grad is None or read_grad(tensor) is None or not leaf.is_synced_with(grad):
             _follow_gradient(leaf, grad)
-        if not leaf.has_base_hook and (self.adds_up or gradients.has_hooks(central)):
+        if not leaf.has_base_hook and (self.adds_up or has_hooks(central)):
             gradients.add_base_hook(leaf)
-        leaf.version = tensor._version
+        leaf.version = version(tensor)
         leaf.record = record = replica.record or run_record(replica)
         record.leaves.append(leaf)
         return tensor
 
     def gradient_of(self, leaf: Leaf) -> Tensor | None:
-        """A leaf's gradient in a form that can be added to other leaves'."""
-        return leaf.tensor.grad
+        """Return a leaf's gradient in a form that can be added to other leaves'."""
+        return read_grad(leaf.tensor)
 
     def gradient_device(self, replica: Replica) -> torch.device:
-        """Where a replica's gradient is put together from all replicas' gradients."""
+        """Return the device on which a replica's aggregated gradient is computed."""
         return replica.device
 
     def add_pre_gradient_hook(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
-        """Have `hook` called in a backward pass before a gradient is added to the leaf's."""
+        """Call ``hook`` in every backward pass before a gradient is added to the leaf's."""
         leaf.tensor.register_hook(hook)
 
     def _new_leaf(self, replica: Replica) -> Leaf:
@@ -212,64 +219,60 @@ class ReplicatedParameter(ManagedParameter):
             shares = data.device == replica.device
             if not shares:
                 data = data.to(replica.device, copy=True)
-            tensor = torch.Tensor._make_subclass(type(central), data, central.requires_grad)
+            tensor = make_subclass(type(central), data, central.requires_grad)
             leaf = Leaf(self, replica.id, tensor, shares=shares)
             self.by_replica[replica.id] = leaf
             self.register_alias(tensor)
-            gradients.watch(leaf)
+            gradients.add_accumulation_hook(leaf)
         return leaf
 
     def refuse_writes(self) -> None:
         """Raise if any replica wrote the parameter in place."""
         for leaf in self.by_replica.values():
-            if leaf.tensor._version != leaf.version:
-                leaf.was_written()
+            if version(leaf.tensor) != leaf.version:
+                leaf.refuse_write()
 
     def stepped(self) -> None:
-        """Central was updated during a run: leaves on other devices follow."""
+        """Refresh leaves on other devices after central was updated during a run."""
         for leaf in self.by_replica.values():
             if not leaf.shares:
                 leaf.refresh(self.central)
 
-    def expose_gradient(self, leaf: Leaf) -> None:
-        """Let code at home see the gradient of a leaf.
+    def expose_gradient(self, leaf: Leaf | None) -> None:
+        """Make the gradient of a leaf visible in ``central.grad``.
 
-        Central gets an alias with its own version counter: a write by code outside replicas is
-        told apart from the leaf's accumulating in place, which other replicas must not copy half done.
+        Central gets an alias with its own version counter. So a write outside replicas can be told apart from the
+        leaf's accumulation in place, which other replicas must not copy half done.
         """
-        grad, central = leaf.tensor.grad, self.central
-        if grad is None:
-            central.grad = None
-        elif self._published is None or self._published() is not grad or central.grad is None:
-            self._published = weakref.ref(grad)
-            central.grad = grad.data if leaf.shares else grad.to(central.device)
+        grad = None if leaf is None else read_grad(leaf.tensor)
+        central = self.central
+        if leaf is None or grad is None:
+            write_grad(central, None)
+        elif self._exposed is None or self._exposed() is not grad or read_grad(central) is None:
+            self._exposed = weakref.ref(grad)
+            alias = _memory(grad) if leaf.shares else grad.to(central.device)
+            write_grad(central, alias)
 
-    def settle(self, lead: Leaf) -> _Agreed:
-        """The run succeeded: central takes over what the replicas agree on, as ``lead`` has it."""
+    def take_over(self, lead: Leaf) -> GradientState:
+        """Copy ``requires_grad`` and the gradient of a leaf to central after a run that succeeded."""
         central, tensor = self.central, lead.tensor
         if central.requires_grad != tensor.requires_grad:
             central.requires_grad_(tensor.requires_grad)
         self.expose_gradient(lead)
-        grad = central.grad
+        grad = read_grad(central)
         return None if grad is None else (weakref.ref(grad), version_of(grad))
 
     def __repr__(self) -> str:
         return f"<ReplicatedParameter of {self.describe()}, {len(self.by_replica)} leaves>"
 
 
-_memory: Callable[[Tensor], Tensor] = cast("Any", torch.Tensor.data).__get__
-"""torch's own ``.data``: shares memory but not the version counter, so that writes stay apart
-(Leaf.version). Not by its name, which means something else in a replica (`data_attribute`)."""
-
-
 def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:
-    """At the start of a run the leaf's gradient is central's (zeroed, scaled or set outside, perhaps)."""
+    """Give the leaf central's gradient, which code outside replicas may have changed since."""
     tensor = leaf.tensor
     if grad is None:
-        if tensor.grad is not None:
-            tensor.grad = None
+        write_grad(tensor, None)
         return
     with torch.inference_mode(False), torch.no_grad():
         own = grad.to(tensor.device) if grad.device != tensor.device else grad.clone()
-    tensor.grad = own
+    write_grad(tensor, own)
     leaf.aggregated = weakref.ref(own)

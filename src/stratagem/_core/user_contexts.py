@@ -1,22 +1,21 @@
-"""What users' functions are handed, or can ask for: replica, value and input contexts.
-
-Who runs where is known in `context.py`; here are the objects that say so in tf.distribute's words.
-"""
+"""Context objects that users' functions receive: `ReplicaContext`, `ValueContext`, `InputContext`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from stratagem._core.context import current_replica, entered, require_replica
+from stratagem._core.context import current_replica, default_strategy, entered, require_replica
+from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches.compiling import eagerly
 
 
 class ReplicaContext:
-    """One replica's view of the run it takes part in; got from `get_replica_context`.
+    """One replica's view of the run it takes part in; returned by `get_replica_context`.
 
     Example:
         >>> import torch, stratagem as sg
@@ -34,9 +33,7 @@ class ReplicaContext:
     __slots__ = ("__weakref__", "_id", "_strategy", "_tensor")
 
     def __init__(
-        self,
-        strategy: Any,
-        replica_id_in_sync_group: int | torch.Tensor | None,
+        self, strategy: StrategyHooks, replica_id_in_sync_group: int | torch.Tensor | None
     ) -> None:
         given: Any = replica_id_in_sync_group
         if given is not None and (
@@ -57,7 +54,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas take part."""
+        """Number of replicas."""
         return int(self._strategy.num_replicas_in_sync)
 
     @property
@@ -72,14 +69,11 @@ class ReplicaContext:
     @property
     def devices(self) -> Any:
         """This replica's device, in the shape tf.distribute gave it (deprecated there)."""
-        self._require_active("devices")
+        require_replica(self, "ReplicaContext.devices")
         return self._strategy._replica_devices(self._number())
 
     def _number(self) -> int:
         return 0 if self._id is None else int(self._id)
-
-    def _require_active(self, what: str) -> None:
-        require_replica(self, f"ReplicaContext.{what}")
 
     @eagerly
     def merge_call(
@@ -88,7 +82,7 @@ class ReplicaContext:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Wait for all replicas, run ``merge_fn(strategy, *args, **kwargs)`` once, hand back its result.
+        """Wait for all replicas, run ``merge_fn(strategy, *args, **kwargs)`` once, return its result.
 
         ``merge_fn`` runs in cross-replica context with the replicas' arguments merged as ``run``
         merges results; each replica gets its component of every distributed value it returns.
@@ -107,7 +101,7 @@ class ReplicaContext:
             1.0
             >>> strategy.close()
         """
-        self._require_active("merge_call")
+        require_replica(self, "ReplicaContext.merge_call")
         if not callable(merge_fn):
             raise TypeError(f"merge_call needs a function, got {merge_fn!r}.")
         replica = current_replica()
@@ -119,29 +113,29 @@ class ReplicaContext:
         return replicas.merge_call(replica, merge_fn, tuple(args), dict(kwargs or {}))
 
     @eagerly
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Sum or mean of ``value`` over all replicas, on every replica; differentiable.
+    def all_reduce(self, reduce_op: Any, value: Any, options: object = None) -> Any:
+        """Return the sum or mean of ``value`` over all replicas, on every replica; differentiable.
 
         Args:
             reduce_op: `ReduceOp` or its name in any letter case.
             value: a tensor, or a nest of tensors.
-            options: `CommunicationOptions`, accepted and ignored here.
+            options: accepted for tf.distribute's signature and ignored.
         """
-        self._require_active("all_reduce")
+        require_replica(self, "ReplicaContext.all_reduce")
         from stratagem._core import collectives
 
         return collectives.all_reduce(current_replica(), reduce_op, value)
 
     @eagerly
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """The replicas' tensors joined along ``axis`` in replica order; differentiable.
+    def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
+        """Join the replicas' tensors along ``axis`` in replica order, on every replica; differentiable.
 
         Args:
             value: a tensor of rank ≥ 1, or a nest of them; sizes may differ along ``axis`` only.
             axis: the dimension to join along.
-            options: `CommunicationOptions`, accepted and ignored here.
+            options: accepted for tf.distribute's signature and ignored.
         """
-        self._require_active("all_gather")
+        require_replica(self, "ReplicaContext.all_gather")
         from stratagem._core import collectives
 
         return collectives.all_gather(current_replica(), value, axis)
@@ -151,8 +145,14 @@ class ReplicaContext:
         return f"<ReplicaContext {self._number()} of {self.num_replicas_in_sync}>"
 
 
+@functools.cache
+def default_context() -> ReplicaContext:
+    """Return the context of code outside any scope."""
+    return ReplicaContext(default_strategy(), 0)
+
+
 class ValueContext:
-    """What a value function of ``distribute_values_from_function`` is told.
+    """Argument of a value function of ``distribute_values_from_function``.
 
     Example:
         >>> import stratagem as sg
@@ -173,7 +173,7 @@ class ValueContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas."""
         return self._num_replicas_in_sync
 
     @override
@@ -182,7 +182,7 @@ class ValueContext:
 
 
 class InputContext:
-    """What a dataset function of ``distribute_datasets_from_function`` is told.
+    """Argument of a dataset function of ``distribute_datasets_from_function``.
 
     Example:
         >>> import stratagem as sg
@@ -204,7 +204,7 @@ class InputContext:
 
     @property
     def num_input_pipelines(self) -> int:
-        """How many input pipelines there are in all."""
+        """Number of input pipelines."""
         return self._num_input_pipelines
 
     @property
@@ -214,11 +214,11 @@ class InputContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas there are in all."""
+        """Number of replicas."""
         return self._num_replicas_in_sync
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The global batch size divided by the number of replicas.
+        """Return the global batch size divided by the number of replicas.
 
         Raises:
             ValueError: it does not divide evenly.

@@ -1,9 +1,8 @@
-"""Values that have one component per replica, and the walk through nested structures.
+"""Values with one component per replica, and functions over nested structures of them.
 
-`PerReplica` and `Mirrored` are what goes into and comes out of ``run``. `split` cuts arguments into one
-tree per replica, `merge` puts results together again; both are on the path of every run, so the usual
-containers are walked by hand and everything else by torch's own pytree registry.
-Reducing values is `reduction.py`'s business, variables are `variables.py`'s.
+`PerReplica` and `Mirrored` are arguments and results of ``run``. `split` makes one tree of arguments per replica,
+`merge` combines the trees of results. Both run in every ``run``, so they handle the usual containers directly and
+others through torch's pytree registry.
 """
 
 from __future__ import annotations
@@ -14,30 +13,31 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from stratagem._core import devices
 from stratagem._core.context import current_replica
+from stratagem._core.torch_patches.private_api import pytree
+from stratagem.errors import UnequalStructures
 
 # Leaves compared by value when results are merged (spec 13.5).
 _BY_VALUE = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Convertible(ABC):
-    """Anything of ours that stands for a tensor and can be turned into one."""
+    """An object of ours that can be converted to a tensor."""
 
     __slots__ = ()
 
     @abstractmethod
     def _to_tensor(self) -> Any:
-        """The tensor (or plain value) this stands for in the context of the caller."""
+        """Return the tensor (or plain value) for the context of the caller."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         value = to_numpy(convert_to_tensor(self))
         return np.array(value, dtype=dtype) if copy else np.asarray(value, dtype=dtype)
 
-    # torch.tensor, as_tensor and asarray look for these, and never ask __torch_function__.
+    # torch.tensor, as_tensor and asarray use these, not __torch_function__.
     def __dlpack__(self, **options: Any) -> Any:
         return convert_to_tensor(self).detach().__dlpack__(**options)
 
@@ -46,13 +46,13 @@ class Convertible(ABC):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch functions see the tensor this stands for."""
+        """Call a torch function with tensors in place of objects like this one."""
         args = tuple(map_leaves(_as_torch, args))
         return func(*args, **map_leaves(_as_torch, kwargs or {}))
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor of ours as an array; says what to do where NumPy has no such type."""
+    """Convert a tensor to an array; raise with a remedy where NumPy has no such type."""
     try:
         return tensor.detach().cpu().numpy()
     except TypeError as error:
@@ -87,14 +87,13 @@ class DistributedValues(Convertible):
         return self._values
 
     def component(self, replica_id: int) -> Any:
-        """The component of one replica."""
-        try:
-            return self._values[replica_id]
-        except IndexError:
+        """Return the component of one replica."""
+        if replica_id >= len(self._values):
             raise IndexError(
                 f"replica {replica_id} has no component in a {type(self).__name__} of "
                 f"{len(self._values)}: expected at least one component per replica."
-            ) from None
+            )
+        return self._values[replica_id]
 
     @override
     def __repr__(self) -> str:
@@ -124,7 +123,7 @@ class PerReplica(DistributedValues):
 
     @property
     def rows(self) -> tuple[int, ...] | None:
-        """Rows of the global batch per replica, or None if nobody said."""
+        """Rows of the global batch per replica, or None if unknown."""
         return self._rows
 
     @override
@@ -139,52 +138,21 @@ class PerReplica(DistributedValues):
         return self.component(replica.id)
 
 
-_OPERATORS = [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "pow",
-    "rpow",
-    "matmul",
-    "rmatmul",
-    "and",
-    "rand",
-    "or",
-    "ror",
-    "xor",
-    "rxor",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-    "getitem",
-]
+_OPERATORS = (  # noqa: SIM905 - shorter than a list
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul "
+    "and rand or ror xor rxor lt le gt ge eq ne neg pos abs invert getitem"
+).split()
 
 
 def delegate_operators(cls: type[Any]) -> type[Any]:
-    """Class decorator: Python's operators act on what ``_to_tensor()`` returns."""
+    """Class decorator: apply Python's operators to the result of ``_to_tensor()``."""
 
     def operator_method(name: str) -> Callable[..., Any]:
         def method(self: Any, *others: Any) -> Any:
             value = self._to_tensor()
             result = getattr(value, name)(*[_as_torch(each) for each in others])
             if result is NotImplemented and others:
-                # A plain Python number against a tensor: let torch decide.
+                # A Python number and a tensor: torch decides.
                 result = getattr(torch.as_tensor(value), name)(*[_as_torch(o) for o in others])
             return result
 
@@ -193,7 +161,7 @@ def delegate_operators(cls: type[Any]) -> type[Any]:
         return method
 
     for each in _OPERATORS:
-        if f"__{each}__" not in vars(cls):  # a class may index in its own way
+        if f"__{each}__" not in vars(cls):  # a class may define its own indexing
             setattr(cls, f"__{each}__", operator_method(f"__{each}__"))
     return cls
 
@@ -225,17 +193,17 @@ class Mirrored(DistributedValues):
 
 
 def convert_to_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of ``value``: a number, array, variable, sharded variable or distributed value.
+    """Convert a number, array, variable, sharded variable or distributed value to a tensor.
 
     Inside a replica a `PerReplica` gives this replica's component; elsewhere it is refused.
 
     Args:
-        value: what to convert.
-        dtype: the type asked for; a variable is not silently converted to another one.
+        value: the value to convert.
+        dtype: the type to convert to; a variable of another type is refused.
 
     Raises:
-        ValueError: a `PerReplica` outside a replica, or a tensor-like of another dtype.
-        TypeError: what is no tensor and no number.
+        ValueError: a `PerReplica` outside a replica, or a variable of another dtype.
+        TypeError: neither a tensor nor a number.
 
     Example:
         >>> import stratagem as sg
@@ -253,7 +221,7 @@ def convert_to_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Ten
         return torch.as_tensor(value, dtype=dtype)
     except (TypeError, RuntimeError) as error:
         if isinstance(value, torch.Tensor | np.ndarray):
-            raise  # torch knows best what is wrong with it
+            raise  # torch's own error says what is wrong
         raise TypeError(
             f"{value!r:.200}, a {type(value).__name__}, cannot be made a tensor ({error}): expected a "
             "tensor, an array, a number, a variable, or lists of numbers."
@@ -263,7 +231,7 @@ def convert_to_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Ten
 # ------------------------------------------------------------------ nested structures
 
 
-# What a type is in a structure never changes, and the isinstance checks that find out are slow.
+# Cache of the role of each type in a structure: the isinstance checks are slow.
 _ROLE_OF: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict", torch.Tensor: "leaf"}
 
 
@@ -283,7 +251,7 @@ def _role(kind: type) -> str:
 
 
 def open_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
-    """Children, rebuilding function and keys of a container; None for a leaf."""
+    """Return children, rebuilding function and keys of a container; None for a leaf."""
     kind: Any = type(tree)
     role = _ROLE_OF.get(kind) or _role(kind)
     if role == "leaf":
@@ -312,7 +280,7 @@ def open_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | 
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure with ``fn`` applied to every leaf (a distributed value is a leaf).
+    """Return the same structure with ``fn`` applied to every leaf; a distributed value is a leaf.
 
     Example:
         >>> from stratagem._core.values import map_leaves
@@ -327,7 +295,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """All leaves, in order."""
+    """Return all leaves, in order."""
     node = open_node(tree)
     if node is None:
         return [tree]
@@ -335,57 +303,43 @@ def leaves(tree: Any) -> list[Any]:
 
 
 class RowCount:
-    """Finds out, while arguments are cut, how many rows each replica got.
+    """How many rows each replica gets, found while arguments are split.
 
-    What a distributed dataset says wins; else the first rank ≥ 1 tensors found decide.
+    The row counts of a distributed dataset win; else the first tensors of rank ≥ 1 decide.
     """
 
-    __slots__ = ("guessed", "told")
+    __slots__ = ("guessed", "known")
 
     def __init__(self) -> None:
-        self.told: tuple[int, ...] | None = None
+        self.known: tuple[int, ...] | None = None
         self.guessed: tuple[int, ...] | None = None
 
     def look_at(self, value: PerReplica, size: int) -> None:
-        """Take note of one distributed argument."""
-        if self.told is None and value.rows is not None:
-            self.told = value.rows
-        if self.guessed is None and self.told is None:
-            first = value.component(0)
-            if type(first) is not torch.Tensor:
-                first = next(
-                    (x for x in leaves(first) if isinstance(x, torch.Tensor) and x.ndim), None
-                )
-                self.guessed = self._guess_from_nest(value, size) if first is not None else None
-            elif first.ndim:
-                self.guessed = self._sizes(value.values[:size])
-
-    def _guess_from_nest(self, value: PerReplica, size: int) -> tuple[int, ...] | None:
-        found = [
-            next(
-                (x for x in leaves(value.component(i)) if isinstance(x, torch.Tensor) and x.ndim),
-                None,
-            )
-            for i in range(size)
-        ]
-        return self._sizes(found)
-
-    @staticmethod
-    def _sizes(tensors: Sequence[Any]) -> tuple[int, ...] | None:
-        if any(not isinstance(t, torch.Tensor) or t.ndim == 0 for t in tensors):
-            return None
-        return tuple(t.shape[0] for t in tensors)
+        """Take one distributed argument into account."""
+        if self.known is None and value.rows is not None:
+            self.known = value.rows
+        if self.guessed is None and self.known is None:
+            found = [_first_with_rows(value.component(i)) for i in range(size)]
+            rows = [tensor.shape[0] for tensor in found if tensor is not None]
+            self.guessed = tuple(rows) if len(rows) == size else None
 
     @property
     def rows(self) -> tuple[int, ...] | None:
         """Rows per replica, or None if no argument tells."""
-        return self.told if self.told is not None else self.guessed
+        return self.known if self.known is not None else self.guessed
+
+
+def _first_with_rows(component: Any) -> torch.Tensor | None:
+    if type(component) is torch.Tensor:
+        return component if component.ndim else None
+    found = (leaf for leaf in leaves(component) if isinstance(leaf, torch.Tensor) and leaf.ndim)
+    return next(found, None)
 
 
 def split(tree: Any, size: int, count: RowCount | None = None) -> list[Any] | None:
-    """One tree per replica, distributed values replaced by components; None if there are none.
+    """Return one tree per replica with components for distributed values; None if there are none.
 
-    What holds no distributed value is passed on as the same object.
+    Parts without distributed values are passed on as the same objects.
 
     Example:
         >>> from stratagem._core.values import PerReplica, split
@@ -415,7 +369,7 @@ def split(tree: Any, size: int, count: RowCount | None = None) -> list[Any] | No
 def split_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], size: int, count: RowCount
 ) -> list[tuple[Sequence[Any], Mapping[str, Any]]] | None:
-    """The arguments of one call, for each replica; None if there is no distributed value in them.
+    """Return the arguments of one call for each replica; None if they hold no distributed value.
 
     Example:
         >>> from stratagem._core.values import PerReplica, RowCount, split_call
@@ -435,10 +389,10 @@ def split_call(
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """One tree of R results: leaves that are the same everywhere once, others as `PerReplica` (RUN-6).
+    """Merge R results: equal leaves become one, others a `PerReplica` (RUN-6).
 
     Raises:
-        AssertionError: the replicas returned different structures.
+        UnequalStructures: (an AssertionError) the replicas returned different structures.
 
     Example:
         >>> from stratagem._core.values import merge
@@ -448,19 +402,25 @@ def merge(trees: Sequence[Any]) -> Any:
           1: 1
         }}
     """
+    return trees[0] if len(trees) == 1 else _combine(trees, _merge_leaf)
+
+
+def wrap(trees: Sequence[Any]) -> Any:
+    """Merge R trees so that every leaf becomes a `PerReplica`, equal or not (VFF-1)."""
+    return _combine(trees, PerReplica)
+
+
+def _combine(trees: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
     first = trees[0]
-    if len(trees) == 1:
-        return first
     if type(first) is torch.Tensor:
-        return _merge_leaf(trees)
+        return leaf(trees)
     node = open_node(first)
     if node is None:
-        for tree in trees[1:]:
-            if open_node(tree) is not None:
-                raise _different(trees)
-        return _merge_leaf(trees)
+        if any(open_node(tree) is not None for tree in trees[1:]):
+            raise _different(trees)
+        return leaf(trees)
     children, rebuild, keys = node
-    if all(tree is first for tree in trees) and not children:
+    if not children and all(tree is first for tree in trees):
         return first
     columns = [children]
     for tree in trees[1:]:
@@ -468,7 +428,7 @@ def merge(trees: Sequence[Any]) -> Any:
         if other is None or not _same_keys(keys, other[2]) or len(other[0]) != len(children):
             raise _different(trees)
         columns.append(_in_order(other[0], other[2], keys))
-    return rebuild([merge(column) for column in zip(*columns, strict=True)])
+    return rebuild([_combine(column, leaf) for column in zip(*columns, strict=True)])
 
 
 def _same_keys(keys: Any, others: Any) -> bool:
@@ -494,9 +454,9 @@ def _merge_leaf(values: Sequence[Any]) -> Any:
     return PerReplica(values)
 
 
-def _different(trees: Sequence[Any]) -> AssertionError:
+def _different(trees: Sequence[Any]) -> UnequalStructures:
     shapes = "; ".join(f"replica {i}: {_outline(tree)}" for i, tree in enumerate(trees))
-    return AssertionError(
+    return UnequalStructures(
         f"the replicas returned different structures ({shapes}). Every replica must return the "
         "same containers with the same lengths and keys."
     )
@@ -509,18 +469,3 @@ def _outline(tree: Any) -> str:
     keys = node[2]
     inside = f"keys {keys!r}" if isinstance(keys, list | tuple) else f"length {keys}"
     return f"{type(tree).__name__} with {inside}"
-
-
-def wrap(trees: Sequence[Any]) -> Any:
-    """One tree of R trees with every leaf a `PerReplica`, the same everywhere or not (VFF-1)."""
-    node = open_node(trees[0])
-    if node is None:
-        return PerReplica(trees)
-    children, rebuild, keys = node
-    columns = [children]
-    for tree in trees[1:]:
-        other = open_node(tree) if type(tree) is type(trees[0]) else None
-        if other is None or not _same_keys(keys, other[2]) or len(other[0]) != len(children):
-            raise _different(trees)
-        columns.append(_in_order(other[0], other[2], keys))
-    return rebuild([wrap(column) for column in zip(*columns, strict=True)])

@@ -1,12 +1,11 @@
-"""Where variables live on one machine: in one place, around a central copy, or on every replica.
+"""Storage of variables: one tensor, one central tensor written by several replicas, or one copy per replica.
 
-`Single` is an ordinary variable; `Central` is one seen from several replicas, whose writes meet and are
-aggregated; `Copies` has one component per replica, kept equal on write or put together on read. The
-tables of the specification's section 4 are this module. Made by strategies, used by `Variable`.
+The tables of the specification's section 4 are implemented here. Strategies create storages, `Variable` uses them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -16,16 +15,23 @@ from typing_extensions import override
 
 from stratagem._core import context, reduction, values
 from stratagem._core.devices import Device
+from stratagem._core.strategy_hooks import StrategyHooks
+from stratagem._core.torch_patches.private_api import version
+from stratagem._core.variable_writes import (
+    aggregated,
+    fitting,
+    needs_aggregation,
+    own_replica,
+    write_together,
+)
 from stratagem._core.variables import (
     Scatter,
     Variable,
     VariableAggregation,
     VariableRequest,
-    VariableStorage,
     VariableSynchronization,
     Write,
 )
-from stratagem.errors import StrategyMismatch
 
 _SCATTER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda t, ids, rows: t.index_add_(0, ids, rows),
@@ -40,6 +46,49 @@ def _per_element(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return ids.reshape(-1, *[1] * (rows.ndim - 1)).expand_as(rows)
 
 
+class VariableStorage(ABC):
+    """Storage of one variable's value; `variable_storage` has those of one machine."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The variable's shape."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The variable's type."""
+
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """Canonical name of the device that holds the caller's value."""
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """Return the value in the caller's context; the same tensor object where possible."""
+
+    @abstractmethod
+    def write(self, variable: Variable, how: Write, value: Any) -> torch.Tensor:
+        """Assign, add or subtract in the caller's context; return the value afterwards."""
+
+    @abstractmethod
+    def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
+        """Combine rows into the variable; return the value afterwards."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return some rows of the value; a remote storage sends only these."""
+        return self.read()[ids]
+
+    def components(self, variable: Variable) -> tuple[Variable, ...]:
+        """Return the variables behind this one: itself, one for the central copy, or one per replica."""
+        return (variable,)
+
+    def copy_for(self, request: VariableRequest) -> VariableStorage:
+        """Return a new storage for a deep copy of the variable."""
+        raise NotImplementedError(f"a variable in {self!r} cannot be copied.")
+
+
 @final
 class SingleStorage(VariableStorage):
     """One tensor on one device: an ordinary variable."""
@@ -47,10 +96,10 @@ class SingleStorage(VariableStorage):
     __slots__ = ("_copied", "_device", "_leaves", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, device: Device, *, tracks: bool) -> None:
-        # A tensor of its own, also when made under inference_mode, which it will outlive.
+        # A normal tensor, also when created under inference_mode.
         with torch.inference_mode(False), torch.no_grad():
-            managed = tensor.to(device.torch_device, copy=True)
-        self._tensor = managed.requires_grad_(tracks and managed.is_floating_point())
+            own = tensor.to(device.torch_device, copy=True)
+        self._tensor = own.requires_grad_(tracks and own.is_floating_point())
         self._device = device
         self._leaves: dict[int, torch.Tensor] = {}  # by replica, see read_from
         self._copied: dict[int, int] = {}  # version of the tensor that a leaf elsewhere holds
@@ -75,24 +124,24 @@ class SingleStorage(VariableStorage):
         return self._tensor
 
     def read_from(self, replica: context.Replica) -> torch.Tensor:
-        """What one of several replicas sees: the same memory, but a gradient of its own."""
-        managed = self._tensor
-        if replica.device == managed.device and not managed.requires_grad:
-            return managed
+        """Return one of several replicas' view: the same memory with a gradient of its own."""
+        tensor = self._tensor
+        if replica.device == tensor.device and not tensor.requires_grad:
+            return tensor
         leaf = self._leaves.get(replica.id)
-        if replica.device == managed.device:
+        if replica.device == tensor.device:
             if leaf is None:
-                leaf = self._leaves[replica.id] = managed.detach().requires_grad_()
+                leaf = self._leaves[replica.id] = tensor.detach().requires_grad_()
             return leaf
         if leaf is None or leaf.device != replica.device:
-            leaf = torch.empty_like(managed, device=replica.device)
-            self._leaves[replica.id] = leaf.requires_grad_(managed.requires_grad)
+            leaf = torch.empty_like(tensor, device=replica.device)
+            self._leaves[replica.id] = leaf.requires_grad_(tensor.requires_grad)
             self._copied.pop(replica.id, None)
-        # Only when it moved on: copying again would invalidate what autograd saved of the leaf.
-        if self._copied.get(replica.id) != managed._version:
+        # Only if it changed: copying would invalidate what autograd saved of the leaf.
+        if self._copied.get(replica.id) != version(tensor):
             with torch.no_grad():
-                leaf.copy_(managed)
-            self._copied[replica.id] = managed._version
+                leaf.copy_(tensor)
+            self._copied[replica.id] = version(tensor)
         return leaf
 
     @override
@@ -101,7 +150,7 @@ class SingleStorage(VariableStorage):
         return self._tensor.detach().clone()
 
     def put(self, how: Write, value: torch.Tensor) -> None:
-        """Write a value that fits, whatever the context."""
+        """Write a value of the right type and shape, in any context."""
         with torch.no_grad():
             if how == "assign":
                 self._tensor.copy_(value)
@@ -112,19 +161,19 @@ class SingleStorage(VariableStorage):
 
     @override
     def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
-        managed = self._tensor
-        ids, rows = ids.to(managed.device), rows.detach().to(managed.device)
+        tensor = self._tensor
+        ids, rows = ids.to(tensor.device), rows.detach().to(tensor.device)
         with torch.no_grad():
             if how == "update":
-                # Of a row named twice the last one stays, whatever order torch copies in.
+                # The last value of a repeated row wins, in whatever order torch copies.
                 last = {int(row): i for i, row in enumerate(ids.tolist())}
-                managed[list(last)] = rows[list(last.values())]
+                tensor[list(last)] = rows[list(last.values())]
             elif how == "div":
                 for row, divisor in zip(ids.tolist(), rows, strict=True):
-                    managed[row] = (managed[row] / divisor).to(managed.dtype)
+                    tensor[row] = (tensor[row] / divisor).to(tensor.dtype)
             else:
-                _SCATTER[how](managed, ids, rows)
-        return managed.detach().clone()
+                _SCATTER[how](tensor, ids, rows)
+        return tensor.detach().clone()
 
     @override
     def copy_for(self, request: VariableRequest) -> VariableStorage:
@@ -134,16 +183,18 @@ class SingleStorage(VariableStorage):
 
     @override
     def __repr__(self) -> str:
-        return f"<Single on {self._device}>"
+        return f"<SingleStorage on {self._device}>"
 
 
 @final
 class CentralStorage(VariableStorage):
-    """One copy, written by several replicas: their writes meet and are aggregated (CSS, R > 1)."""
+    """One tensor that several replicas write: their writes are aggregated (central storage, R > 1)."""
 
     __slots__ = ("_inner", "_single", "_strategy")
 
-    def __init__(self, single: SingleStorage, request: VariableRequest, strategy: Any) -> None:
+    def __init__(
+        self, single: SingleStorage, request: VariableRequest, strategy: StrategyHooks
+    ) -> None:
         self._single = single
         self._strategy = strategy
         self._inner = Variable.at(single, request, strategy)
@@ -188,7 +239,7 @@ class CentralStorage(VariableStorage):
             total = aggregated(variable, brought)
             return [self._single.write(variable, how, total)] * len(brought)
 
-        return meet_to_write(replica, variable, how, value, apply)
+        return write_together(replica, variable, how, value, apply)
 
     @override
     def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
@@ -197,13 +248,13 @@ class CentralStorage(VariableStorage):
             return self._single.scatter(variable, how, ids, rows)
 
         def apply(brought: list[Any]) -> list[torch.Tensor]:
-            # Not aggregated: each replica's update in turn (VAR-13).
+            # Not aggregated: one replica's update after the other (VAR-13).
             for each in brought:
                 if each is not None:
                     result = self._single.scatter(variable, how, *each)
             return [result] * len(brought)
 
-        return meet_to_write(replica, variable, f"scatter_{how}", (ids, rows), apply)
+        return write_together(replica, variable, f"scatter_{how}", (ids, rows), apply)
 
     @override
     def copy_for(self, request: VariableRequest) -> VariableStorage:
@@ -213,12 +264,12 @@ class CentralStorage(VariableStorage):
 
     @override
     def __repr__(self) -> str:
-        return f"<Central on {self._single.device}>"
+        return f"<CentralStorage on {self._single.device}>"
 
 
 @final
 class MirroredStorage(VariableStorage):
-    """One component per replica: equal after every write, or put together on read (mirrored)."""
+    """One copy per replica: equal after every write, or combined when read (mirrored)."""
 
     __slots__ = ("_on_read", "_parts", "_singles", "_strategy")
 
@@ -226,7 +277,7 @@ class MirroredStorage(VariableStorage):
         self,
         singles: Sequence[SingleStorage],
         request: VariableRequest,
-        strategy: Any,
+        strategy: StrategyHooks,
         *,
         on_read: bool,
     ) -> None:
@@ -271,7 +322,7 @@ class MirroredStorage(VariableStorage):
         if aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"variable {self._parts[0].name!r} has a value per replica and aggregation NONE, "
-                "so no value outside a replica. Make it with aggregation SUM, MEAN or "
+                "so no value outside a replica. Create it with aggregation SUM, MEAN or "
                 "ONLY_FIRST_REPLICA, or read it inside a replica."
             )
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -292,7 +343,7 @@ class MirroredStorage(VariableStorage):
             total = aggregated(variable, brought)
             return [single.write(variable, how, total) for single in self._singles]
 
-        return meet_to_write(replica, variable, how, value, apply)
+        return write_together(replica, variable, how, value, apply)
 
     def _write_from_outside(self, variable: Variable, how: Write, value: Any) -> torch.Tensor:
         summed = self._on_read and variable.aggregation is VariableAggregation.SUM
@@ -342,7 +393,7 @@ class MirroredStorage(VariableStorage):
             all_rows = all_rows.to(self.dtype)
             return [single.scatter(variable, how, all_ids, all_rows) for single in self._singles]
 
-        return meet_to_write(replica, variable, f"scatter_{how}", (ids, rows), apply)
+        return write_together(replica, variable, f"scatter_{how}", (ids, rows), apply)
 
     @override
     def copy_for(self, request: VariableRequest) -> VariableStorage:
@@ -356,14 +407,16 @@ class MirroredStorage(VariableStorage):
     @override
     def __repr__(self) -> str:
         kind = "on read" if self._on_read else "on write"
-        return f"<Copies on {len(self._singles)} devices, synchronized {kind}>"
+        return f"<MirroredStorage on {len(self._singles)} devices, synchronized {kind}>"
 
 
-# ------------------------------------------------------------------ making places
+# ------------------------------------------------------------------ creating variables
 
 
-def mirrored(request: VariableRequest, devices: Sequence[Device], strategy: Any) -> Variable:
-    """A variable with one copy per device (the table of spec section 4)."""
+def mirrored(
+    request: VariableRequest, devices: Sequence[Device], strategy: StrategyHooks
+) -> Variable:
+    """Create a variable with one copy per device (the table of spec section 4)."""
     if request.synchronization is VariableSynchronization.NONE:
         raise ValueError(
             f"variable {request.name!r}: synchronization NONE makes no sense for copies on several "
@@ -387,105 +440,14 @@ def mirrored(request: VariableRequest, devices: Sequence[Device], strategy: Any)
     )
 
 
-def central(request: VariableRequest, device: Device, strategy: Any, *, shared: bool) -> Variable:
-    """A variable in one place; ``shared`` if several replicas write it."""
+def central(
+    request: VariableRequest, device: Device, strategy: StrategyHooks, *, shared: bool
+) -> Variable:
+    """Create a variable with one tensor; ``shared`` if several replicas write it."""
     single = SingleStorage(request.initial_tensor(), device, tracks=request.tracks_gradient())
-    place: VariableStorage = CentralStorage(single, request, strategy) if shared else single
-    return Variable.at(place, request, strategy)
+    storage: VariableStorage = CentralStorage(single, request, strategy) if shared else single
+    return Variable.at(storage, request, strategy)
 
 
 def _named(request: VariableRequest, number: int) -> VariableRequest:
     return request if number == 0 else replace(request, name=f"{request.name}/replica_{number}")
-
-
-# ------------------------------------------------------------------ writing together
-
-
-def own_replica(variable: Variable, strategy: Any) -> context.Replica | None:
-    """The replica that writes; None outside. Refuses a write under another strategy (VAR-14)."""
-    current = context.get_strategy() if context.has_strategy() else None
-    if current is not None and current is not strategy:
-        raise StrategyMismatch(
-            f"mixing different strategy objects: variable {variable.name!r} belongs to "
-            f"{strategy!r} and cannot be written under {context.describe_context()}."
-        )
-    return context.current_replica()
-
-
-def meet_to_write(
-    replica: context.Replica,
-    variable: Variable,
-    how: str,
-    value: Any,
-    apply: Callable[[list[Any]], list[torch.Tensor]],
-) -> torch.Tensor:
-    """Replicas bring their values; ``apply`` writes once and returns one result per replica."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-    label = f"{how} of variable {variable.name!r}"
-    # Wrapped, since None means a replica that has left.
-    result: torch.Tensor = replica.group.meet(
-        replica.id,
-        label,
-        _Brought(value),
-        lambda all_: apply([each and each.value for each in all_]),
-    )
-    return result
-
-
-class _Brought:
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def aggregated(variable: Variable, brought: list[Any]) -> Any:
-    """The replicas' values made one, as the variable's aggregation says (VAR-11)."""
-    present = [each for each in brought if each is not None]
-    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return present[0]
-    op = variable.aggregation.as_reduce_op()
-    merged = values.merge(present) if len(present) > 1 else values.PerReplica(present)
-    return reduction.reduce(op, merged, None, size=len(brought), nests=False)
-
-
-def needs_aggregation(variable: Variable, how: str) -> ValueError:
-    """The error of a write in a replica when nobody said how values are combined."""
-    return ValueError(
-        f"{how} of variable {variable.name!r} in a replica needs to know how the replicas' values "
-        "become one: make it with aggregation SUM, MEAN or ONLY_FIRST_REPLICA, such as "
-        "sg.Variable(..., aggregation=sg.VariableAggregation.SUM)."
-    )
-
-
-def fitting(variable: Variable, how: str, value: Any) -> torch.Tensor:
-    """The value as a tensor of the variable's type and shape.
-
-    Raises:
-        ValueError: another shape, or a type that would change the value.
-    """
-    if isinstance(value, values.PerReplica) and context.current_replica() is None:
-        raise AttributeError(
-            f"{how} of variable {variable.name!r} got a PerReplica outside a replica: it has no "
-            "single value. Use strategy.reduce(...) first."
-        )
-    tensor = values.convert_to_tensor(value).detach()
-    if tensor.dtype != variable.dtype:
-        plain = not isinstance(value, torch.Tensor | values.Convertible)
-        lossless = not (tensor.is_floating_point() or tensor.is_complex()) or (
-            tensor.is_floating_point()
-            and (variable.dtype.is_floating_point or variable.dtype.is_complex)
-        )
-        if not (plain and lossless):
-            raise ValueError(
-                f"{how} of variable {variable.name!r} got {tensor.dtype}: expected "
-                f"{variable.dtype}. Convert it with .to({variable.dtype})."
-            )
-        tensor = tensor.to(variable.dtype)
-    if tensor.shape != variable.shape:
-        raise ValueError(
-            f"{how} of variable {variable.name!r} got a value of shape {tuple(tensor.shape)}: "
-            f"expected {tuple(variable.shape)}."
-        )
-    return tensor

@@ -1,18 +1,16 @@
-"""`Variable`: a tensor with a name and a home, read and written the same way under every strategy.
+"""`Variable`: a named tensor that is read and written the same way under every strategy.
 
-The variable is what people hold; its *place* (`places.py`, or a parameter server's) knows where the value
-lives and what writing means in a replica. Which place a new variable gets is the current strategy's
-decision, through its hook ``_create_variable(request)``.
+Its `VariableStorage` knows where the value is and what writing means in a replica. The current strategy chooses the
+storage of a new variable, in its hook ``_create_variable(request)``.
 """
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import numpy as np
 import torch
@@ -20,16 +18,20 @@ from typing_extensions import override
 
 from stratagem._core import context
 from stratagem._core.reduction import ReduceOp
+from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import private_api
 from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators, to_numpy
-from stratagem.errors import ContextError, StratagemError, StrategyMismatch
+from stratagem.errors import ContextError, MisuseError, StratagemError, StrategyMismatch
+
+if TYPE_CHECKING:
+    from stratagem._core.variable_storage import VariableStorage
 
 Write = Literal["assign", "assign_add", "assign_sub"]
 Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values become one when a variable is written in a replica.
+    """How the replicas' values are combined when a variable is written in a replica.
 
     Example:
         >>> import stratagem as sg
@@ -43,14 +45,14 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = 3
 
     def as_reduce_op(self) -> ReduceOp:
-        """The reduction of the same name; only SUM and MEAN have one."""
+        """Return the reduction of the same name; only SUM and MEAN have one."""
         if self in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp[self.name]
         raise ValueError(f"{self} is not a reduction: expected SUM or MEAN.")
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together.
+    """When the copies of a variable are synchronized.
 
     Example:
         >>> import stratagem as sg
@@ -66,7 +68,7 @@ class VariableSynchronization(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class VariableRequest:
-    """What was asked for when a variable was made; strategies turn it into a place."""
+    """The arguments of a new variable; the strategy chooses a storage for it."""
 
     initial_value: Any = None
     trainable: bool | None = None
@@ -79,9 +81,9 @@ class VariableRequest:
     options: dict[str, Any] = field(default_factory=dict)
 
     def initial_tensor(self) -> torch.Tensor:
-        """The initial value as a tensor of the type and shape asked for; places copy it."""
+        """Return the initial value as a tensor of the requested type and shape; storages copy it."""
         value = self.initial_value
-        # The strategy places variables, not a device scope around their creation (VAR-1).
+        # The strategy places variables; a device scope around their creation does not (VAR-1).
         scoped = private_api.function_modes() > 0
         with torch.device("cpu") if scoped else nullcontext():
             if callable(value):
@@ -101,56 +103,10 @@ class VariableRequest:
         return tensor
 
     def tracks_gradient(self) -> bool:
-        """Whether reads take part in autograd: asked for, or inherited from the initial value."""
+        """Return whether reads take part in autograd: as requested, or as the initial value does."""
         if self.trainable is not None:
             return self.trainable
         return isinstance(self.initial_value, torch.Tensor) and self.initial_value.requires_grad
-
-
-class VariableStorage(ABC):
-    """Where a variable's value lives, and what reading and writing it mean.
-
-    One object per variable. Single-machine places are in `places.py`.
-    """
-
-    @property
-    @abstractmethod
-    def shape(self) -> torch.Size:
-        """The variable's shape."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The variable's type."""
-
-    @property
-    @abstractmethod
-    def device(self) -> str:
-        """Canonical name of the device the caller's value lives on."""
-
-    @abstractmethod
-    def read(self) -> torch.Tensor:
-        """The value the caller sees now, in its context; the same tensor object while it can be."""
-
-    @abstractmethod
-    def write(self, variable: Variable, how: Write, value: Any) -> torch.Tensor:
-        """Assign, add or subtract in the caller's context; the value afterwards."""
-
-    @abstractmethod
-    def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
-        """Combine rows into the variable; the value afterwards."""
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Some rows of the value; a place far away sends only these."""
-        return self.read()[ids]
-
-    def components(self, variable: Variable) -> tuple[Variable, ...]:
-        """The variables behind this one: itself, one around the central copy, or one per replica."""
-        return (variable,)
-
-    def copy_for(self, request: VariableRequest) -> VariableStorage:
-        """A place of its own for a copy of the variable (deepcopy)."""
-        raise NotImplementedError(f"a variable at {self!r} cannot be copied.")
 
 
 @final
@@ -162,11 +118,11 @@ class Variable(Convertible):
     replicas as ``aggregation`` says.
 
     Args:
-        initial_value: tensor, array, number, or a function of no arguments that makes one.
+        initial_value: tensor, array, number, or a function without arguments that returns one.
         trainable: True: reads take part in autograd; None: as the initial value does.
         dtype: type to convert the initial value to.
-        shape: checked against the initial value, or given to a function that fills shards.
-        name: for people and checkpoints.
+        shape: checked against the initial value, or passed to a function that fills shards.
+        name: for messages and checkpoints.
         aggregation: `VariableAggregation` or its name.
         synchronization: `VariableSynchronization` or its name.
         per_worker_variable: under parameter servers, one independent variable per worker.
@@ -186,12 +142,12 @@ class Variable(Convertible):
         (tensor(10.), '/job:localhost/replica:0/task:0/device:CPU:0')
     """
 
-    __slots__ = ("__weakref__", "_place", "_request", "_strategy")
+    __slots__ = ("__weakref__", "_request", "_storage", "_strategy")
     __hash__: ClassVar[Any] = object.__hash__
 
-    _place: VariableStorage
+    _storage: VariableStorage
     _request: VariableRequest
-    _strategy: Any
+    _strategy: StrategyHooks
 
     def __new__(
         cls,
@@ -221,10 +177,12 @@ class Variable(Convertible):
         return create(request)
 
     @classmethod
-    def at(cls, place: VariableStorage, request: VariableRequest, strategy: Any) -> Variable:
-        """A variable around a place; for strategies."""
+    def at(
+        cls, storage: VariableStorage, request: VariableRequest, strategy: StrategyHooks
+    ) -> Variable:
+        """Return a variable with the given storage; for strategies."""
         self = object.__new__(cls)
-        self._place = place
+        self._storage = storage
         self._request = request
         self._strategy = strategy
         return self
@@ -239,45 +197,45 @@ class Variable(Convertible):
     @property
     def shape(self) -> torch.Size:
         """Its shape."""
-        return self._place.shape
+        return self._storage.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Its type."""
-        return self._place.dtype
+        return self._storage.dtype
 
     @property
     def device(self) -> str:
-        """Where the value lives, as ``/job:localhost/replica:0/task:0/device:CPU:0``."""
-        return self._place.device
+        """Device that holds the value, as ``/job:localhost/replica:0/task:0/device:CPU:0``."""
+        return self._storage.device
 
     @property
     def trainable(self) -> bool:
-        """Whether it is meant to be trained (True unless said otherwise)."""
+        """Whether it is trainable (True unless created with ``trainable=False``)."""
         return self._request.trainable is not False
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How the replicas' writes become one."""
+        """How the replicas' writes are combined."""
         return self._request.aggregation
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When copies are brought together."""
+        """When copies are synchronized."""
         return self._request.synchronization
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy it was made under; None outside any."""
+        """The strategy it was created under; None outside any."""
         return None if self._strategy._is_default else self._strategy
 
     @property
     def values(self) -> tuple[Variable, ...]:
         """The variables behind this one: one per replica if mirrored, else one."""
-        return self._place.components(self)
+        return self._storage.components(self)
 
     def get(self) -> Variable:
-        """The variable behind this one, without aggregation: in a replica, the replica's own."""
+        """Return the variable behind this one, without aggregation: in a replica, the replica's own."""
         parts = self.values
         replica = context.current_replica()
         if replica is None or len(parts) == 1:
@@ -296,73 +254,73 @@ class Variable(Convertible):
                 f"variable {self.name!r} has {len(self.values)} copies, so no single tensor "
                 "outside a replica. Use .values, or .value() for the combined value."
             )
-        return self._place.read()
+        return self._storage.read()
 
     # -------------------------------------------------------------- reading
 
     @override
     def _to_tensor(self) -> Any:
-        return self._place.read()
+        return self._storage.read()
 
     def value(self) -> torch.Tensor:
-        """The value now; later writes may show in it. `read_value` gives a copy."""
-        return self._place.read()
+        """Return the value; later writes may show in it. `read_value` returns a copy."""
+        return self._storage.read()
 
     def read_value(self) -> torch.Tensor:
-        """A copy of the value now."""
-        return self._place.read().detach().clone()
+        """Return a copy of the value."""
+        return self._storage.read().detach().clone()
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """A copy of the value as an array."""
+        """Return a copy of the value as an array."""
         return to_numpy(self.read_value())
 
     def sparse_read(self, indices: Any) -> torch.Tensor:
-        """Some rows, in the order asked."""
+        """Return some rows, in the order of ``indices``."""
         ids = torch.as_tensor(indices)
         _check_ids(ids.reshape(-1), self)
-        return self._place.rows(ids)
+        return self._storage.rows(ids)
 
     @property
     def grad(self) -> torch.Tensor | None:
         """Gradient of the value the caller sees, if it tracks one."""
-        return self._place.read().grad
+        return self._storage.read().grad
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        self._place.read().grad = gradient
+        self._storage.read().grad = gradient
 
     def __float__(self) -> float:
-        return float(self._place.read().detach())
+        return float(self._storage.read().detach())
 
     def __int__(self) -> int:
-        return int(self._place.read().detach())
+        return int(self._storage.read().detach())
 
     def __bool__(self) -> bool:
-        return bool(self._place.read())
+        return bool(self._storage.read())
 
     def __len__(self) -> int:
-        return len(self._place.read())
+        return len(self._storage.read())
 
     # -------------------------------------------------------------- writing
 
     def assign(self, value: Any, *, read_value: bool = True) -> torch.Tensor | None:
-        """Set the value; returns the value afterwards, or None with ``read_value=False``."""
+        """Set the value; return the value afterwards, or None with ``read_value=False``."""
         return self._write("assign", value, read_value=read_value)
 
     def assign_add(self, delta: Any, *, read_value: bool = True) -> torch.Tensor | None:
-        """Add to the value; returns the value afterwards."""
+        """Add to the value; return the value afterwards."""
         return self._write("assign_add", delta, read_value=read_value)
 
     def assign_sub(self, delta: Any, *, read_value: bool = True) -> torch.Tensor | None:
-        """Subtract from the value; returns the value afterwards."""
+        """Subtract from the value; return the value afterwards."""
         return self._write("assign_sub", delta, read_value=read_value)
 
     def _write(self, how: Write, value: Any, *, read_value: bool) -> torch.Tensor | None:
-        result = self._place.write(self, how, value)
+        result = self._storage.write(self, how, value)
         return result if read_value else None
 
     def scatter_add(self, sparse_delta: Any) -> torch.Tensor:
-        """Add rows: a sparse tensor as ``torch.sparse_coo_tensor([ids], rows, size)`` makes."""
+        """Add rows, given as ``torch.sparse_coo_tensor([ids], rows, size)``."""
         return self._scatter("add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: Any) -> torch.Tensor:
@@ -386,11 +344,11 @@ class Variable(Convertible):
         return self._scatter("max", sparse_delta)
 
     def scatter_update(self, sparse_delta: Any) -> torch.Tensor:
-        """Replace rows; of a row named twice the last one stays."""
+        """Replace rows; the last value of a repeated row wins."""
         return self._scatter("update", sparse_delta)
 
     def batch_scatter_update(self, sparse_delta: Any) -> torch.Tensor:
-        """As `scatter_update`."""
+        """Do the same as `scatter_update`."""
         return self._scatter("update", sparse_delta)
 
     def _scatter(self, how: Scatter, sparse: Any) -> torch.Tensor:
@@ -404,8 +362,9 @@ class Variable(Convertible):
                 f"scatter_{how} got {sparse.sparse_dim()} axes of indices: expected one, row "
                 "numbers."
             )
-        # Not coalesced: that would add up values which may have to be multiplied.
-        ids, rows = sparse._indices()[0], sparse._values()
+        # Not coalesced: that would add up values that may have to be multiplied.
+        indices, rows = private_api.sparse_parts(sparse)
+        ids = indices[0]
         _check_ids(ids, self)
         if rows.dtype != self.dtype or rows.shape[1:] != self.shape[1:]:
             raise ValueError(
@@ -413,29 +372,29 @@ class Variable(Convertible):
                 f"variable {self.name!r} has rows of shape {tuple(self.shape[1:])} and "
                 f"{self.dtype}."
             )
-        return self._place.scatter(self, how, ids, rows)
+        return self._storage.scatter(self, how, ids, rows)
 
     # -------------------------------------------------------------- copying and showing
 
     def __copy__(self) -> Variable:
-        raise RuntimeError(f"variable {self.name!r} cannot be copied shallowly: use copy.deepcopy.")
+        raise MisuseError(f"variable {self.name!r} cannot be copied shallowly: use copy.deepcopy.")
 
     @override
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"variable {self.name!r} cannot be pickled: it lives with its strategy. Save its value, "
+            f"variable {self.name!r} cannot be pickled: it belongs to its strategy. Save its value, "
             "as in torch.save(variable.read_value(), path), and assign it after loading."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        frame_strategy = context.get_strategy() if context.has_strategy() else None
-        if frame_strategy is not None and frame_strategy is not self._strategy:
+        current = context.current_strategy()
+        if current is not None and current is not self._strategy:
             raise StrategyMismatch(
                 f"mixing different strategy objects: variable {self.name!r} of "
-                f"{self._strategy!r} cannot be deep-copied under {frame_strategy!r}."
+                f"{self._strategy!r} cannot be deep-copied under {current!r}."
             )
         request = replace(self._request, initial_value=self.read_value, shape=None, dtype=None)
-        twin = Variable.at(self._place.copy_for(request), self._request, self._strategy)
+        twin = Variable.at(self._storage.copy_for(request), self._request, self._strategy)
         memo[id(self)] = twin
         return twin
 
@@ -443,13 +402,13 @@ class Variable(Convertible):
     def __repr__(self) -> str:
         copies = self.values
         if len(copies) > 1:
-            # As tf.distribute prints it: one line for each replica's copy.
+            # As tf.distribute prints it: one line per copy.
             on_read = self.synchronization is VariableSynchronization.ON_READ
             kind = "SyncOnReadVariable" if on_read else "MirroredVariable"
             lines = ",\n".join(f"  {i}: {copy!r}" for i, copy in enumerate(copies))
             return f"{kind}:{{\n{lines}\n}}"
         try:
-            shown = repr(self._place.read().detach())
+            shown = repr(self._storage.read().detach())
         except (ValueError, StratagemError) as error:
             shown = f"<{error}>"
         return (
@@ -488,11 +447,11 @@ def _check_ids(ids: torch.Tensor, variable: Variable) -> None:
 
 
 def create(request: VariableRequest) -> Any:
-    """A variable of the current strategy; in a replica, one for all replicas (RUN-9)."""
-    strategy = context.get_strategy()
+    """Create a variable of the current strategy; in a replica, one for all replicas (RUN-9)."""
+    strategy: StrategyHooks = context.get_strategy()
     if context.default_scope_is_open() and not strategy._is_default:
         raise ContextError(
-            f"mixing different strategy objects: variable {request.name!r} is being made under "
+            f"mixing different strategy objects: variable {request.name!r} is being created under "
             f"{strategy!r} inside the default strategy's scope. Leave the default scope first."
         )
     replica = context.current_replica()
@@ -504,4 +463,4 @@ def create(request: VariableRequest) -> Any:
         return [strategy._create_variable(first)] * len(brought)
 
     label = f"creation of variable {request.name!r}"
-    return replica.group.meet(replica.id, label, request, make)
+    return replica.group.rendezvous(replica.id, label, request, make)

@@ -1,19 +1,15 @@
-"""`Strategy`: what every strategy can do, and the few hooks each one fills.
+"""`Strategy`: the base class of all strategies.
 
-Public methods are concrete and final: they check arguments and context. A strategy is a final subclass
-that fills hooks (names with one underscore). The hooks, for whoever writes the next one:
+Public methods are concrete and final: they check arguments and context. A strategy is a final subclass that overrides
+hooks (names with one underscore). `_core` calls the hooks of `StrategyHooks`; the others are:
 
-    _compute_devices       where replicas compute, one entry per replica
-    _parameter_names       where variables live, as told to people
-    _slices                whether run() hands each replica its components (RUN-2), or the value whole
+    _parameter_names       devices of variables, for ``extended.parameter_devices``
+    _slices                whether run() passes each replica its components (RUN-2), or whole values
     _spread                whether variables have one copy per replica
-    _between_graph         a flag of tf.distribute's ``extended``, for people (EXT-9)
-    _run                   how one run is run (rarely touched)
-    _reduce, _gather, …    what reductions mean here
-    _create_variable       makes a `Variable` in its place
+    _between_graph         a flag of tf.distribute's ``extended`` (EXT-9)
+    _run                   runs a function on the replicas; rarely overridden
+    _reduce, _gather, …    implement the public methods of the same name
     _colocated             held by colocate_vars_with (see `updates.py`)
-    _adopt_parameter, _adopt_buffer, _step_optimizer    called by `_core.modules`, `_core.optimizers`
-    _scope_entered         context held while the outermost scope of a thread is open
     _arguments             constructor arguments, for deepcopy and repr
 """
 
@@ -31,30 +27,29 @@ import torch
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, reduction, values, variable_storage, variables
+from stratagem._core import (
+    context,
+    reduction,
+    torch_patches,
+    values,
+    variable_storage,
+    variables,
+)
 from stratagem._core.asynchronous import refuse_async, refuse_unawaited
 from stratagem._core.devices import Device
+from stratagem._core.managed import ManagedBuffer, ManagedParameter
 from stratagem._core.replica_threads import ReplicaThreads
 from stratagem._core.replicas import ReplicaGroup
-from stratagem._core.torch_patches import (
-    autograd_grad,
-    backward_guard,
-    compiling,
-    module_members,
-    optimizer_step,
-    param_data,
-    param_grad,
-    replica_schedulers,
-)
+from stratagem._core.torch_patches import compiling, module_members
 from stratagem._core.user_contexts import InputContext, ValueContext
 from stratagem._owner import Owner
-from stratagem.errors import ContextError
+from stratagem.errors import ContextError, MisuseError
 
 GradientAggregation = Literal["mean", "sum"]
 
 
 class Strategy(Owner):
-    """Decides where variables live and where computation runs. Abstract: use one of its kinds.
+    """Placement of variables and computation. Abstract: use one of its subclasses.
 
     Example:
         >>> import stratagem as sg
@@ -77,29 +72,26 @@ class Strategy(Owner):
             )
         config.log_as_environment_says()
         self._gradient_aggregation = gradient_aggregation
-        module_members.install()
-        optimizer_step.install()
-        backward_guard.install()
-        autograd_grad.install()
-        param_data.install()
-        replica_schedulers.install()
+        torch_patches.install(torch_patches.STRATEGY)
+        if self._needs_replica_patches():
+            torch_patches.install(torch_patches.REPLICAS)
         self._threads = ReplicaThreads(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._threads.close)
 
-    # -------------------------------------------------------------- life
+    # -------------------------------------------------------------- closing and copying
 
     @final
     @override
     def close(self) -> None:
-        """End the replica threads and let go of what the strategy holds. May be called again.
+        """End the replica threads and release resources. May be called again.
 
-        A strategy that is simply forgotten does this when it is collected.
+        A strategy that is not closed does this when it is collected.
         """
         self._close()
         self._threads.close()
 
     def __copy__(self) -> Self:
-        raise RuntimeError(
+        raise MisuseError(
             f"{self!r} cannot be copied: two objects would claim the same variables. Use "
             "copy.deepcopy for an independent strategy, or pass the strategy itself."
         )
@@ -114,11 +106,11 @@ class Strategy(Owner):
         parts = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
         return f"{type(self).__name__}({parts})"
 
-    # -------------------------------------------------------------- what it is
+    # -------------------------------------------------------------- properties
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run side by side."""
+        """Number of replicas."""
         return len(self._compute_devices)
 
     @property
@@ -137,16 +129,16 @@ class Strategy(Owner):
         return _compat("extended").extended_view(self)
 
     def __getattr__(self, name: str) -> Any:
-        # Only names not found otherwise come here: tf.distribute's historical spellings.
+        # Python calls this for names it does not find: tf.distribute's historical spellings.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return _compat("spelling").lookup(self, name)
 
-    # -------------------------------------------------------------- what it does
+    # -------------------------------------------------------------- methods
 
     @final
     def scope(self) -> context.Scope:
-        """Context manager: models, optimizers and variables made inside belong to this strategy.
+        """Return a context manager: models, optimizers and variables created in it belong to this strategy.
 
         Example:
             >>> import stratagem as sg
@@ -163,18 +155,18 @@ class Strategy(Owner):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        options: config.RunOptions | None = None,
+        options: object = None,
     ) -> Any:
-        """Call ``fn`` once per replica, side by side; the results merged.
+        """Call ``fn`` once per replica, at the same time; return the merged results.
 
-        Distributed values among the arguments are handed out by component. A result that is the
-        same on all replicas comes back once, others as a `PerReplica`.
+        Each replica gets its component of distributed values among the arguments. A result that is
+        the same on all replicas is returned once, others as a `PerReplica`.
 
         Args:
             fn: any callable.
             args: positional arguments, a tuple or list.
             kwargs: keyword arguments.
-            options: `RunOptions`, accepted and ignored.
+            options: `sg.compat.RunOptions`, accepted and ignored.
 
         Raises:
             ValueError: ``args`` is not a tuple or list.
@@ -196,11 +188,11 @@ class Strategy(Owner):
 
     @final
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Sum or mean of a per-replica value, over replicas and, with ``axis``, over its dimensions.
+        """Return the sum or mean of a per-replica value, over replicas and, with ``axis``, dimensions.
 
         Args:
             reduce_op: `ReduceOp` or its name in any letter case.
-            value: what ``run`` returned.
+            value: a result of ``run``.
             axis: None for elementwise over replicas; a dimension (or tuple of them), typically 0,
                 to reduce the batch as well, with the right denominator for uneven batches.
 
@@ -213,11 +205,11 @@ class Strategy(Owner):
             >>> strategy.close()
         """
         context.require_cross_replica_or_default(self, "reduce()")
-        return self._reduce(reduction.as_reduce_op(reduce_op, axis), value, axis)
+        return self._reduce(reduction.as_reduce_op(reduce_op), value, axis)
 
     @final
     def gather(self, value: Any, axis: int) -> Any:
-        """The components of a per-replica value joined along ``axis``, in replica order.
+        """Join the components of a per-replica value along ``axis``, in replica order.
 
         Example:
             >>> import torch, stratagem as sg
@@ -238,7 +230,7 @@ class Strategy(Owner):
 
     @final
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a value on this machine's replicas, as a tuple.
+        """Return the components of a value on this machine's replicas, as a tuple.
 
         Example:
             >>> import stratagem as sg
@@ -249,7 +241,7 @@ class Strategy(Owner):
 
     @final
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """A distributed value whose components are made by ``value_fn``, one call per replica.
+        """Return a distributed value with one component per replica, each from a call of ``value_fn``.
 
         Example:
             >>> import stratagem as sg
@@ -270,7 +262,7 @@ class Strategy(Owner):
 
     @final
     def distribute_dataset(self, dataset: Any, options: config.InputOptions | None = None) -> Any:
-        """An iterable of distributed batches: each global batch cut into one part per replica.
+        """Return an iterable of distributed batches: each global batch split into one part per replica.
 
         Args:
             dataset: any iterable of global batches: a `sg.data.Dataset`, a DataLoader, a list.
@@ -284,7 +276,7 @@ class Strategy(Owner):
         dataset_fn: Callable[[InputContext], Any],
         options: config.InputOptions | None = None,
     ) -> Any:
-        """An iterable of distributed batches from a dataset of per-replica batches.
+        """Return an iterable of distributed batches from a dataset of per-replica batches.
 
         Args:
             dataset_fn: gets an `InputContext`, returns a dataset batched per replica.
@@ -297,33 +289,33 @@ class Strategy(Owner):
     @property
     @abstractmethod
     def _compute_devices(self) -> tuple[Device, ...]:
-        """Where replicas compute, one entry per replica."""
+        """Devices of the replicas, one entry per replica."""
 
     @property
     @abstractmethod
     def _parameter_names(self) -> tuple[str, ...]:
-        """Where variables live, for people (``extended.parameter_devices``)."""
+        """Names of the devices that hold variables (``extended.parameter_devices``)."""
 
     @abstractmethod
     def _arguments(self) -> dict[str, Any]:
-        """The constructor's arguments: what an independent twin is made from."""
+        """Return the constructor's arguments, from which a deep copy is created."""
 
     def _close(self) -> None:  # most strategies hold nothing more
-        """Let go of what the subclass holds."""
+        """Release the resources of the subclass."""
 
     def _scope_entered(self) -> AbstractContextManager[object]:
-        """Held while the outermost scope of a thread is open."""
+        """Return a context manager held while the outermost scope of a thread is open."""
         return nullcontext()
 
     def _replica_devices(self, replica_id: int) -> Any:
-        """``ReplicaContext.devices``: a list holding this replica's device in a list."""
+        """Return ``ReplicaContext.devices``: a list holding this replica's device in a list."""
         return [[self._compute_devices[replica_id].name]]
 
     @final
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
-        """`run` without the check of the arguments' type (``extended.call_for_each_replica``)."""
+        """Implement `run` without the check of ``args`` (``extended.call_for_each_replica``)."""
         if not callable(fn):
             raise TypeError(
                 f"fn={fn!r} is a {type(fn).__name__}, not callable: expected the step function "
@@ -348,7 +340,7 @@ class Strategy(Owner):
             )
         if not self._slices:
             return ReplicaGroup(self, devices).run_alone(fn, args, kwargs)
-        compiling.tell_compiler()
+        compiling.skip_frames()
         count = values.RowCount()
         parts = values.split_call(args, kwargs, size, count)
         group = ReplicaGroup(self, devices, rows=count.rows)
@@ -356,20 +348,20 @@ class Strategy(Owner):
             if parts is not None:
                 args, kwargs = parts[0]
             return group.run_alone(fn, args, kwargs)
-        param_grad.install()
+        torch_patches.install(torch_patches.RANDOM)
         if parts is None:
-            call = functools.partial(fn, *args, **kwargs)
-            return _merge(group, group.run([call] * size, self._threads), count.rows)
-        calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
+            calls = [functools.partial(fn, *args, **kwargs)] * size
+        else:
+            calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
         return _merge(group, group.run(calls, self._threads), count.rows)
 
     @abstractmethod
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
-        """`reduce`, the operation checked."""
+        """Implement `reduce`, with a checked operation."""
 
     @abstractmethod
     def _gather(self, value: Any, axis: int) -> Any:
-        """`gather`, in the right context."""
+        """Implement `gather`, in the right context."""
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, values.DistributedValues):
@@ -386,7 +378,7 @@ class Strategy(Owner):
         return values.wrap(made)
 
     def _create_variable(self, request: variables.VariableRequest) -> Any:
-        """A variable in its place; the default is one copy at home."""
+        """Create a variable; by default one copy on the variable device."""
         return variable_storage.central(
             request,
             self._variable_device,
@@ -395,19 +387,19 @@ class Strategy(Owner):
         )
 
     def _check_updated(self, variable: Any) -> None:
-        """Refuse what ``extended.update`` cannot update."""
+        """Raise if ``extended.update`` cannot update ``variable``."""
         if not isinstance(variable, variables.Variable):
             raise ValueError(
                 f"update({variable!r}, …): expected a variable, got a {type(variable).__name__}."
             )
 
     def _colocated(self, variable: variables.Variable) -> AbstractContextManager[object]:
-        """Held by ``colocate_vars_with``; with one place for all variables there is nothing to do."""
+        """Return a context manager held by ``colocate_vars_with``; with one device there is nothing to do."""
         return nullcontext()
 
     @property
     def _variable_device(self) -> Device:
-        """The logical device where single copies live."""
+        """The logical device that holds variables with one copy."""
         return self._compute_devices[0]
 
     def _distribute_dataset(self, dataset: Any, options: config.InputOptions | None) -> Any:
@@ -426,33 +418,38 @@ class Strategy(Owner):
         devices = [device.torch_device for device in self._compute_devices]
         return distribute.distribute_datasets_from_function(dataset_fn, devices, options)
 
-    # Called by _core.modules and _core.optimizers -----------------------
+    def _needs_replica_patches(self) -> bool:
+        """Return whether replicas get tensors of their own: several replicas, or one on another device."""
+        devices = self._compute_devices
+        return len(devices) > 1 or any(d.torch_device != self._central_device for d in devices)
 
     @property
     def _central_device(self) -> torch.device:
-        """Where central parameters and buffers live."""
+        """The torch device that holds central parameters and buffers."""
         return self._variable_device.torch_device
 
     def _adopt_parameter(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
-    ) -> Any:
-        """The home of a parameter registered under the scope; None leaves it an ordinary one."""
+    ) -> ManagedParameter | None:
+        """Take over a parameter registered under the scope; None leaves it an ordinary one."""
         return module_members.adopt_parameter(self, name, parameter, self._central_device)
 
-    def _adopt_buffer(self, module: torch.nn.Module, name: str, buffer: torch.Tensor) -> Any:
-        """The home of a buffer registered under the scope; None leaves it an ordinary one."""
+    def _adopt_buffer(
+        self, module: torch.nn.Module, name: str, buffer: torch.Tensor
+    ) -> ManagedBuffer | None:
+        """Take over a buffer registered under the scope; None leaves it an ordinary one."""
         return module_members.adopt_buffer(self, buffer, self._central_device)
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
-        """Run the real step once, where the parameters live."""
+        """Run an optimizer's own step once for all replicas."""
         return step()
 
 
 def _merge(group: ReplicaGroup, results: list[Any], rows: Sequence[int] | None) -> Any:
     """Merge results; those of a replica without rows contribute nothing to a later reduce.
 
-    Such a replica may return None where others return a structure. What it did return is kept, but
-    marked by its row count: the mean loss over no rows is NaN, and must not become everybody's.
+    Such a replica may return None where others return a structure. Other results of it are kept, with
+    row counts: the mean loss over no rows is NaN and must not spread.
     """
     weights = group.row_weights
     if 0.0 not in weights or rows is None:
@@ -473,10 +470,10 @@ def _merge(group: ReplicaGroup, results: list[Any], rows: Sequence[int] | None) 
     return values.map_leaves(marked, values.merge(results))
 
 
-def _compat(room: str) -> Any:
-    """A module of `compat`, which lies above: the one place where strategies reach upwards.
+def _compat(module: str) -> Any:
+    """Return a module of `compat`, which is a higher layer: the only import upwards in this package.
 
-    ``strategy.extended`` and tf.distribute's old spellings must answer on the strategy object
-    itself, yet live in the room of historical names; so that room is asked when they are used.
+    ``strategy.extended`` and tf.distribute's old spellings are attributes of the strategy object, but
+    belong to `compat`.
     """
-    return importlib.import_module(f"stratagem.compat.{room}")
+    return importlib.import_module(f"stratagem.compat.{module}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar, final
 
+import torch
 from typing_extensions import override
 
 from stratagem._core import devices, reduction
@@ -13,7 +14,7 @@ from stratagem._strategies.base import GradientAggregation, Strategy
 
 @final
 class CentralStorageStrategy(Strategy):
-    """Variables on one device, computation replicated on several; updates happen at the variables.
+    """Variables on one device, computation replicated on several; updates run on the variables' device.
 
     Args:
         compute_devices: names of the devices that compute, one replica each (a device may be named
@@ -57,12 +58,12 @@ class CentralStorageStrategy(Strategy):
         name: str | None = None
         if isinstance(given, str):
             name = given
-        elif type(given).__name__ == "device":
+        elif isinstance(given, torch.device | devices.Device):
             name = devices.parse_device(given).name
         if name is None:
             raise ValueError(
                 f"parameter_device={given!r} is a {type(given).__name__}: expected the name of "
-                'one device, such as "cpu:0". Variables live in one place under central storage.'
+                'one device, such as "cpu:0". Central storage keeps variables on one device.'
             )
         return name
 

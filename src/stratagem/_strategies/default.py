@@ -1,4 +1,4 @@
-"""The default strategy: what is current when nobody chose one. One per process."""
+"""The default strategy, current outside any scope. One per process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._core import devices
-from stratagem._core.user_contexts import InputContext, ReplicaContext
+from stratagem._core.user_contexts import InputContext
 from stratagem._strategies.single_replica import SingleReplica
+from stratagem.errors import ContextError, MisuseError
 
 _made: list[DefaultStrategy] = []
 _making = threading.Lock()
@@ -21,26 +22,25 @@ _making = threading.Lock()
 class DefaultStrategy(SingleReplica):
     """Ordinary PyTorch: one replica, nothing placed, nothing moved.
 
-    Got from `get_strategy` outside any scope; there is exactly one.
+    `get_strategy` returns it outside any scope; there is exactly one.
 
     Raises:
-        RuntimeError: on building a second one.
+        RuntimeError: on creating a second one.
     """
 
     _is_default: ClassVar[bool] = True
 
     def __init__(self) -> None:
         if _made:
-            raise RuntimeError(
+            raise MisuseError(
                 "there is one default strategy per process: use sg.get_strategy() outside any "
                 "scope to get it."
             )
         super().__init__()
-        self._default_context = ReplicaContext(self, 0)
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise RuntimeError("the default strategy cannot be copied: there is one per process.")
+        raise MisuseError("the default strategy cannot be copied: there is one per process.")
 
     @property
     @override
@@ -50,7 +50,7 @@ class DefaultStrategy(SingleReplica):
     @property
     @override
     def _parameter_names(self) -> tuple[str, ...]:
-        raise RuntimeError(
+        raise ContextError(
             "the default strategy places nothing, so it has no parameter or worker devices. Use "
             "one of the other strategies to choose devices."
         )
@@ -79,7 +79,7 @@ class DefaultStrategy(SingleReplica):
 
 
 def default_strategy() -> DefaultStrategy:
-    """The one default strategy, made when first asked for."""
+    """Return the default strategy; create it when first needed."""
     if not _made:
         with _making:
             if not _made:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from stratagem._core import devices, reduction, variable_storage, variables
 from stratagem._strategies.base import GradientAggregation, Strategy
+from stratagem.errors import WrongArgumentType
 
 
 @final
@@ -65,7 +66,7 @@ class MirroredStrategy(Strategy):
 
     @override
     def _local_results(self, value: Any) -> tuple[Any, ...]:
-        # A mirrored variable is its copies (LOC-2).
+        # The local results of a mirrored variable are its copies (LOC-2).
         if isinstance(value, variables.Variable):
             return value.values
         return super()._local_results(value)
@@ -73,7 +74,7 @@ class MirroredStrategy(Strategy):
     @override
     def _check_updated(self, variable: Any) -> None:
         if not isinstance(variable, variables.Variable):
-            raise AssertionError(
+            raise WrongArgumentType(
                 f"update({variable!r}, …): expected a variable, got a {type(variable).__name__}."
             )
 

@@ -1,4 +1,4 @@
-"""`OneDeviceStrategy`: everything on one device, at the speed of bare PyTorch."""
+"""`OneDeviceStrategy`: variables and computation on one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratagem._strategies.single_replica import SingleReplica
 
 
 class SingleDevice(SingleReplica):
-    """What the one-device strategies share; today's class and the V1 one differ in methods only."""
+    """Base of `OneDeviceStrategy` and its V1 class, which differ in methods only. Abstract."""
 
     def __init__(self, device: Any, *, gradient_aggregation: GradientAggregation = "mean") -> None:
         self._device = devices.resolve_device(device)
@@ -43,7 +43,7 @@ class SingleDevice(SingleReplica):
 
 @final
 class OneDeviceStrategy(SingleDevice):
-    """Variables and computation on one device: the same program, ready to be distributed.
+    """Variables and computation on one device.
 
     Args:
         device: its name, such as ``"cpu:0"`` or ``"gpu:1"``, or a `torch.device`.

@@ -220,7 +220,7 @@ class ParameterServerStrategy(Strategy):
     @contextmanager
     def _beside(self, variable: Any) -> Iterator[None]:
         """New variables go to this one's server, in one piece (PSS-12)."""
-        place = variable._place
+        place = variable._storage
         assert isinstance(place, RemoteStorage)
         before, self._variables.beside = self._variables.beside, place.remote.description
         try:

@@ -1,4 +1,4 @@
-"""`Alone`: what strategies share that have one replica, and so nothing to split, merge or check."""
+"""`SingleReplica`: base of strategies with one replica, which split and merge nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SingleReplica(Strategy):
 
     @override
     def _check_updated(self, variable: Any) -> None:
-        """Anything may be updated, as in tf.distribute."""
+        """Accept anything, as tf.distribute does."""
 
     @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:

@@ -1,9 +1,7 @@
-"""Work at the variables' side: reducing to a place, updating where a variable lives.
+"""Implementation of ``strategy.extended``: reduce to a device, update a variable on its device.
 
-The machinery behind ``strategy.extended``, as functions of a strategy; the view itself, with its checks
-for people who come from tf.distribute, is in `compat`. Where strategies differ they say so by the class
-attributes ``_slices`` (one replica needs no reducing) and ``_spread`` (variables are one copy per
-replica, and so is an update).
+Functions of a strategy; the public view of them is in `compat`. Strategies differ by the class attributes ``_slices`` (one
+replica needs no reducing) and ``_spread`` (variables, and so updates, have one copy per replica).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch
 from stratagem._core import context, devices, reduction, values
 from stratagem._core.values import DistributedValues, Mirrored
 from stratagem._core.variables import Variable
-from stratagem.errors import ContextError
+from stratagem.errors import ContextError, WrongArgumentType
 
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
@@ -27,20 +25,20 @@ if TYPE_CHECKING:
 
 
 def destination_devices(destinations: Any) -> tuple[torch.device, ...]:
-    """The devices meant by a name, tensor, variable or distributed value, one per component.
+    """Return the devices of a name, tensor, variable or distributed value, one per component.
 
     Raises:
-        AssertionError: a list or tuple of destinations.
+        WrongArgumentType: (an AssertionError) a list or tuple of destinations.
         ValueError: no destination.
     """
     if isinstance(destinations, list | tuple):
-        raise AssertionError(
+        raise WrongArgumentType(
             f"destinations={destinations!r} is a {type(destinations).__name__}: expected one "
             "device name, tensor, variable or distributed value."
         )
     if destinations is None or (isinstance(destinations, str) and destinations == ""):
         raise ValueError(
-            f"destinations={destinations!r} names no place: expected a device name, tensor, "
+            f"destinations={destinations!r} names no device: expected a device name, tensor, "
             "variable or distributed value."
         )
     if isinstance(destinations, str | torch.device | devices.Device):
@@ -65,12 +63,8 @@ def _placed(value: torch.Tensor, places: Sequence[torch.device]) -> Any:
 
 
 def reduce_to(strategy: Strategy, op: Any, value: Any, destinations: Any) -> Any:
-    """The value reduced over replicas, on the destination's device(s) (EXT-1, EXT-2)."""
+    """Reduce a value over replicas, on the destination's device(s) (EXT-1, EXT-2)."""
     context.require_cross_replica_or_default(strategy, "reduce_to()")
-    if not isinstance(op, reduction.ReduceOp | str):
-        raise AssertionError(
-            f"reduce_op={op!r} is a {type(op).__name__}: expected a ReduceOp or its name."
-        )
     checked = reduction.as_reduce_op(op)
     places = destination_devices(destinations)
     if not strategy._slices:
@@ -84,7 +78,7 @@ def reduce_to(strategy: Strategy, op: Any, value: Any, destinations: Any) -> Any
 
 
 def batch_reduce_to(strategy: Strategy, op: Any, pairs: Any) -> list[Any]:
-    """`reduce_to` for a list of (value, destinations) pairs (EXT-3)."""
+    """Call `reduce_to` for a list of (value, destinations) pairs (EXT-3)."""
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
@@ -94,10 +88,10 @@ def batch_reduce_to(strategy: Strategy, op: Any, pairs: Any) -> list[Any]:
 
 
 def broadcast_to(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
-    """The tensor on every destination device (EXT-7)."""
+    """Copy a tensor to every destination device (EXT-7)."""
     context.require_cross_replica_or_default(strategy, "broadcast_to()")
     if destinations is None:
-        raise AssertionError("destinations=None: expected a device name, tensor or variable.")
+        raise WrongArgumentType("destinations=None: expected a device name, tensor or variable.")
     if isinstance(tensor, int | float):
         return tensor
     places = destination_devices(destinations)
@@ -118,7 +112,7 @@ def update(
     *,
     group: bool = True,
 ) -> Any:
-    """Call ``fn(variable, …)`` where the variable lives, once per copy (EXT-4)."""
+    """Call ``fn(variable, …)`` on the variable's device, once per copy (EXT-4)."""
     strategy._check_updated(variable)
     context.require_scope(strategy, "extended.update()")
     replica = context.current_replica()
@@ -161,7 +155,7 @@ def update_non_slot(
     *,
     group: bool = True,
 ) -> Any:
-    """Call ``fn(…)`` on the device(s) that `non_slot_devices` named (EXT-5)."""
+    """Call ``fn(…)`` on the device(s) that `non_slot_devices` returned (EXT-5)."""
     context.require_cross_replica_or_default(strategy, "update_non_slot()")
     times = strategy.num_replicas_in_sync if strategy._spread else 1
     where = colocate_with[0] if isinstance(colocate_with, tuple | list) else colocate_with
@@ -173,7 +167,7 @@ def update_non_slot(
 
 
 def non_slot_devices(strategy: Strategy, var_list: Sequence[Variable]) -> Any:
-    """Where things that belong to several variables go: an argument of `update_non_slot`."""
+    """Return the place for values that belong to several variables, for `update_non_slot`."""
     if strategy._slices and not strategy._spread:
         return min(var_list, key=lambda variable: variable.name)
     return tuple(each.name for each in strategy._compute_devices)
@@ -187,7 +181,7 @@ def _at(tree: Any, i: int, strategy: Strategy) -> Any:
 
 
 def grouped(results: Sequence[Any], strategy: Strategy, *, group: bool) -> Any:
-    """An update's outcome: the result, or one `Mirrored` of them; tuples if not to be grouped."""
+    """Return the results of an update: the result, or a `Mirrored`; a tuple if not to be grouped."""
     if not group:
         return tuple(results)
     return Mirrored(results) if strategy._spread and len(results) > 1 else results[0]
@@ -197,10 +191,10 @@ def grouped(results: Sequence[Any], strategy: Strategy, *, group: bool) -> Any:
 
 
 def colocate_vars_with(strategy: Strategy, variable: Any) -> AbstractContextManager[object]:
-    """While open, new variables go where ``variable`` is (EXT-6)."""
+    """Return a context manager: new variables are placed with ``variable`` (EXT-6)."""
     if not created_in_scope(strategy, variable):
         raise ValueError(
-            f"colocate_vars_with({variable!r}): expected a variable made under the scope of "
+            f"colocate_vars_with({variable!r}): expected a variable created under the scope of "
             f"{strategy!r}."
         )
     context.require_scope(strategy, "colocate_vars_with()")
@@ -208,17 +202,17 @@ def colocate_vars_with(strategy: Strategy, variable: Any) -> AbstractContextMana
 
 
 def created_in_scope(strategy: Strategy, variable: Any) -> bool:
-    """Whether this is a variable of this strategy (EXT-8)."""
+    """Return whether this is a variable of this strategy (EXT-8)."""
     return isinstance(variable, Variable) and variable._strategy is strategy
 
 
 def read_var(variable: Variable) -> torch.Tensor:
-    """A copy of a variable's value (EXT-8)."""
+    """Return a copy of a variable's value (EXT-8)."""
     return variable.read_value()
 
 
-def worker_names(strategy: Strategy) -> Any:
-    """``extended.worker_devices``: a tuple on one device, else a list (CSS-3)."""
+def worker_names(strategy: Strategy) -> Sequence[str]:
+    """Return ``extended.worker_devices``: a list under central storage, else a tuple (CSS-3)."""
     if strategy._is_default:
         raise ContextError(
             "the default strategy places nothing, so it has no worker devices. Use one of the "

@@ -111,7 +111,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._resource_numbers = itertools.count(1)
         self._released: deque[int] = deque()
-        self._finished_numbers: list[int] = []  # that servers have not been told
+        self._once_done: list[int] = []
         self._server_reports: dict[str, int] = {}
         self._deadlines = 0
         self._timers = {
@@ -327,7 +327,6 @@ class Engine:
                 # What runs waits for that server, or is about to: nobody should wait with it.
                 for number in self.queue.abandon():
                     self._closures.pop(number).value._fail(error)
-                    self._finished_numbers.append(number)
             self.changed.notify_all()
 
     def no_workers(self, waited_s: float) -> None:
@@ -352,10 +351,10 @@ class Engine:
             self._locked_do(self.queue.rebalance())
             released = self._locked_released()
             least_loaded_worker = self.queue.least_loaded_worker()
-            finished, self._finished_numbers = self._finished_numbers, []
+            once_done, self._once_done = self._once_done, []
         self.sender.forget(self.links, released)
-        if finished:
-            self.views.finish_closures(finished)
+        if once_done:
+            self.views.forget_closures(once_done)
         if least_loaded_worker is not None:
             self.pump(self.links[least_loaded_worker])
 
@@ -383,7 +382,8 @@ class Engine:
     def _locked_complete(self, message: messages.Finished, frame: Frame, arrived: float) -> None:
         closure = self._closures.pop(message.closure)
         closure.value._set(message.value, frame)
-        self._finished_numbers.append(closure.number)
+        if closure.exactly_once:
+            self._once_done.append(closure.number)
         if not closure.resource:
             timers = self._timers
             timers["queue"].record(closure.sent_at - closure.scheduled_at + message.waited_s)
@@ -415,7 +415,8 @@ class Engine:
             return
         del self._closures[message.closure]
         closure.value._fail(error)
-        self._finished_numbers.append(closure.number)
+        if closure.exactly_once:
+            self._once_done.append(closure.number)  # else servers would remember it for ever
         if closure.resource:
             return  # it concerns nobody until somebody uses it (CCO-25)
         self._counters["failed"].add()
@@ -445,7 +446,8 @@ class Engine:
         closure = self._closures.pop(action.closure, None)
         if closure is None:
             return
-        self._finished_numbers.append(closure.number)
+        if closure.exactly_once:
+            self._once_done.append(closure.number)
         if action.fate is Fate.ABORTED:
             closure.value._abort(_aborted(lost))
         elif action.fate is Fate.CANCELLED:

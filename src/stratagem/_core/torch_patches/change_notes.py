@@ -6,7 +6,7 @@ what changes of them is noted there: attributes set or deleted, parameters, buff
 replaced or removed, hooks that come or go. What each change is, the reader finds out by looking.
 
 Three methods of torch are wrapped for this, by the first watch of a process
-(docs/design/0004-wrapped-torch-methods.md).
+(docs/design/0004-torch-patches.md).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, final
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
+
+from stratagem._core import torch_patches
 
 _watches: tuple[weakref.ref[ChangeWatch], ...] = ()
 
@@ -63,7 +65,7 @@ class ChangeWatch:
         global _watches
         self.keys: dict[int, Hashable] = {}
         self.touched: set[tuple[Hashable, str]] = set()
-        _install()
+        torch_patches.install(torch_patches.CHANGES)
         _watches = (*_watches, weakref.ref(self, _drop))
 
     def take(self) -> list[tuple[Hashable, str]]:
@@ -146,13 +148,8 @@ class NotedParts(dict[str, Any]):
         return dict, (), None, None, iter(self.items())
 
 
-_INSTALLED: list[bool] = []
-
-
-def _install() -> None:
-    if _INSTALLED:
-        return
-    _INSTALLED.append(True)
+def apply_patch() -> None:
+    """Wrap the methods of torch through which modules and hooks change."""
     module: Any = nn.Module
     handle: Any = RemovableHandle
     module.__setattr__ = _telling_name(module.__setattr__)

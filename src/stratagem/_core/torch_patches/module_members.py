@@ -1,22 +1,16 @@
-"""Modules built under a scope: their parameters and buffers answer by context.
+"""Modules built under a scope: their parameters and buffers depend on the context.
 
-torch's own global registration hooks (`install`) see every parameter and buffer a module registers.
-Under a strategy that gives it a home (`homes`), the module's ``_parameters`` / ``_buffers`` dict is
-replaced by a dict subclass whose lookups ask the home. Modules and operators notice nothing: they find
-plain ``nn.Parameter`` s and tensors where they always were. The dicts hold the central tensors, pickle and
-copy as plain dicts, and when deep-copied keep belonging to the strategy.
-
-Modules that keep tensors elsewhere as well (recurrent ones, lazy ones, …) are in `special_modules`.
-Strategies fill the hooks ``_adopt_parameter`` and ``_adopt_buffer``; `adopt_parameter` and `adopt_buffer`
-here are what central storage and mirrored strategies fill them with.
+torch's own global registration hooks report every parameter, buffer and submodule that a module registers. If the
+current strategy takes over a parameter or buffer (`managed`), the module's ``_parameters`` or ``_buffers`` becomes a dict
+subclass whose lookups return the tensor of the calling context. Modules and operators find plain ``nn.Parameter`` s
+and tensors where they always were. The dicts hold the central tensors, and pickle and copy as plain dicts.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,36 +20,28 @@ from typing_extensions import override
 
 from stratagem._core import context
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.managed import ManagedParameter, find_managed
-from stratagem._core.replicated_buffers import ReplicatedBuffer
+from stratagem._core.managed import ManagedBuffer, ManagedParameter, find_managed
+from stratagem._core.replicated_buffers import ReplicatedBuffer, replicated_buffer
 from stratagem._core.replicated_parameters import ReplicatedParameter
-from stratagem._core.torch_patches import change_notes, param_grad, special_modules
+from stratagem._core.strategy_hooks import StrategyHooks
+from stratagem._core.torch_patches import change_notes, special_modules
+from stratagem._core.torch_patches.private_api import (
+    buffers_of,
+    parameters_of,
+    set_buffers,
+    set_parameters,
+)
 
 if TYPE_CHECKING:
-    from _collections_abc import dict_items, dict_values  # what `dict` itself says it returns
+    from _collections_abc import dict_items, dict_values  # the return types of `dict` itself
+
+_M = TypeVar("_M")
 
 
-__all__ = [
-    "BuffersByReplica",
-    "ManagedParameter",
-    "ParametersByReplica",
-    "ReplicatedBuffer",
-    "ReplicatedParameter",
-    "adopt_buffer",
-    "adopt_parameter",
-    "find_managed",
-    "install",
-]
-
-
-class _ByContext(dict[str, Any]):
-    """A dict whose values depend on who asks; holds what code outside any replica gets."""
+class ByContext(dict[str, Any]):
+    """A dict whose values depend on the context; it holds the values for code outside replicas."""
 
     __slots__ = ()
-
-    @override
-    def __getitem__(self, name: str) -> Any:
-        raise NotImplementedError
 
     @override
     def get(self, name: str, default: Any = None, /) -> Any:
@@ -86,19 +72,19 @@ class _ByContext(dict[str, Any]):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle must load in plain PyTorch, without us: an ordinary dict of central tensors. Looked
-        # up, so that those whose true values are elsewhere are current.
+        # A pickle must load in plain PyTorch: an ordinary dict of central tensors, looked up so that values kept
+        # elsewhere are current.
         return dict, (dict(self._central_items()),)
 
     def _central_items(self) -> dict_items[str, Any]:
         return self.items() if current_replica() is None else dict.items(self)
 
 
-class ParametersByReplica(_ByContext):
+class ParametersByReplica(ByContext):
     """A module's ``_parameters`` under a strategy.
 
     Attributes:
-        homes: home of each parameter that has one, by name.
+        managed: the managed parameters, by name.
     """
 
     __slots__ = ("_swapped", "managed")
@@ -106,8 +92,8 @@ class ParametersByReplica(_ByContext):
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
         self.managed: dict[str, ManagedParameter] = {}
-        # What one replica put in a parameter's place for itself (torch.func.functional_call):
-        # (replica number, name) -> tensor.
+        # Tensors that one replica put in a parameter's place for itself (torch.func.functional_call), by
+        # (replica number, name).
         self._swapped: dict[tuple[int, str], Any] = {}
         for name, value in plain.items():
             if value is not None and (managed := find_managed(value)) is not None:
@@ -144,7 +130,7 @@ class ParametersByReplica(_ByContext):
             self.bind(name, managed)
 
     def bind(self, name: str, managed: ManagedParameter) -> None:
-        """Let ``home`` answer for ``name``."""
+        """Return the tensors of ``managed`` for ``name`` from now on."""
         self.managed[name] = managed
         dict.__setitem__(self, name, managed.central)
         change_notes.note(self)
@@ -152,14 +138,14 @@ class ParametersByReplica(_ByContext):
     @override
     def __delitem__(self, name: str) -> None:
         if current_replica() is not None and name not in self:
-            return  # another replica, running the same code, was here first
+            return  # another replica, running the same code, deleted it
         dict.__delitem__(self, name)
         change_notes.note(self)
         self.managed.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         if current_replica() is not None:
-            # Each replica copies for itself: an ordinary dict, which no strategy trains.
+            # Each replica makes its own copy: an ordinary dict, which no strategy trains.
             plain: dict[str, Any] = {}
             memo[id(self)] = plain
             plain.update((name, copy.deepcopy(value, memo)) for name, value in self.items())
@@ -170,26 +156,25 @@ class ParametersByReplica(_ByContext):
             own = copy.deepcopy(value, memo)
             dict.__setitem__(twin, name, own)
             if name in self.managed and own is not None:
-                managed = find_managed(own) or self.managed[name].adopt_copy(
-                    own
-                )  # tied weights: made before
+                # Tied weights: the first name has adopted the copy already.
+                managed = find_managed(own) or self.managed[name].adopt_copy(own)
                 if managed is not None:
                     twin.bind(name, managed)
         return twin
 
 
-class BuffersByReplica(_ByContext):
+class BuffersByReplica(ByContext):
     """A module's ``_buffers`` under a strategy.
 
     Attributes:
-        homes: home of each buffer that has one, by name.
+        managed: the managed buffers, by name.
     """
 
     __slots__ = ("__weakref__", "managed")
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
-        self.managed: dict[str, ReplicatedBuffer] = {}
+        self.managed: dict[str, ManagedBuffer] = {}
 
     @override
     def __getitem__(self, name: str) -> Any:
@@ -202,9 +187,7 @@ class BuffersByReplica(_ByContext):
         if managed is not None:
             replica = current_replica()
             if replica is not None and replica.strategy is managed.strategy and not is_lazy(value):
-                if (
-                    value is not managed.central
-                ):  # else: just registered in this run, for all replicas
+                if value is not managed.central:  # else: registered in this run, for all replicas
                     managed.put(replica, value)
                 return
             if value is None or managed.strategy is None:
@@ -223,12 +206,12 @@ class BuffersByReplica(_ByContext):
         self.managed.pop(name, None)
         change_notes.note(self)
 
-    def bind(self, name: str, managed: ReplicatedBuffer) -> None:
-        """Let ``home`` answer for ``name``."""
+    def bind(self, name: str, managed: ManagedBuffer) -> None:
+        """Return the tensors of ``managed`` for ``name`` from now on."""
         self.managed[name] = managed
         dict.__setitem__(self, name, managed.central)
         change_notes.note(self)
-        managed.on_replace(functools.partial(dict.__setitem__, self, name))
+        managed.bound_to(self, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         twin = BuffersByReplica({})
@@ -242,30 +225,29 @@ class BuffersByReplica(_ByContext):
         return twin
 
 
-# ------------------------------------------------------------------ what strategies call
+# ------------------------------------------------------------------ called by strategies
 
 
 def adopt_parameter(
-    strategy: Any, name: str, parameter: nn.Parameter, device: torch.device
-) -> ManagedParameter | None:
+    strategy: StrategyHooks, name: str, parameter: nn.Parameter, device: torch.device
+) -> ReplicatedParameter | None:
     """Move a parameter to ``device`` and give every replica a leaf of it.
 
-    With one replica computing on that device there is nothing more to do: None.
+    A single replica on that device uses the parameter itself: None.
     """
     _move(parameter, device)
-    if _is_alone(strategy, device):
-        return None
-    param_grad.install()
-    return ReplicatedParameter(parameter, strategy, name)
+    return None if _is_alone(strategy, device) else ReplicatedParameter(parameter, strategy, name)
 
 
-def adopt_buffer(strategy: Any, buffer: Tensor, device: torch.device) -> ReplicatedBuffer | None:
-    """The same for a buffer, of which every replica gets a copy."""
+def adopt_buffer(
+    strategy: StrategyHooks, buffer: Tensor, device: torch.device
+) -> ReplicatedBuffer | None:
+    """Move a buffer to ``device`` and give every replica a copy of it, as `adopt_parameter` does."""
     _move(buffer, device)
-    return None if _is_alone(strategy, device) else ReplicatedBuffer(buffer, strategy)
+    return None if _is_alone(strategy, device) else replicated_buffer(buffer, strategy)
 
 
-def _is_alone(strategy: Any, device: torch.device) -> bool:
+def _is_alone(strategy: StrategyHooks, device: torch.device) -> bool:
     computing = strategy._compute_devices
     return not computing or (len(computing) == 1 and computing[0].torch_device == device)
 
@@ -275,74 +257,69 @@ def _move(tensor: Tensor, device: torch.device) -> None:
         tensor.data = tensor.data.to(device)
 
 
-# ------------------------------------------------------------------ what torch calls
+# ------------------------------------------------------------------ called by torch
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Torch is about to register a parameter: find or make its home. The parameter to register."""
+    """Handle the registration of a parameter; return the parameter to register."""
     managed = find_managed(parameter)
     if managed is not None:
-        _settle_parameter(module, name, managed)
+        _bind_parameter(module, name, managed)
         return managed.central
-    if not context.has_strategy():
+    strategy = context.current_strategy()
+    if strategy is None:
         change_notes.note(module)
         return None
-    strategy, replica = context.get_strategy(), current_replica()
 
     def adopt(made: nn.Parameter) -> ManagedParameter | None:
-        found: ManagedParameter | None = strategy._adopt_parameter(module, name, made)
+        found = strategy._adopt_parameter(module, name, made)
         if found is not None:
-            _settle_parameter(module, name, found)
+            _bind_parameter(module, name, found)
         return found
 
-    if replica is None or replica.group.size == 1:
-        managed = adopt(parameter)
-    else:
-        label = f"creating parameter {name!r}"
-        managed = _created_together(replica, label, module, parameter, adopt)
+    managed = _create_once(f"creating parameter {name!r}", module, parameter, adopt)
     return None if managed is None else managed.central
 
 
-def _settle_parameter(module: nn.Module, name: str, managed: ManagedParameter) -> None:
+def _bind_parameter(module: nn.Module, name: str, managed: ManagedParameter) -> None:
     special_modules.prepare(module, managed, name)
-    held = module._parameters
+    held = parameters_of(module)
     if not isinstance(held, ParametersByReplica):
-        module._parameters = held = ParametersByReplica(held)
+        held = ParametersByReplica(held)
+        set_parameters(module, held)
     held.bind(name, managed)
 
 
 def _on_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
-    """The same for a buffer."""
+    """Handle the registration of a buffer; return the buffer to register."""
     if buffer is None:
         return None
-    strategy = context.get_strategy() if context.has_strategy() else _strategy_of(module)
+    strategy = context.current_strategy() or _strategy_of(module)
     if strategy is None:
         change_notes.note(module)
         return None
-    if isinstance(module._buffers, BuffersByReplica) and name in module._buffers.managed:
-        return None  # another tensor for a name that has a home: __setitem__ knows what to do
-    replica = current_replica()
+    held = buffers_of(module)
+    if isinstance(held, BuffersByReplica) and name in held.managed:
+        return None  # another tensor for a managed name: __setitem__ handles it
 
-    def adopt(made: Tensor) -> Any:
+    def adopt(made: Tensor) -> ManagedBuffer | None:
         found = strategy._adopt_buffer(module, name, made)
         if found is not None:
-            held: Any = module._buffers
+            held = buffers_of(module)
             if not isinstance(held, BuffersByReplica):
-                module._buffers = held = BuffersByReplica(held)
+                held = BuffersByReplica(held)
+                set_buffers(module, held)
             held.bind(name, found)
             special_modules.prepare_for_buffers(module)
         return found
 
-    if replica is None or replica.group.size == 1:
-        managed = adopt(buffer)
-    else:
-        managed = _created_together(replica, f"creating buffer {name!r}", module, buffer, adopt)
+    managed = _create_once(f"creating buffer {name!r}", module, buffer, adopt)
     return None if managed is None else managed.central
 
 
-def _strategy_of(module: nn.Module) -> Any:
-    """Whose parameters a module has: a buffer it gets outside any scope is that strategy's as well."""
-    for held in (module._parameters, module._buffers):
+def _strategy_of(module: nn.Module) -> StrategyHooks | None:
+    """Return the strategy of a module's parameters: it also gets buffers registered outside any scope."""
+    for held in (parameters_of(module), buffers_of(module)):
         if isinstance(held, ParametersByReplica | BuffersByReplica):
             for managed in held.managed.values():
                 if managed.strategy is not None:
@@ -351,28 +328,31 @@ def _strategy_of(module: nn.Module) -> Any:
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """A module made elsewhere (loaded, copied) becomes part of one made here: so do its tensors."""
+    """Handle the registration of a submodule: take over the tensors of one made elsewhere."""
     change_notes.note(module)
-    if child is None or not context.has_strategy() or current_replica() is not None:
+    if child is None or context.current_strategy() is None or current_replica() is not None:
         return
     for each in child.modules():
-        if not isinstance(each._parameters, ParametersByReplica):
-            for key, parameter in list(each._parameters.items()):
+        if not isinstance(parameters_of(each), ParametersByReplica):
+            for key, parameter in list(parameters_of(each).items()):
                 if parameter is not None:
                     _on_parameter(each, key, parameter)
-        if not isinstance(each._buffers, BuffersByReplica):
-            for key, buffer in list(each._buffers.items()):
+        if not isinstance(buffers_of(each), BuffersByReplica):
+            for key, buffer in list(buffers_of(each).items()):
                 _on_buffer(each, key, buffer)
 
 
-def _created_together(
-    replica: Replica, label: str, module: nn.Module, value: Any, adopt: Callable[[Any], Any]
-) -> Any:
-    """RUN-9: what replicas register on a module they share is created once; all get the first one's.
+def _create_once(
+    label: str, module: nn.Module, value: Any, adopt: Callable[[Any], _M | None]
+) -> _M | None:
+    """Adopt a tensor; in replicas of several, once for all of them (RUN-9).
 
-    A module that each replica builds for itself inside the run stays each replica's own, without a
-    home: its parameters serve in forward, and training them is refused (`optimizers`).
+    A module that each replica builds for itself in the run stays an ordinary one: its parameters serve in forward,
+    and training them is refused (`optimizer_step`).
     """
+    replica: Replica | None = current_replica()
+    if replica is None or replica.group.size == 1:
+        return adopt(value)
 
     def first(brought: list[Any]) -> list[Any]:
         present = [each for each in brought if each is not None]
@@ -380,20 +360,13 @@ def _created_together(
             return [None] * len(brought)
         return [adopt(present[0][1])] * len(brought)
 
-    return replica.group.meet(replica.id, label, (module, value), first)
+    found: _M | None = replica.group.rendezvous(replica.id, label, (module, value), first)
+    return found
 
 
-_INSTALLED: list[Any] = []
-
-
-def install() -> None:
-    """Let the registration hooks work, once per process; the first strategy calls it.
-
-    They cost a module built outside any scope one thread-local read per parameter.
-    """
-    if not _INSTALLED:
-        # Declared as returning nothing; what a hook returns is registered instead, says torch.
-        hooks: Any = torch_module
-        _INSTALLED.append(hooks.register_module_parameter_registration_hook(_on_parameter))
-        _INSTALLED.append(hooks.register_module_buffer_registration_hook(_on_buffer))
-        _INSTALLED.append(hooks.register_module_module_registration_hook(_on_module))
+def apply_patch() -> None:
+    """Register the hooks. A module built outside any scope pays one thread-local read per parameter."""
+    hooks: Any = torch_module  # declared as returning None; torch registers the hooks' results
+    hooks.register_module_parameter_registration_hook(_on_parameter)
+    hooks.register_module_buffer_registration_hook(_on_buffer)
+    hooks.register_module_module_registration_hook(_on_module)

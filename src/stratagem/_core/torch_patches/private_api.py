@@ -1,17 +1,19 @@
-"""What is asked of torch beyond its documented interface: found here, by name, and nowhere else.
+"""The only module that touches names torch does not document.
 
-Some of what replicas need has no public door in torch (`docs/design/0003`, `0004`). A release of torch may move or drop such a name without
-notice. Then either something slower does the same, or whoever needs it is told which name is missing in which torch, and for
-what; everything else goes on working. ``stratagem doctor`` lists what is missing before anybody needs it.
+A release of torch may move or drop such a name without notice. Each name is looked up once, here. If it is
+missing, either a slower public function takes its place, or the first use raises `NotImplementedError` with the
+name, the torch version and the purpose. ``stratagem doctor`` lists missing names beforehand.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Final, NoReturn, TypeVar
+from types import ModuleType
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,46 +22,49 @@ TRIED: Final = "2.12 to 2.15"
 """Releases of torch that parts of the test suite ran with."""
 
 MISSING: Final[dict[str, str]] = {}
-"""Names that this torch does not have, and what for."""
+"""Names this torch lacks, with their purpose."""
 
-_SLOWER: Final[set[str]] = set()
-"""Those of them without which everything works, some of it slower."""
+_REPLACED: Final[set[str]] = set()
+"""The names in `MISSING` that a public function replaces."""
 
+_ABSENT: Final = object()
 _T = TypeVar("_T")
 
 
 def _look(path: str) -> Any:
-    """What stands at a dotted path; raises AttributeError or ImportError."""
+    """Return the object at a dotted path, or `_ABSENT`; import submodules on the way."""
     parts = path.split(".")
     found: Any = importlib.import_module(parts[0])
     for count, part in enumerate(parts[1:], 2):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            if part.startswith("__"):
-                raise
-            found = importlib.import_module(".".join(parts[:count]))
+        name = ".".join(parts[:count])
+        inner = getattr(found, part, _ABSENT)
+        is_package = isinstance(found, ModuleType) and "__path__" in vars(found)
+        if inner is _ABSENT and is_package and importlib.util.find_spec(name) is not None:
+            inner = importlib.import_module(name)
+        if inner is _ABSENT:
+            return _ABSENT
+        found = inner
     return found
 
 
 def _find(path: str, purpose: str, *, instead: Any = None) -> Any:
-    """What torch has there; else what does the same, or a function that says what is missing."""
-    try:
-        return _look(path)
-    except (AttributeError, ImportError):
-        MISSING[path] = purpose
-        if instead is not None:
-            _SLOWER.add(path)
-            return instead
+    """Return torch's object, its replacement, or a function that raises `NotImplementedError`."""
+    found = _look(path)
+    if found is not _ABSENT:
+        return found
+    MISSING[path] = purpose
+    if instead is not None:
+        _REPLACED.add(path)
+        return instead
 
-        def absent(*args: object, **kwargs: object) -> NoReturn:
-            raise NotImplementedError(explain(path, purpose))
+    def absent(*args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(explain(path, purpose))
 
-        return absent
+    return absent
 
 
 def explain(path: str, purpose: str) -> str:
-    """The sentence about a name that is missing.
+    """Return the error text for a missing name.
 
     Example:
         >>> from stratagem._core.torch_patches.private_api import explain
@@ -76,7 +81,7 @@ def explain(path: str, purpose: str) -> str:
 # ------------------------------------------------------------------ modes and guards
 
 function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", "device scopes")
-"""How many torch function modes are open in this thread."""
+"""Return the number of torch function modes that are open in this thread."""
 
 dispatch_modes: Callable[[], int] = _find(
     "torch._C._len_torch_dispatch_stack", "random numbers in compiled steps"
@@ -85,7 +90,7 @@ dispatch_modes: Callable[[], int] = _find(
 WithoutSubclasses: Callable[[], AbstractContextManager[object]] = _find(
     "torch._C.DisableTorchFunctionSubclass", "sharded tables"
 )
-"""In it, tensors of our own classes are plain tensors to torch."""
+"""Context manager in which torch treats tensors of our classes as plain tensors."""
 
 any_autocast: Callable[[], bool] = _find(
     "torch._C._is_any_autocast_enabled", "autocast around run()", instead=lambda: True
@@ -95,81 +100,187 @@ set_grad_enabled: Callable[[bool], object] = _find(
     "torch._C._set_grad_enabled", "no_grad() around run()", instead=torch.set_grad_enabled
 )
 
-device_context: Any = _find("torch._GLOBAL_DEVICE_CONTEXT", "torch.set_default_device in scopes")
+_device_context: Any = _find("torch._GLOBAL_DEVICE_CONTEXT", "torch.set_default_device in scopes")
+
+
+def has_default_device() -> bool:
+    """Return whether ``torch.set_default_device`` keeps a function mode open in this thread."""
+    return vars(_device_context).get("device_context") is not None
 
 
 def profiling() -> bool:
-    """Whether torch's profiler runs; a variable of a module, so it is looked up each time."""
+    """Return whether torch's profiler runs. The flag is a module variable, so read it each time."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
-# ------------------------------------------------------------------ random numbers (0003)
+# ------------------------------------------------------------------ random numbers (design note 0003)
 
+_RANDOM: Final = "random numbers in replicas"
 IncludeKey: Callable[[Any], AbstractContextManager[object]] = _find(
-    "torch._C._IncludeDispatchKeyGuard", "random numbers in replicas"
+    "torch._C._IncludeDispatchKeyGuard", _RANDOM
 )
 ExcludeKeys: Callable[[Any], AbstractContextManager[object]] = _find(
-    "torch._C._ExcludeDispatchKeyGuard", "random numbers in replicas"
+    "torch._C._ExcludeDispatchKeyGuard", _RANDOM
 )
-KeySet: Callable[[Any], Any] = _find("torch._C.DispatchKeySet", "random numbers in replicas")
-parse_key: Callable[[str], Any] = _find(
-    "torch._C._parse_dispatch_key", "random numbers in replicas"
-)
-all_schemas: Callable[[], Any] = _find(
-    "torch._C._jit_get_all_schemas", "random numbers in replicas"
-)
+KeySet: Callable[[Any], Any] = _find("torch._C.DispatchKeySet", _RANDOM)
+parse_key: Callable[[str], Any] = _find("torch._C._parse_dispatch_key", _RANDOM)
+all_schemas: Callable[[], Any] = _find("torch._C._jit_get_all_schemas", _RANDOM)
 WithoutTransforms: Callable[[], AbstractContextManager[object]] = _find(
     "torch._C._DisableFuncTorch", "random numbers inside torch.func"
 )
 
-# ------------------------------------------------------------------ torch.func
+# ------------------------------------------------------------------ torch.func and torch.compile
 
 in_transform: Callable[[], Any] = _find(
     "torch._C._functorch.peek_interpreter_stack", "torch.func in replicas"
 )
-"""Not None inside ``torch.func.grad``, ``vmap`` and the like."""
+"""Return a value other than None inside ``torch.func.grad``, ``vmap`` and the like."""
 
 outside_all_transforms: Callable[[], AbstractContextManager[object]] = _find(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "torch.func in replicas"
 )
 
-# ------------------------------------------------------------------ autograd (0004)
-
-queue_callback: Callable[[Callable[[], None]], None] = _find(
-    "torch.autograd.Variable._execution_engine.queue_callback", "replicas meeting after backward()"
-)
-
-# Unknown: then nobody writes into it, and it is copied.
-storage_users: Callable[[int], int] = _find(
-    "torch._C._storage_Use_Count", "gradients combined in place", instead=lambda cdata: 1 << 30
-)
-
-_passes = itertools.count(1)
-
-# Two differences of squares are never alike: no pass is taken for one of a kind that was searched already.
-graph_nodes: Callable[[], int] = _find(
-    "torch._C._autograd._get_sequence_nr",
-    "finding tensors that replicas share, without searching every pass",
-    instead=lambda: next(_passes) ** 2,
-)
-"""How many nodes of autograd's graph this thread has made so far."""
-
-# ------------------------------------------------------------------ torch.compile
-
 compiler_here: Callable[[], Any] = _find(
     "torch._C._dynamo.eval_frame.get_eval_frame_callback", "torch.compile", instead=lambda: True
 )
-"""Not None if the compiler watches this thread."""
+"""Return a value other than None if the compiler observes this thread."""
 
 disable_compiler: Callable[[_T], _T] = _find(
     "torch._compile._disable_dynamo", "torch.compile", instead=torch.compiler.disable
 )
 
-# ------------------------------------------------------------------ modules and optimizers
+
+def skip_in_compiler(code: Any) -> None:
+    """Exclude a code object from compilation. Call it only after the compiler was imported."""
+    skip = _look("torch._dynamo.eval_frame.skip_code")
+    if skip is not _ABSENT:
+        skip(code)
+
+
+# ------------------------------------------------------------------ autograd and tensors
+
+queue_callback: Callable[[Callable[[], None]], None] = _find(
+    "torch.autograd.Variable._execution_engine.queue_callback", "aggregation after backward()"
+)
+
+ENGINE: Final = "torch.autograd._engine_run_backward"
+"""The function through which ``torch.autograd.backward`` and ``grad`` reach the engine."""
+
+run_backward: Callable[..., Any] = _find(ENGINE, "checking backward passes in replicas")
+
+
+def replace_run_backward(ours: Callable[..., Any]) -> None:
+    """Make ``torch.autograd.backward`` and ``grad`` call ``ours``; raise if torch has no such name."""
+    if ENGINE in MISSING:
+        raise NotImplementedError(explain(ENGINE, MISSING[ENGINE]))
+    cast("Any", torch.autograd)._engine_run_backward = ours
+
+
+# Unknown number of users: gradients are copied instead of combined in place.
+_storage_users: Callable[[int], int] = _find(
+    "torch._C._storage_Use_Count", "gradients combined in place", instead=lambda cdata: 1 << 30
+)
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Return whether no other tensor shares the memory of this one."""
+    storage = tensor.untyped_storage()
+    users = _storage_users(storage._cdata)  # the tensor, and `storage`
+    return users <= 2 and storage.nbytes() == tensor.nbytes
+
+
+_passes = itertools.count(1)
+
+# Differences of squares never repeat, so that no pass counts as searched already.
+graph_nodes: Callable[[], int] = _find(
+    "torch._C._autograd._get_sequence_nr",
+    "finding tensors that replicas share, without searching every pass",
+    instead=lambda: next(_passes) ** 2,
+)
+"""Return how many nodes of autograd's graph this thread has made so far."""
+
+_COMBINE: Final = "combining gradients"
+foreach_add: Callable[..., Any] = _find("torch._foreach_add", _COMBINE)
+foreach_add_: Callable[..., Any] = _find("torch._foreach_add_", _COMBINE)
+foreach_copy_: Callable[..., Any] = _find("torch._foreach_copy_", _COMBINE)
+foreach_lerp: Callable[..., Any] = _find("torch._foreach_lerp", _COMBINE)
+foreach_lerp_: Callable[..., Any] = _find("torch._foreach_lerp_", _COMBINE)
+foreach_mul: Callable[..., Any] = _find("torch._foreach_mul", _COMBINE)
+foreach_mul_: Callable[..., Any] = _find("torch._foreach_mul_", _COMBINE)
+
+version: Callable[[Tensor], int] = _find("torch.Tensor._version.__get__", "noticing writes")
+"""Return how often a tensor was written in place; raises for an inference tensor."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place; -1 for an inference tensor, which has no count."""
+    return -1 if tensor.is_inference() else version(tensor)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether a user registered gradient hooks on a parameter."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return the hooks that ``register_hook`` put on a parameter."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def post_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks that ``register_post_accumulate_grad_hook`` put on a parameter."""
+    return list((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices and values of a sparse tensor without adding up duplicates first."""
+    return tensor._indices(), tensor._values()
+
+
+make_subclass: Callable[[type[Tensor], Tensor, bool], Any] = _find(
+    "torch.Tensor._make_subclass", "leaves of parameters of users' classes, sharded tables"
+)
+
+pytree: Any = _find("torch.utils._pytree", "nested arguments and results")
+
+# ------------------------------------------------------------------ modules, optimizers, scalers
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Return the dict in which a module keeps its parameters."""
+    return module._parameters
+
+
+def set_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
+    """Replace the dict in which a module keeps its parameters."""
+    module._parameters = parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """Return the dict in which a module keeps its buffers."""
+    return module._buffers
+
+
+def set_buffers(module: nn.Module, buffers: dict[str, Any]) -> None:
+    """Replace the dict in which a module keeps its buffers."""
+    module._buffers = buffers
+
 
 refresh_scaler_state: Callable[[], dict[str, Any]] = _find(
     "torch.amp.grad_scaler._refresh_per_optimizer_state", "GradScaler in replicas"
 )
+
+
+def stages_of(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """Return the stage that a scaler has reached with each optimizer, by the optimizer's id."""
+    return scaler._per_optimizer_states
+
+
+def set_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
+    """Replace the dict of `stages_of`."""
+    scaler._per_optimizer_states = stages
+
+
 inject_class: Callable[[nn.Module], None] = _find(
     "torch.nn.utils.parametrize._inject_new_class", "parametrized modules on workers"
 )
@@ -177,28 +288,19 @@ inject_property: Callable[[nn.Module, str], None] = _find(
     "torch.nn.utils.parametrize._inject_property", "parametrized modules on workers"
 )
 
-ENGINE: Final = "torch.autograd._engine_run_backward"
-"""What ``torch.autograd.grad`` and ``backward`` call; `differentiated` stands before it."""
+# ------------------------------------------------------------------ what the doctor reports
 
-_ELSEWHERE: Final = {
-    # Used where they belong to torch's own objects; only looked for here.
-    ENGINE: "torch.autograd.grad of parameters taken outside run()",
-    "torch.utils._pytree.tree_map": "nests of values",
-    "torch.Tensor._version": "noticing writes",
+_CHECKED: Final = {
+    # Names used on torch's own objects, here and in the patches.
     "torch.Tensor._indices": "sparse gradients",
     "torch.Tensor._values": "sparse gradients",
-    "torch.Tensor._backward_hooks": "hooks on parameters on workers",
-    "torch.Tensor._post_accumulate_grad_hooks": "hooks on parameters on workers",
-    "torch.Tensor._make_subclass": "leaves of parameters of users' classes, sharded tables",
+    "torch.Tensor._backward_hooks": "hooks on parameters",
+    "torch.Tensor._post_accumulate_grad_hooks": "hooks on parameters",
     "torch.Tensor._make_wrapper_subclass": "what a scheduled write returns",
-    "torch._foreach_add_": "combining gradients",
-    "torch._foreach_mul": "combining gradients",
-    "torch._foreach_lerp_": "combining buffers",
-    "torch._foreach_copy_": "copying gradients",
     "torch.nn.modules.batchnorm._NormBase": "statistics on parameter servers",
 }
 
-_OF_OBJECTS: Final[dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
+_CHECKED_OBJECTS: Final[dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
     "nn.Module": (
         nn.Module,
         ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks"),
@@ -207,16 +309,13 @@ _OF_OBJECTS: Final[dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
         lambda: torch.optim.SGD([Tensor()]),
         ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     ),
-    "torch.amp.GradScaler": (
-        lambda: torch.amp.GradScaler("cpu"),
-        ("_per_optimizer_states",),
-    ),
+    "torch.amp.GradScaler": (lambda: torch.amp.GradScaler("cpu"), ("_per_optimizer_states",)),
     "nn.RNN": (lambda: nn.RNN(1, 1), ("_flat_weights", "_flat_weights_names")),
 }
 
 
 def missing() -> Iterator[tuple[str, str, bool]]:
-    """Every name this torch lacks: the name, what for, and whether something else does the same.
+    """Yield every name this torch lacks: the name, its purpose, and whether it is replaced.
 
     Example:
         >>> from stratagem._core.torch_patches.private_api import missing
@@ -224,13 +323,11 @@ def missing() -> Iterator[tuple[str, str, bool]]:
         []
     """
     for path, purpose in MISSING.items():
-        yield path, purpose, path in _SLOWER
-    for path, purpose in _ELSEWHERE.items():
-        try:
-            _look(path)
-        except (AttributeError, ImportError):
+        yield path, purpose, path in _REPLACED
+    for path, purpose in _CHECKED.items():
+        if _look(path) is _ABSENT:
             yield path, purpose, False
-    for kind, (make, names) in _OF_OBJECTS.items():
+    for kind, (make, names) in _CHECKED_OBJECTS.items():
         held = vars(make())
         for name in names:
             if name not in held:

@@ -1,98 +1,90 @@
-"""Each replica's own stream of random numbers, whatever the timing of the threads.
+"""A random stream of its own for each replica, independent of thread timing.
 
-torch's default CPU generator is one per process, so replicas side by side would draw from it in an order
-that changes from run to run; and most random functions (``F.dropout``, attention, recurrent layers)
-take no generator. But every random operator ends in one that does. So replica threads run with one more
-dispatch key switched on, `_KEY`, which torch itself leaves unused: operators that take a ``generator``
-have a kernel of ours there that fills in the replica's own when none was given; all others fall
-through in C++ at no cost. Random numbers inside autograd, vmap or C++ composites come by here too.
+torch's default CPU generator is one per process, so concurrent replicas would draw from it in an order that changes
+from run to run; and most random functions (``F.dropout``, attention, recurrent layers) take no generator. But every
+random operator ends in one that does. So replica threads run with one more dispatch key switched on, `_KEY`, which
+torch leaves unused. On that key, operators that take a ``generator`` have a kernel of ours that fills in the replica's
+own if none was given; all others fall through in C++ at no cost. This covers random numbers inside autograd, vmap and
+C++ composites.
 
-A run's streams are seeded from the default generator, once, by the first random operator of the run:
-a run after ``torch.manual_seed`` repeats bit for bit. A run that draws nothing leaves it untouched.
+The first random operator of a run draws one number from the default generator to seed the run's streams. So a run
+after ``torch.manual_seed`` repeats bit for bit, and a run that draws nothing leaves the default generator untouched.
 
-``torch.get_rng_state``, ``set_rng_state``, ``fork_rng`` and ``manual_seed`` mean the replica's stream when
-called in a replica: activation checkpointing depends on it to draw the same dropout mask twice. They
-all go through the module variable ``torch.random.default_generator``, which `install` replaces once by a
-stand-in that answers by context (docs/design/0003-randomness.md says why).
+In a replica, ``torch.get_rng_state``, ``set_rng_state``, ``fork_rng`` and ``manual_seed`` mean the replica's stream.
+Activation checkpointing depends on it to draw the same dropout mask twice. These functions all read the module variable
+``torch.random.default_generator``, which a proxy replaces (docs/design/0003-randomness.md).
 
-Limits: kernels compiled by torch.compile's default backend draw from one seed per call, which does come
-from the replica's stream (the call that compiles excepted); NumPy's and Python's generators are not ours.
+Limits: kernels compiled by torch.compile's default backend draw from one seed per call, which comes from the replica's
+stream (except in the call that compiles). NumPy's and Python's generators stay process-wide.
 """
 
 from __future__ import annotations
 
 import _thread
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from stratagem._core import context
-from stratagem._core.context import Replica, current_replica
+from stratagem._core import context, torch_patches
+from stratagem._core.context import RandomStream, Replica, current_replica
 from stratagem._core.torch_patches import private_api
 
 _KEY = "TESTING_ONLY_GenericMode"
 _MASK = (1 << 64) - 1
 
-_installed: list[Any] = []  # what torch must not collect: our kernels, and the key they are under
-_installing = _thread.allocate_lock()
+_installed: list[Any] = []  # the dispatch key, and the libraries that torch must not collect
 
 
 class Streams:
-    """The random streams of one run: made when first drawn from."""
+    """The random streams of one run; created when first drawn from."""
 
-    __slots__ = ("_base", "_generators", "_lock")
+    __slots__ = ("_generators", "_lock", "_seed")
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
-        self._base: int | None = None
+        self._seed: int | None = None
         self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
 
     def active(self) -> AbstractContextManager[object]:
-        """Held by a replica's thread while its function runs."""
-        if not _installed:
-            install()
-        guard: AbstractContextManager[object] = private_api.IncludeKey(_installed[0])
-        return guard
+        """Return the guard that a replica's thread holds while its function runs."""
+        return private_api.IncludeKey(_installed[0])
 
     def generator(self, replica_id: int, device: torch.device) -> torch.Generator:
-        """The replica's generator on a device; seeded by the run, the replica and the device."""
+        """Return the replica's generator on a device, seeded by the run, the replica and the device."""
         key = (replica_id, device)
         found = self._generators.get(key)
         if found is None:
             with self._lock:
-                if self._base is None:
-                    self._base = _draw()
-                base = self._base
-            # The device's number takes part, so that one replica's streams differ between devices.
+                if self._seed is None:
+                    self._seed = _draw_seed()
+            # The device takes part, so that one replica's streams differ between devices.
             turn = replica_id + 1 + ((device.index or 0) << 20) + ((device.type != "cpu") << 40)
-            found = torch.Generator(device).manual_seed(_mix(base, turn) & (_MASK >> 1))
+            found = torch.Generator(device).manual_seed(_mix(self._seed, turn) & (_MASK >> 1))
             self._generators[key] = found
         return found
 
 
-def _draw() -> int:
-    # Replicas are the only ones here now, and the first to come draws for all.
+def _draw_seed() -> int:
     with private_api.WithoutTransforms():  # the first draw may come from inside vmap
         number = torch.empty((), dtype=torch.int64, device="cpu")
         return int(number.random_(generator=torch.default_generator))
 
 
-def _mix(base: int, turn: int) -> int:
-    """SplitMix64: neighbouring inputs give unrelated seeds."""
-    z = (base + turn * 0x9E3779B97F4A7C15) & _MASK
+def _mix(seed: int, turn: int) -> int:
+    """Compute SplitMix64: neighbouring inputs give unrelated seeds."""
+    z = (seed + turn * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
 
 
 class Drawing:
-    """While open, this thread's random operators draw from ``stream(device)`` if it gives a generator.
+    """Context manager: this thread's random operators draw from ``stream(device)``, unless that is None.
 
-    For code that runs outside any replica but needs a stream of its own: the input pipeline's
-    functions, in threads beside the training step. Torch's own generator is neither read nor moved.
+    For code outside replicas that needs a stream of its own, such as input functions in background threads. Torch's
+    own generator is neither read nor moved.
 
     Example:
         >>> import torch
@@ -106,12 +98,11 @@ class Drawing:
 
     __slots__ = ("_before", "_guard", "_stream")
 
-    def __init__(self, stream: Callable[[torch.device], torch.Generator | None]) -> None:
+    def __init__(self, stream: RandomStream) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
-        if not _installed:
-            install()
+        torch_patches.install(torch_patches.RANDOM)
         self._before = context.swap_stream(self._stream)
         self._guard: Any = private_api.IncludeKey(_installed[0])
         self._guard.__enter__()
@@ -121,47 +112,11 @@ class Drawing:
         context.swap_stream(self._before)
 
 
-def stream_of(replica: Replica, device: torch.device) -> torch.Generator:
-    """The generator a replica draws from on a device."""
-    streams: Streams = replica.group.streams
-    return streams.generator(replica.id, device)
+def _stream_of(replica: Replica, device: torch.device) -> torch.Generator:
+    return replica.group.streams.generator(replica.id, device)
 
 
 # ------------------------------------------------------------------ the kernels
-
-
-def install() -> None:
-    """Register the kernels and the stand-in generator; once per process."""
-    with _installing:
-        if _installed:
-            return
-        key: Any = private_api.parse_key(_KEY)
-        library: Any = torch.library.Library
-        others = library("_", "IMPL", _KEY)
-        others.fallback(torch.library.fallthrough_kernel, _KEY)
-        random = library("aten", "IMPL", _KEY)
-        keys = private_api.KeySet(key)
-        for schema in private_api.all_schemas():
-            place = _generator_place(schema)
-            if place is None:
-                continue
-            name = schema.name.removeprefix("aten::")
-            packet = getattr(torch.ops.aten, name)
-            operator = getattr(packet, schema.overload_name or "default")
-            full = f"{name}.{schema.overload_name}" if schema.overload_name else name
-            random.impl(full, _Kernel(operator, place, keys), _KEY)
-        vars(torch.random)["default_generator"] = _StandIn()
-        _installed.extend((key, others, random))
-
-
-def _generator_place(schema: Any) -> int | None:
-    """Position of an aten operator's generator argument, -1 if by keyword only, None if it has none."""
-    if not schema.name.startswith("aten::"):
-        return None
-    for i, argument in enumerate(schema.arguments):
-        if argument.name == "generator":
-            return -1 if argument.kwarg_only else i
-    return None
 
 
 class _Kernel:
@@ -175,8 +130,7 @@ class _Kernel:
         self._keys = keys
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In a meeting (cross-replica) the default generator is meant. While torch.compile traces,
-        # a generator object must not end up in its graph.
+        # While torch.compile traces, a generator object must not end up in its graph.
         if not private_api.dispatch_modes():
             place = self._place
             if 0 <= place < len(args):
@@ -190,12 +144,15 @@ class _Kernel:
 
 
 def _current_generator(device: torch.device) -> torch.Generator | None:
-    """What this thread draws from: a stream set for it, its replica's, or None for torch's own."""
+    """Return the generator of this thread or of its replica; None for torch's own.
+
+    In cross-replica context (a rendezvous) torch's own generator is meant.
+    """
     stream = context.current_stream()
     if stream is not None:
         return stream(device)
     replica = current_replica()
-    return None if replica is None else stream_of(replica, device)
+    return None if replica is None else _stream_of(replica, device)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -206,8 +163,8 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return torch.device("cpu") if device is None else torch.device(device)
 
 
-class _StandIn:
-    """Stands where torch keeps its default generator: a replica's own inside one, else the real one."""
+class _GeneratorProxy:
+    """Replacement of ``torch.random.default_generator``: the replica's own stream in a replica of several."""
 
     __slots__ = ()
 
@@ -215,8 +172,38 @@ class _StandIn:
         replica = current_replica()
         if replica is None or replica.group.size == 1:
             return getattr(torch.default_generator, name)
-        return getattr(stream_of(replica, torch.device("cpu")), name)
+        return getattr(_stream_of(replica, torch.device("cpu")), name)
 
     @override
     def __repr__(self) -> str:
         return f"<default generator: {self.__getattr__('__repr__')()}>"
+
+
+def _generator_place(schema: Any) -> int | None:
+    """Return the position of an operator's generator argument: -1 if keyword only, None if it has none."""
+    if not schema.name.startswith("aten::"):
+        return None
+    for i, argument in enumerate(schema.arguments):
+        if argument.name == "generator":
+            return -1 if argument.kwarg_only else i
+    return None
+
+
+def apply_patch() -> None:
+    """Register the kernels and replace the default generator; takes about 60 ms."""
+    key: Any = private_api.parse_key(_KEY)
+    library: Any = torch.library.Library
+    others = library("_", "IMPL", _KEY)
+    others.fallback(torch.library.fallthrough_kernel, _KEY)
+    random = library("aten", "IMPL", _KEY)
+    keys = private_api.KeySet(key)
+    for schema in private_api.all_schemas():
+        place = _generator_place(schema)
+        if place is None:
+            continue
+        name = schema.name.removeprefix("aten::")
+        operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+        full = f"{name}.{schema.overload_name}" if schema.overload_name else name
+        random.impl(full, _Kernel(operator, place, keys), _KEY)
+    vars(torch.random)["default_generator"] = _GeneratorProxy()
+    _installed.extend((key, others, random))

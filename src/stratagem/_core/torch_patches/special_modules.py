@@ -1,23 +1,20 @@
-"""Modules of torch.nn that keep tensors outside ``_parameters``, or write parameters in forward.
+"""Modules of torch.nn that keep tensors outside ``_parameters``.
 
-Such a module, when its parameters get a home, becomes an instance of a subclass made here on the fly (as
-``torch.nn.utils.parametrize`` does), with the same name. It pickles as its plain class, so that a saved
-model loads without us. The cases:
+When a strategy takes over the parameters of such a module, the module becomes an instance of a subclass made here (as
+``torch.nn.utils.parametrize`` does it), with the same name. It pickles as its plain class, so that a saved model loads
+without Stratagem. The cases:
 
-- recurrent modules keep ``_flat_weights``, a list that C++ reads: here it is made from the context's
-  parameters at each call;
-- lazy modules create their parameters at first call: here the replicas meet and it is done once;
-- Embedding and EmbeddingBag with ``max_norm`` write their weight in forward: here one at a time;
-- modules with the old-style weight_norm or spectral_norm put a computed ``weight`` on themselves in a
-  forward hook: here each replica has its own;
-- SyncBatchNorm takes the statistics of the whole batch: here over the replicas (`sync_norm`).
+- recurrent modules keep ``_flat_weights``, a list that C++ reads: it is made from the context's parameters at each call;
+- lazy modules create their parameters at the first call: the replicas wait for each other and one creates them;
+- old-style weight_norm, spectral_norm and pruning set a computed ``weight`` on the module in a forward hook: each
+  replica has its own;
+- SyncBatchNorm computes statistics of the whole batch: over the replicas (`sync_norm`).
 """
 
 from __future__ import annotations
 
 import copy
 import copyreg
-import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,38 +24,33 @@ from torch.nn.parameter import is_lazy
 from stratagem._core import sync_norm
 from stratagem._core.context import current_replica
 from stratagem._core.managed import ManagedParameter
-from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.torch_patches.compiling import eagerly
+from stratagem._core.torch_patches.private_api import buffers_of, parameters_of
 
-_COMPUTED = ("_g", "_v", "_orig")  # what old-style weight_norm and spectral_norm register
+_COMPUTED = ("_g", "_v", "_orig")  # name endings that weight_norm, spectral_norm and prune register
 
 
 def prepare(module: Any, managed: ManagedParameter, name: str = "") -> None:
-    """Make ``module`` one of the special ones, if it is of a kind that needs it."""
+    """Change the class of ``module`` if it is one of the special kinds."""
     mixin: type[_Special]
     central: Any = managed.central
     if isinstance(module, _Special):
         return
     if isinstance(module, nn.SyncBatchNorm):
-        prepare_for_buffers(module)
-        return
-    if isinstance(module, nn.RNNBase):
+        mixin = _Synchronised
+    elif isinstance(module, nn.RNNBase):
         mixin = _Recurrent
     elif isinstance(module, LazyModuleMixin) and is_lazy(central):
         mixin = _Lazy
-    elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        mixin = _Renormalising
     elif name.endswith(_COMPUTED) and type(module).__module__.startswith("torch.nn"):
         mixin = _Computing
     else:
         return
-    if mixin is _Renormalising and isinstance(managed, ReplicatedParameter):
-        managed.may_be_written = True
     module.__class__ = _special_class(type(module), mixin)
 
 
 def prepare_for_buffers(module: Any) -> None:
-    """The same for a module that may have a home for its buffers alone."""
+    """Change the class of a module whose buffers alone are managed."""
     plain: type[nn.Module] = type(module)
     if issubclass(plain, nn.SyncBatchNorm) and not issubclass(plain, _Special):
         module.__class__ = _special_class(plain, _Synchronised)
@@ -70,20 +62,19 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 def _special_class(plain: type[nn.Module], mixin: type[_Special]) -> type[nn.Module]:
     found = _CLASSES.get((plain, mixin))
     if found is None:
-        marks = ("__module__", "__qualname__", "__doc__")
-        content = {mark: getattr(plain, mark) for mark in marks}
+        content = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
         found = type(plain.__name__, (mixin, plain), {**content, "_plain_class": plain})
         _CLASSES[plain, mixin] = found
     return found
 
 
 class _Special(nn.Module):
-    """What the special classes share: pickled they are plain, deep-copied they stay special."""
+    """Base of the special classes: pickled as the plain class, deep-copied as the special one."""
 
     _plain_class: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickle insists that copyreg.__newobj__ makes the object's own class; this one does not.
+        # Pickle insists that copyreg.__newobj__ makes the object's own class; this function does not.
         state: Any = self
         maker = vars(copyreg)["_reconstructor"]
         return maker, (self._plain_class, object, None), state.__getstate__()
@@ -97,7 +88,7 @@ class _Special(nn.Module):
 
 
 class _Recurrent(_Special):
-    """RNN, LSTM, GRU: the list of weights is the context's."""
+    """RNN, LSTM, GRU."""
 
     _flat_weights_names: list[str]
 
@@ -120,7 +111,7 @@ class _Recurrent(_Special):
 
 
 class _Lazy(_Special):
-    """Lazy modules: initialised once, at the first call, by what the first replica was given."""
+    """Lazy modules: initialised once, from the first replica's arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         this: Any = self
@@ -132,62 +123,46 @@ class _Lazy(_Special):
                 this._infer_parameters(this, first_args, first_kwargs)
                 return [None] * len(brought)
 
-            # On the caller's thread: its random numbers are those of plain PyTorch.
-            replica.group.meet(
-                replica.id, "a lazy module's first call", (args, kwargs), initialise, on_caller=True
-            )
+            # On the caller's thread, whose random numbers are those of plain PyTorch.
+            label = "a lazy module's first call"
+            replica.group.rendezvous(replica.id, label, (args, kwargs), initialise, on_caller=True)
         else:
             this._infer_parameters(this, args, kwargs)
-        # It is an ordinary module now: its class, and with it __call__, has changed.
+        # The module is an ordinary one now: its class, and so __call__, has changed.
         return self(*args, **kwargs)
 
 
-class _Renormalising(_Special):
-    """Embeddings with max_norm: rows are rescaled in place before they are looked up."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the plain class, one replica at a time, so that no row is rescaled twice at once."""
-        if current_replica() is None:
-            return super().forward(*args, **kwargs)
-        with _RENORMALISING:
-            return super().forward(*args, **kwargs)
-
-
-# One for all: such modules are rare, and a lock on the module would not pickle.
-_RENORMALISING = threading.Lock()
-
-
 class _Computing(_Special):
-    """Old-style weight_norm and spectral_norm: the computed weight is each replica's own."""
+    """Modules with a computed ``weight``: in a replica, tensors set as attributes are the replica's own."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         replica = current_replica()
+        computed = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if (
-            replica is not None
-            and isinstance(value, Tensor)
-            and not isinstance(value, nn.Parameter)
+            replica is None
+            or not computed
+            or name in parameters_of(self)
+            or name in buffers_of(self)
         ):
-            held = self.__dict__
-            if name not in held["_parameters"] and name not in held["_buffers"]:
-                replica.group.notes[id(self), replica.id, name] = value
-                return
-        super().__setattr__(name, value)
+            super().__setattr__(name, value)
+        else:
+            replica.group.shared[id(self), replica.id, name] = value
 
     def __getattribute__(self, name: str) -> Any:
         replica = current_replica()
         if replica is not None:
-            computed = replica.group.notes.get((id(self), replica.id, name))
+            computed = replica.group.shared.get((id(self), replica.id, name))
             if computed is not None:
                 return computed
         return super().__getattribute__(name)
 
 
 class _Synchronised(_Special):
-    """SyncBatchNorm: in training, the statistics of all replicas' rows."""
+    """SyncBatchNorm: in training, statistics over the rows of all replicas."""
 
     @eagerly
     def forward(self, input: Tensor) -> Tensor:
-        """As the plain class; the replicas of a run meet instead of processes."""
+        """Normalise as the plain class does, over replicas instead of processes."""
         replica = current_replica()
         if replica is None or replica.group.size == 1 or not self.training:
             normalised: Tensor = super().forward(input)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._core.managed import version_of
+from stratagem._core.torch_patches.private_api import version_of
 
 MOST_VALUES: Final = 64
 """Values in one attribute that are compared at every `schedule` (10 µs); of a larger list, dict or object

@@ -23,14 +23,16 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from stratagem._core import devices
-from stratagem._core.managed import ManagedParameter, version_of
+from stratagem._core.managed import ManagedParameter
 from stratagem._core.partition import Partitioner, number_of_shards
+from stratagem._core.torch_patches.module_members import BuffersByReplica
+from stratagem._core.torch_patches.private_api import has_hooks, version_of
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.coordinator.deferred_tables import planned_of
 from stratagem._ps.placement import Description, Placement
-from stratagem._ps.types import InitOp
+from stratagem._ps.server.store import InitOp
 from stratagem.errors import StratagemError
 
 TABLE_ROWS = 8192
@@ -110,7 +112,7 @@ class Kept:
         self.place()
         assert self.description is not None
         self.remote = self.owner.new_remote(self.description)
-        recipes = None if self.plan is None else self.plan.place_on(self.remote)
+        recipes = None if self.plan is None else self.plan.settle_in(self.remote)
         return self.remote.wanted(recipes)
 
     def send(self) -> None:
@@ -161,11 +163,6 @@ class Use(enum.Enum):
     """Another layer of torch.nn: needed as a whole."""
     UNKNOWN = "unknown"
     """A module of the user's own."""
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether the user put a hook on a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class CoordinatorParameter(ManagedParameter):
@@ -240,9 +237,9 @@ class CoordinatorBuffer:
         self.kept.refresh()
         return self.central
 
-    def on_replace(self, replace: Callable[[Tensor], None]) -> None:
-        """A module has it now; only who assigns to its name puts another tensor there."""
-        del replace
+    def bound_to(self, buffers: BuffersByReplica, name: str) -> None:
+        """Count the modules that hold the buffer."""
+        del buffers, name
         self._modules += 1
 
     def put(self, replica: Any, tensor: Tensor) -> None:
@@ -265,7 +262,7 @@ class CoordinatorBuffer:
         known = owner.managed_buffer(buffer) is not None
         if self.kept.remote is None or not alike or known or self._modules > 1:
             return self.adopt_copy(buffer)
-        self._modules -= 1  # `on_replace` counts this module again
+        self._modules -= 1  # `bound_to` counts this module again
         self.kept.stand_for(buffer)
         owner.note_buffer(self)
         return self

@@ -107,7 +107,7 @@ class ObjectHandles:
     def _define_variable(obj: Any) -> object:
         if isinstance(obj, PerWorkerVariable):
             return definitions.VariableDefinition(obj.descriptions, obj.request, per_worker=True)
-        place = obj._place
+        place = obj._storage
         assert isinstance(place, RemoteStorage)
         request = replace(obj._request, initial_value=None)
         return definitions.VariableDefinition((place.remote.description,), request)
@@ -139,7 +139,7 @@ class ObjectHandles:
             return self._token_of(obj, "optimizer")
         if isinstance(obj, PerWorkerVariable):
             return self._token_of(obj, "variable")
-        ours_too = obj._strategy is self._strategy() and isinstance(obj._place, RemoteStorage)
+        ours_too = obj._strategy is self._strategy() and isinstance(obj._storage, RemoteStorage)
         return self._token_of(obj, "variable") if ours_too else None
 
     def _name_parts(self, module: nn.Module) -> None:
@@ -325,12 +325,12 @@ class ObjectHandles:
 
     def check_servers(self, options: ClusterOptions) -> None:
         """One look at every server; raises ParameterServerLost if one counts as lost."""
-        self._variables.client.check_servers(options)
+        self._variables.client.look_after_servers(options)
 
-    def finish_closures(self, closures: Sequence[int]) -> None:
-        """Let servers refuse late writes of these closures, which are finished. Never waits."""
+    def forget_closures(self, closures: Sequence[int]) -> None:
+        """These exactly-once closures are finished: nobody will repeat their writes."""
         if not self._variables.closed:
-            self._variables.client.finish_closures(closures)
+            self._variables.client.forget_closures(closures)
 
     def close(self, options: ClusterOptions | None = None) -> None:
         """Ends the session on the servers; models keep their last values.

@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._core import context, variable_storage
+from stratagem._core import context, variable_writes
 from stratagem._core.partition import Partitioner, number_of_shards
 from stratagem._core.values import DistributedValues, convert_to_tensor
+from stratagem._core.variable_storage import VariableStorage
 from stratagem._core.variables import (
     Scatter,
     Variable,
     VariableAggregation,
     VariableRequest,
-    VariableStorage,
     Write,
 )
-from stratagem._ps.client.lazy_value import LazyReadTensor
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.placement import Description
 from stratagem._ps.rows import sort_ids
 from stratagem._ps.tables.sharded_variable import ShardedVariable
+from stratagem._ps.worker.lazy_value import LazyReadTensor
 
 _OPERATION = {"assign": "set", "assign_add": "add", "assign_sub": "sub"}
 
@@ -131,7 +131,7 @@ class RemoteStorage(VariableStorage):
 
     @override
     def write(self, variable: Variable, how: Write, value: Any) -> Tensor:
-        replica = variable_storage.own_replica(variable, self._strategy)
+        replica = variable_writes.own_replica(variable, self._strategy)
         if (
             replica is None
             or replica.group.size == 1  # aggregation means nothing then (PSS-33)
@@ -139,18 +139,18 @@ class RemoteStorage(VariableStorage):
         ):
             return self._put(variable, how, value)
         if variable.aggregation is VariableAggregation.NONE:
-            raise variable_storage.needs_aggregation(variable, how)
+            raise variable_writes.needs_aggregation(variable, how)
 
         def apply(brought: list[Any]) -> list[Tensor]:
-            total = variable_storage.aggregated(variable, brought)
+            total = variable_writes.aggregated(variable, brought)
             return [self._put(variable, how, total)] * len(brought)
 
-        return variable_storage.meet_to_write(replica, variable, how, value, apply)
+        return variable_writes.write_together(replica, variable, how, value, apply)
 
     def _put(self, variable: Variable, how: Write, value: Any) -> Tensor:
         if isinstance(value, DistributedValues):
             value = value.component(0)
-        fitting = variable_storage.fitting(variable, how, value)
+        fitting = variable_writes.fitting(variable, how, value)
         self._look_before_it_changes()
         self._remote.assign(_OPERATION[how], fitting)
         return self._after()
@@ -162,7 +162,7 @@ class RemoteStorage(VariableStorage):
             late.now()
 
     def _after(self) -> Tensor:
-        if not self._remote.client.outbox.is_deferring:
+        if not self._remote.client.outbox.defers:
             return self._own().detach()
         late = LazyReadTensor(self.shape, self.dtype, self._value_now)
         self._late = weakref.ref(late)
@@ -173,7 +173,7 @@ class RemoteStorage(VariableStorage):
 
     @override
     def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> Tensor:
-        variable_storage.own_replica(variable, self._strategy)
+        variable_writes.own_replica(variable, self._strategy)
         self._look_before_it_changes()
         self._remote.scatter(how, ids, rows.detach())
         return self._after()

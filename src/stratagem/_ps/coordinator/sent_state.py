@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stratagem._core.managed import version_of
 from stratagem._core.torch_patches import change_notes
+from stratagem._core.torch_patches.private_api import version_of
 from stratagem._ps.coordinator.attribute_snapshot import AttributeSnapshot
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
 from stratagem._ps.coordinator.module_definitions import (

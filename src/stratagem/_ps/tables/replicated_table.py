@@ -19,8 +19,10 @@ from typing_extensions import override
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica
-from stratagem._core.managed import central_gradient, run_record, version_of
+from stratagem._core.managed import read_grad, run_record
 from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
+from stratagem._core.strategy_hooks import StrategyHooks
+from stratagem._core.torch_patches.private_api import has_hooks
 from stratagem._ps.tables.table_parameter import TableParameter
 
 
@@ -32,7 +34,7 @@ class ReplicatedTable(ReplicatedParameter):
 
     central: TableParameter
 
-    def __init__(self, central: TableParameter, strategy: object, name: str) -> None:
+    def __init__(self, central: TableParameter, strategy: StrategyHooks, name: str) -> None:
         super().__init__(central, strategy, name)
         self._shown: weakref.ref[Tensor] | None = None  # the view's gradient that central shows
 
@@ -49,9 +51,9 @@ class ReplicatedTable(ReplicatedParameter):
         _table(leaf).gradient.before = hook
 
     @override
-    def expose_gradient(self, leaf: Leaf) -> None:
-        value = _table(leaf).grad
-        if value is None:
+    def expose_gradient(self, leaf: Leaf | None) -> None:
+        value = None if leaf is None else _table(leaf).grad
+        if leaf is None or value is None:
             self.central.grad = None
         elif self._shown is None or self._shown() is not value or self.central.grad is None:
             self._shown = weakref.ref(value)
@@ -71,7 +73,7 @@ class ReplicatedTable(ReplicatedParameter):
         if table.requires_grad != central.requires_grad:
             table.requires_grad_(central.requires_grad)
         self._follow_gradient(leaf)
-        if not leaf.has_base_hook and (self.adds_up or gradients.has_hooks(central)):
+        if not leaf.has_base_hook and (self.adds_up or has_hooks(central)):
             gradients.add_base_hook(leaf)
         leaf.record = record = run_record(replica)
         record.leaves.append(leaf)
@@ -88,15 +90,10 @@ class ReplicatedTable(ReplicatedParameter):
 
     def _follow_gradient(self, leaf: Leaf) -> None:
         """At the start of a run the view's gradient is central's, whatever was done to that outside."""
-        table, grad, agreed = _table(leaf), central_gradient(self.central), leaf.synced_with
+        table, grad = _table(leaf), read_grad(self.central)
         if grad is None:
             table.grad = None
-        elif (
-            agreed is None
-            or agreed[0]() is not grad
-            or agreed[1] != version_of(grad)
-            or table.grad is None
-        ):
+        elif table.grad is None or not leaf.is_synced_with(grad):
             table.gradient.take_over(self.central.gradient, copy=True)
             kept = table.grad
             leaf.aggregated = None if kept is None else weakref.ref(kept)

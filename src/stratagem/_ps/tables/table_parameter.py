@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from stratagem._core.context import current_replica
 from stratagem._core.torch_patches import private_api
-from stratagem._core.torch_patches.autograd_grad import own_leaf
+from stratagem._core.torch_patches.autograd_engine import own_leaf
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._ps.rows import SortedIds, sort_ids, sum_rows, take_rows
 from stratagem._ps.tables.row_gradient import RowGradient, RowSource

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stratagem._core.managed import version_of
+from stratagem._core.torch_patches.private_api import version_of
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
 

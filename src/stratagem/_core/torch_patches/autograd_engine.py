@@ -1,0 +1,234 @@
+"""``backward()`` and ``torch.autograd.grad`` in a replica.
+
+Three things happen at the one function through which both reach the autograd engine. (Programs import
+``torch.autograd.grad`` by name before there is any strategy, so wrapping that function would miss them.)
+
+Parameters taken outside ``run``. ``params = list(model.parameters())`` outside ``run`` are the central parameters,
+but the model in a replica computes with the replica's leaves. In ``torch.autograd.grad(loss, params)`` the gradient of a
+parameter is that of its leaf plus that of the central parameter; a loss may use both (a penalty over ``params``).
+``backward(inputs=params)`` means the leaves.
+
+Failed passes. The engine drops its callbacks, so the record of the pass is reset.
+
+Shared tensors. A model made outside the scope, a bare ``nn.Parameter`` or a central parameter used in a closure has one
+``.grad`` for all replicas: R backward passes add up in it. No hook of ours fires, so the graph of the pass is searched
+for tensors that took a gradient:
+
+- the replica's own leaf of a parameter: fine;
+- another tensor of a parameter of this strategy (the central parameter): refused;
+- any other tensor: refused when a second replica of the run reaches the same one. A tensor that only one replica
+  reaches (an adversarial input, a module made in the replica) is its own.
+
+A search costs microseconds per node. So a pass like an earlier one (as many new graph nodes, as many of our leaves with
+a gradient) is searched at its 1st, 2nd, 4th, 8th, … occurrence only.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stratagem._core import gradients
+from stratagem._core.context import Replica, current_replica, thread_cache
+from stratagem._core.managed import find_managed
+from stratagem._core.replicated_parameters import ReplicatedParameter
+from stratagem._core.strategy_hooks import StrategyHooks
+from stratagem._core.torch_patches import private_api
+from stratagem._core.torch_patches.compiling import eagerly
+from stratagem.errors import ForeignParameterError
+
+REMEDY = (
+    "Create the model inside `with strategy.scope():` (one made elsewhere: make it a submodule of one "
+    "created there; a bare tensor: make it an nn.Parameter of an nn.Module created there), so that "
+    "each replica gets its own view of it and gradients are aggregated; or train it outside run()."
+)
+
+KINDS_KEPT = 256
+"""How many kinds of passes a thread remembers; a program with more searches some of them again."""
+
+
+def own_leaf(tensor: Any) -> tuple[Any, Tensor | None]:
+    """Return the tensor to use in this replica, and the central parameter behind it if there is one."""
+    managed = find_managed(tensor) if isinstance(tensor, Tensor) else None
+    if not isinstance(managed, ReplicatedParameter):
+        return tensor, None
+    central, leaf = managed.central, managed.resolve()
+    if leaf is central:  # a replica of another strategy
+        return tensor, None
+    return (leaf if tensor is central else tensor), central
+
+
+def _backward(
+    run: Any, replica: Replica, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a pass that accumulates gradients; ``args[3]`` are the inputs, empty for all leaves."""
+    own = [own_leaf(each) for each in args[3]]
+    try:
+        run(outputs, *args[:3], tuple(each for each, _ in own), *args[4:], **kwargs)
+    except BaseException:
+        if replica.record is not None:
+            gradients.forget_pass(replica.record)  # the step may catch this and go on
+        raise
+    if replica.group.size > 1:
+        _check_pass(replica, outputs, own)
+
+
+def _grad(run: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return gradients of ``args[3]``, any of which may be the central tensor of a parameter."""
+    own = [own_leaf(each) for each in args[3]]
+    leaves = [each for each, _ in own]
+    centrals = [(i, each) for i, (_, each) in enumerate(own) if each is not None]
+    if not centrals:
+        return run(outputs, *args, **kwargs)
+    centrals = [(i, each) for i, each in centrals if each.requires_grad]
+    inputs = (*leaves, *(each for _, each in centrals))
+    found = run(outputs, *args[:3], inputs, True, **kwargs)
+    results = list(found[: len(leaves)])
+    for (i, _), more in zip(centrals, found[len(leaves) :], strict=True):
+        if more is not None:
+            results[i] = more if results[i] is None else results[i] + more.to(results[i].device)
+    allow_unused = args[4]
+    for i, result in enumerate(results):
+        if result is None and not allow_unused:
+            raise RuntimeError(  # torch's own text
+                f"The differentiated Tensor at index {i} appears to not have been used in the "
+                "graph. Set allow_unused=True if this is the desired behavior."
+            )
+    return tuple(results)
+
+
+# ------------------------------------------------------------------ shared tensors
+
+
+class _CleanPasses:
+    """Backward passes of one thread that were searched and reached the replica's own leaves only."""
+
+    __slots__ = ("counts", "nodes", "strategy")
+
+    def __init__(self, strategy: StrategyHooks) -> None:
+        self.strategy = weakref.ref(strategy)
+        self.nodes = 0  # the thread's graph nodes at the end of the last pass
+        self.counts: dict[tuple[int, int], int] = {}  # (new nodes, leaves of ours) -> passes
+
+
+def _check_pass(replica: Replica, roots: Any, own: Sequence[tuple[Any, Tensor | None]]) -> None:
+    """Refuse the pass that has just ended if it reached a tensor that the replicas share."""
+    cache = thread_cache()
+    passes: _CleanPasses | None = cache.get("clean passes")
+    if passes is None or passes.strategy() is not replica.strategy:
+        passes = cache["clean passes"] = _CleanPasses(replica.strategy)
+    nodes = private_api.graph_nodes()
+    record = replica.record
+    leaves = 0
+    if record is not None:
+        leaves, record.arrived = record.arrived, 0
+    kind = (nodes - passes.nodes, leaves)
+    passes.nodes = nodes
+    counts = passes.counts
+    count = counts.get(kind, 0) + 1
+    if count & (count - 1) == 0 and not _search(replica, roots, own):
+        counts.pop(kind, None)  # it reached tensors of its own: search such a pass every time
+        return
+    if count == 1 and len(counts) >= KINDS_KEPT:
+        counts.clear()
+    counts[kind] = count
+
+
+def _search(replica: Replica, roots: Any, own: Sequence[tuple[Any, Tensor | None]]) -> bool:
+    """Return whether the pass reached the replica's own leaves only; raise if it reached a shared tensor."""
+    reached: Iterable[Tensor] = _leaves(roots)
+    if own:
+        # A parameter among the inputs whose central tensor is also in the graph misses part of its gradient.
+        centrals = {id(central) for _, central in own}
+        given = (_tensor_of(each) for each, _ in own)
+        reached = itertools.chain(
+            (each for each in given if each is not None),
+            (each for each in reached if id(each) in centrals),
+        )
+    others = [each for each in reached if not _is_own(each, replica)]
+    seen: dict[int, tuple[Tensor, int]] = replica.group.shared.setdefault("foreign tensors", {})
+    for each in others:
+        # setdefault is atomic: one replica is first. The dict keeps the tensor, so that its id is not reused.
+        _, first = seen.setdefault(id(each), (each, replica.id))
+        if first != replica.id:
+            raise ForeignParameterError(
+                f"backward() in {replica!r} of {replica.strategy!r} put a gradient on a tensor of "
+                f"shape {tuple(each.shape)} that replica {first} trains as well and that belongs to "
+                f"{owner_of(each)}: the replicas' gradients add up in its one .grad, which is of no use "
+                f"now. {REMEDY}"
+            )
+    return not others
+
+
+def _is_own(tensor: Tensor, replica: Replica) -> bool:
+    if not tensor.is_leaf:  # an input that is a result of this replica
+        return True
+    managed = find_managed(tensor)
+    if not isinstance(managed, ReplicatedParameter) or managed.strategy is not replica.strategy:
+        return False
+    leaf = managed.by_replica.get(replica.id)
+    if leaf is None or leaf.tensor is not tensor:
+        raise ForeignParameterError(
+            f"backward() in {replica!r} put a gradient on {managed.describe()} itself, not on this "
+            "replica's view of it: the tensor was taken from the model outside the function given to "
+            "run() (a list of parameters, a closure), so its gradient is not aggregated. Ask the "
+            "model for it inside the function: model.parameters(), module.weight."
+        )
+    return True
+
+
+def _leaves(roots: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that take a gradient when ``roots`` are differentiated."""
+    waiting: list[Any] = []
+    for root in roots:
+        node = root.grad_fn if isinstance(root, Tensor) else root.node
+        if node is None:
+            yield root
+        else:
+            waiting.append(node)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)  # AccumulateGrad has one
+        if leaf is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _tensor_of(given: Any) -> Tensor | None:
+    """Return the tensor that an input stands for: itself, or the leaf of a gradient edge."""
+    return given if isinstance(given, Tensor) else getattr(given.node, "variable", None)
+
+
+def owner_of(tensor: Tensor) -> str:
+    """Return the strategy that a parameter belongs to, for error messages."""
+    managed = find_managed(tensor)
+    if managed is None:
+        return "no strategy"
+    return "no strategy any more" if managed.strategy is None else repr(managed.strategy)
+
+
+def apply_patch() -> None:
+    """Wrap the function that runs the autograd engine; raise if this torch has no such function."""
+    plain = private_api.run_backward
+
+    @eagerly
+    @functools.wraps(plain)
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # args: gradients of the outputs, retain_graph, create_graph, inputs, and for grad() allow_unused
+        replica = current_replica()
+        if replica is None:
+            return plain(outputs, *args, **kwargs)
+        if kwargs.get("accumulate_grad"):
+            return _backward(plain, replica, outputs, args, kwargs)
+        return _grad(plain, outputs, args, kwargs)
+
+    private_api.replace_run_backward(run_backward)

@@ -1,0 +1,101 @@
+"""``nn.Parameter.grad`` and ``nn.Parameter.data`` in a replica.
+
+``grad`` of a central parameter means the gradient of the replica's leaf. A step often uses parameters that were taken
+from the model outside ``run`` (``params = list(model.parameters())``, then ``clip_grad_norm_(params, 1.0)`` in the step).
+Those are the central parameters. Without the patch, clipping would act on the gradient of the last run.
+
+``grad`` of a parameter that no strategy manages is one tensor for all replicas. torch frees the old gradient before it
+clears the pointer and releases the interpreter lock in between: two threads that both run ``p.grad = None`` free it
+twice and corrupt memory. So replicas access it one at a time.
+
+``data`` of a leaf is ``.detach()``: the same memory with the leaf's version counter, by which writes are noticed
+(`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
+parameter once per replica, unnoticed. Assigning to ``.data`` is refused: it would only last until the next run.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem._core.context import current_replica
+from stratagem._core.managed import find_managed, find_registered, read_grad, write_grad
+from stratagem._core.replicated_parameters import ReplicatedParameter
+from stratagem.errors import ReplicaError
+
+_plain_data: Any = torch.Tensor.data
+
+_SHARED = threading.Lock()
+"""Held while a replica of several accesses the gradient of a parameter that replicas share."""
+
+
+def _own(parameter: nn.Parameter, managed: object) -> Tensor:
+    """Return the tensor whose gradient is meant: the replica's leaf of a central parameter."""
+    if isinstance(managed, ReplicatedParameter) and managed.central is parameter:
+        return managed.resolve()  # central itself in a replica of another strategy
+    return parameter
+
+
+def _get_grad(parameter: nn.Parameter) -> Tensor | None:
+    replica = current_replica()
+    if replica is None:
+        return read_grad(parameter)
+    managed = find_registered(parameter)
+    if managed is None and replica.group.size > 1:
+        with _SHARED:
+            return read_grad(parameter)
+    return read_grad(_own(parameter, managed))
+
+
+def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
+    replica = current_replica()
+    if replica is None:
+        write_grad(parameter, value)
+        return
+    managed = find_registered(parameter)
+    if managed is None and replica.group.size > 1:
+        with _SHARED:
+            write_grad(parameter, value)
+    else:
+        write_grad(_own(parameter, managed), value)
+
+
+def _delete_grad(parameter: nn.Parameter) -> None:
+    _set_grad(parameter, None)
+
+
+def _managed_leaf(tensor: Tensor) -> ReplicatedParameter | None:
+    """Return the managed parameter if ``tensor`` is a leaf and this is a replica of several."""
+    replica = current_replica()
+    if replica is None or replica.group.size == 1:
+        return None
+    managed = find_managed(tensor)
+    is_leaf = isinstance(managed, ReplicatedParameter) and tensor is not managed.central
+    return managed if is_leaf else None  # type: ignore[return-value]  # checked in `is_leaf`
+
+
+def _get_data(tensor: nn.Parameter) -> Tensor:
+    plain = _managed_leaf(tensor) is None
+    found: Tensor = _plain_data.__get__(tensor) if plain else Tensor.detach(tensor)
+    return found
+
+
+def _set_data(tensor: nn.Parameter, value: Tensor) -> None:
+    managed = _managed_leaf(tensor)
+    if managed is not None:
+        raise ReplicaError(
+            f"the .data of {managed.describe()} was assigned inside {current_replica()!r}. It would change "
+            "this replica's view of the one central parameter, until the next run. Let "
+            "optimizer.step() update it, or write it outside the function given to run()."
+        )
+    _plain_data.__set__(tensor, value)
+
+
+def apply_patch() -> None:
+    """Put both properties on ``nn.Parameter``."""
+    kind: Any = nn.Parameter
+    kind.grad = property(_get_grad, _set_grad, _delete_grad, doc=torch.Tensor.grad.__doc__)
+    kind.data = property(_get_data, _set_data, doc=_plain_data.__doc__)

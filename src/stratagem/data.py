@@ -9,15 +9,18 @@ Example:
 
 from stratagem._data.cursor import Skipped
 from stratagem._data.dataset import Dataset, as_dataset
+from stratagem._data.dataset_sources import ColumnOptions
 from stratagem._data.distribute import (
     DistributedDataset,
     DistributedIterator,
     OptionalElement,
 )
+from stratagem._data.hashing import hash_bucket
 from stratagem._data.iteration import DatasetIterator
 from stratagem._data.node import INFINITE, UNKNOWN
 from stratagem._data.options import SHARD_HINT, AutoShardPolicy, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE
+from stratagem._data.ragged import Ragged
 from stratagem._data.readers import (
     Bad,
     CsvReader,
@@ -28,8 +31,10 @@ from stratagem._data.readers import (
     TFRecordReader,
     write_tfrecords,
 )
+from stratagem._data.row_ranges import RowRange
 from stratagem._data.seeds import ElementRng
 from stratagem._data.specs import ObjectSpec, PerReplicaSpec, TensorSpec
+from stratagem._data.tfrecord_format import Feature
 
 __all__ = [
     "AUTOTUNE",
@@ -38,6 +43,7 @@ __all__ = [
     "UNKNOWN",
     "AutoShardPolicy",
     "Bad",
+    "ColumnOptions",
     "CsvReader",
     "Dataset",
     "DatasetIterator",
@@ -45,6 +51,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "ElementRng",
+    "Feature",
     "LineReader",
     "NumpyReader",
     "ObjectSpec",
@@ -52,10 +59,13 @@ __all__ = [
     "Options",
     "ParquetReader",
     "PerReplicaSpec",
+    "Ragged",
     "Reader",
+    "RowRange",
     "Skipped",
     "TFRecordReader",
     "TensorSpec",
     "as_dataset",
+    "hash_bucket",
     "write_tfrecords",
 ]

@@ -18,6 +18,7 @@ tf.distribute's or Python's own types keeps working)::
     ├── DataError                                    input that cannot be read or cut
     │   ├── CorruptRecord           [ValueError]     names the file and the record
     │   ├── MissingFile             [FileNotFoundError]  a file, or a pattern that matches none
+    │   ├── ColumnError             [ValueError]     names the file and the column
     │   ├── UnequalRows             [ValueError]     a batch that cannot be cut into rows
     │   ├── ShardingError           [ValueError]     a dataset that cannot be shared as asked
     │   ├── EndOfData               [StopIteration]  get_next() after the last element
@@ -170,6 +171,20 @@ class MissingFile(DataError, FileNotFoundError):
     def __init__(self, message: str, *, path: str) -> None:
         super().__init__(message)
         self.path = path
+
+
+class ColumnError(DataError, ValueError):
+    """A column that is missing in a file, or whose values cannot become a tensor.
+
+    Attributes:
+        path: the file.
+        column: name of the column.
+    """
+
+    def __init__(self, message: str, *, path: str, column: str) -> None:
+        super().__init__(message)
+        self.path = path
+        self.column = column
 
 
 class UnequalRows(DataError, ValueError):

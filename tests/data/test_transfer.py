@@ -70,8 +70,8 @@ def test_host_parts_are_views_and_stay_where_they_are():
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_cut_parts_share_the_batchs_memory(rows):
     batch = torch.arange(rows)
-    from stratagem._data import nests
+    from stratagem._data import batch_rows
 
-    parts = nests.cut(batch, nests.split_sizes(rows, 3))
-    assert [len(p) for p in parts] == nests.split_sizes(rows, 3)
+    parts = batch_rows.cut(batch, batch_rows.split_sizes(rows, 3))
+    assert [len(p) for p in parts] == batch_rows.split_sizes(rows, 3)
     assert all(p.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr() for p in parts)

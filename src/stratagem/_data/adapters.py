@@ -17,7 +17,7 @@ import torch
 from torch.utils import data as torch_data
 from typing_extensions import override
 
-from stratagem._data import nests
+from stratagem._data import batch_rows, nests
 from stratagem._data.calling import element_randomness
 from stratagem._data.cursor import Cursor, CursorContext, State
 from stratagem._data.node import UNKNOWN, Node
@@ -273,7 +273,7 @@ class MapStyleNode(_SizedSource):
         return nests.to_element(self.source[index])
 
     def gather(self, indices: torch.Tensor) -> Any:
-        return nests.stack([self.at(index) for index in indices.tolist()])
+        return batch_rows.stack([self.at(index) for index in indices.tolist()])
 
 
 @final

@@ -6,15 +6,15 @@ Pure functions that rewrite pipelines: the share of a worker is a pipeline too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from stratagem._data.combining import ZipNode
 from stratagem._data.file_source import FileSource
 from stratagem._data.iteration import outline
-from stratagem._data.node import Node
+from stratagem._data.node import Node, walk
 from stratagem._data.options import AutoShardPolicy
+from stratagem._data.row_ranges import RangeSource
 from stratagem._data.transforms import ShardNode
 from stratagem.errors import NotFoundError, ShardingError
 
@@ -53,12 +53,14 @@ def share(node: Node, policy: AutoShardPolicy, *, num_workers: int, index: int) 
         )
     if num_workers == 1 and policy is not AutoShardPolicy.HINT:
         return Share(node, policy, one_order=False)
-    if policy is AutoShardPolicy.AUTO:
+    automatic = policy is AutoShardPolicy.AUTO
+    if automatic:
         policy = _choose(node, num_workers)
     if policy is AutoShardPolicy.OFF:
         return Share(node, policy, one_order=False)
     if policy is AutoShardPolicy.FILE:
-        _check_files(node, num_workers)
+        if not automatic:
+            _check_files(node, num_workers)
         return Share(_by_file(node, num_workers, index), policy, one_order=False)
     if policy is AutoShardPolicy.HINT:
         return Share(_fill_hints(node, num_workers, index), policy, one_order=True)
@@ -67,13 +69,15 @@ def share(node: Node, policy: AutoShardPolicy, *, num_workers: int, index: int) 
 
 def _choose(node: Node, num_workers: int) -> AutoShardPolicy:
     """Resolve AUTO: by file if that gives every row once, else by data."""
-    sources = [each for each in _walk(node) if not each.inputs]
+    sources = [each for each in walk(node) if not each.inputs]
     if not all(isinstance(source, FileSource) for source in sources):
         return AutoShardPolicy.DATA
     # A step such as take(): ten rows of every worker's files are not ten rows of the dataset.
-    if not all(each.keeps_rows for each in _walk(node) if each.inputs):
+    if not all(each.keeps_rows for each in walk(node) if each.inputs):
         return AutoShardPolicy.DATA
     fewest = min(len(source.files) for source in sources if isinstance(source, FileSource))
+    if all(isinstance(source, RangeSource) for source in sources):
+        return AutoShardPolicy.FILE  # by ranges of rows, if there are fewer files than workers
     if fewest < num_workers:
         warnings.warn(
             f"the dataset reads {fewest} file(s), fewer than its {num_workers} workers, so it is "
@@ -86,7 +90,7 @@ def _choose(node: Node, num_workers: int) -> AutoShardPolicy:
 
 
 def _check_files(node: Node, num_workers: int) -> None:
-    sources = [each for each in _walk(node) if not each.inputs]
+    sources = [each for each in walk(node) if not each.inputs]
     for source in sources:
         if not isinstance(source, FileSource):
             raise NotFoundError(
@@ -99,20 +103,16 @@ def _check_files(node: Node, num_workers: int) -> None:
                 f"{num_workers} workers. Write at least {num_workers} files, or use "
                 "AutoShardPolicy.DATA."
             )
-    if any(isinstance(each, ZipNode) for each in _walk(node)):
+    if any(isinstance(each, ZipNode) for each in walk(node)):
         raise ShardingError(
             "AutoShardPolicy.FILE: files read side by side by zip() may hold different numbers of "
             "rows, so sharing them by file could pair wrong rows. Use AutoShardPolicy.DATA."
         )
 
 
-def _walk(node: Node) -> Iterator[Node]:
-    yield node
-    for each in node.inputs:
-        yield from _walk(each)
-
-
 def _by_file(node: Node, num_workers: int, index: int) -> Node:
+    if isinstance(node, RangeSource):
+        return node.shared(num_workers, index)
     if isinstance(node, FileSource):
         return node.with_files(node.files[index::num_workers])
     return node.with_inputs([_by_file(each, num_workers, index) for each in node.inputs])

@@ -1,4 +1,4 @@
-"""Batch and unbatch: rows to batches and back."""
+"""Batch and unbatch: rows to batches and back. Batches of columns are cut again, see `column_cursors.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, cast, final
 
 from typing_extensions import override
 
-from stratagem._data import nests, specs
-from stratagem._data.cursor import END, CursorContext, StepCursor
+from stratagem._data import batch_rows, specs
+from stratagem._data.column_cursors import RebatchCursor
+from stratagem._data.cursor import END, Cursor, CursorContext, StepCursor
 from stratagem._data.node import UNKNOWN, Step
 from stratagem._data.row_numbers import RowsCursor
 
@@ -32,7 +33,7 @@ class BatchCursor(StepCursor["BatchNode"]):
             batch, found = self._rows.take_batch(self._node.size)
             return END if self._too_few(found) else batch
         elements = self._child.take(self._node.size)
-        return END if self._too_few(len(elements)) else nests.stack(elements)
+        return END if self._too_few(len(elements)) else batch_rows.stack(elements)
 
     def _too_few(self, found: int) -> bool:
         return found == 0 or (self._node.drop_remainder and found < self._node.size)
@@ -55,8 +56,20 @@ class BatchNode(Step):
     drop_remainder: bool
 
     @override
+    def open(self, context: CursorContext) -> Cursor:
+        columns = self.rows_per_batch is not None
+        return RebatchCursor(self, context) if columns else BatchCursor(self, context)
+
+    @property
+    @override
+    def rows_per_batch(self) -> int | None:
+        return None if self.input.rows_per_batch is None else self.size
+
+    @override
     def cardinality(self) -> int:
         rows = self.input.cardinality()
+        if self.rows_per_batch is not None and rows > 0:
+            return UNKNOWN
         if rows < 0:
             return rows
         return rows // self.size if self.drop_remainder else -(-rows // self.size)
@@ -64,7 +77,7 @@ class BatchNode(Step):
     @override
     def spec(self) -> Any:
         spec = self.input.spec()
-        if spec is None:
+        if spec is None or self.rows_per_batch is not None:
             return None
         return specs.with_rows(spec, self.size if self.drop_remainder else None)
 
@@ -95,10 +108,10 @@ class UnbatchCursor(StepCursor["UnbatchNode"]):
             element = self._child.next()
             if element is END:
                 return END
-            self._rows = nests.count_rows(element, what="the element given to unbatch()")
+            self._rows = batch_rows.count_rows(element, what="the element given to unbatch()")
             self._batch, self._row = element, 0
         self._row += 1
-        return nests.row(self._batch, self._row - 1)
+        return batch_rows.row(self._batch, self._row - 1)
 
 
 @final

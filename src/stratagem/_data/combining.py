@@ -59,6 +59,11 @@ class ZipNode(Join):
     CURSOR = ZipCursor
     structure: Any
 
+    @property
+    @override
+    def endless(self) -> bool:
+        return all(node.endless for node in self.members)
+
     @override
     def cardinality(self) -> int:
         finite = [size for size in self._sizes() if size != INFINITE]
@@ -94,6 +99,12 @@ class ConcatenateNode(Join):
 
     CURSOR = ConcatenateCursor
     keeps_rows = True
+
+    @property
+    @override
+    def rows_per_batch(self) -> int | None:
+        sizes = {node.rows_per_batch for node in self.members}
+        return None if None in sizes else self.members[0].rows_per_batch
 
     @override
     def cardinality(self) -> int:

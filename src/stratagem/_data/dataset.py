@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -19,9 +20,10 @@ from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConcatenateNode, InterleaveNode, ZipNode
 from stratagem._data.dataset_sources import DatasetSources
 from stratagem._data.iteration import DatasetIterator, EpochCounter, EpochReader, outline
-from stratagem._data.node import INFINITE, UNKNOWN, Node
+from stratagem._data.node import INFINITE, UNKNOWN, Node, replaced, walk
 from stratagem._data.options import SHARD_HINT, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE, FilterNode, MapNode, PrefetchNode
+from stratagem._data.row_ranges import RangeSource, RowRange
 from stratagem._data.shuffling import CacheNode, ShuffleNode
 from stratagem._data.transforms import (
     EnumerateNode,
@@ -87,6 +89,8 @@ class Dataset(DatasetSources):
     def filter(self, predicate: Callable[..., Any], *, seed: int | None = None) -> Dataset:
         """Keep the elements for which a function returns true.
 
+        For batches of columns the function returns one bool per row, and the rows are kept.
+
         Example:
             >>> import stratagem as sg
             >>> [int(x) for x in sg.data.Dataset.range(5).filter(lambda x: x % 2 == 0)]
@@ -97,12 +101,16 @@ class Dataset(DatasetSources):
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stack consecutive elements; the last batch is smaller, or dropped.
 
+        Batches of columns are cut into batches of another size instead.
+
         Example:
             >>> import stratagem as sg
             >>> [b.tolist() for b in sg.data.Dataset.range(5).batch(2)]
             [[0, 1], [2, 3], [4]]
         """
         _check("batch_size", batch_size, least=1)
+        if isinstance(self.node, RangeSource):
+            return Dataset(self.node.with_batches(batch_size, drop_remainder=drop_remainder))
         return Dataset(BatchNode(self.node, batch_size, drop_remainder))
 
     def unbatch(self) -> Dataset:
@@ -122,6 +130,8 @@ class Dataset(DatasetSources):
         reshuffle_each_iteration: bool = True,
     ) -> Dataset:
         """Put the elements in random order, another one each epoch.
+
+        Of batches of columns it shuffles the rows: windows of `buffer_size` rows.
 
         Args:
             buffer_size: number of elements to choose from at a time; `None` shuffles everything.
@@ -324,6 +334,47 @@ class Dataset(DatasetSources):
             )
         return Dataset(OptionsNode(self.node, options))
 
+    def ranges(self) -> list[RowRange]:
+        """Return the ranges of rows that the dataset reads from files, in order.
+
+        A range is plain data. Use it with `with_ranges` to read the range anywhere.
+
+        Raises:
+            DataError: the dataset does not read batches of columns from files, or from several sources.
+
+        Example:
+            >>> import numpy as np, stratagem as sg, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.npy")
+            >>> np.save(path, np.arange(4))
+            >>> dataset = sg.data.Dataset.from_numpy(path, batch_size=2)
+            >>> [each.rows for each in dataset.ranges()]
+            [4]
+        """
+        return list(self._range_source().ranges)
+
+    def with_ranges(self, ranges: Iterable[RowRange]) -> Dataset:
+        """Return the same pipeline over some ranges of its files.
+
+        Example:
+            >>> import pyarrow as pa, stratagem as sg
+            >>> dataset = sg.data.Dataset.from_arrow(pa.table({"x": [1, 2, 3]})).map(
+            ...     lambda b: b["x"]
+            ... )
+            >>> [x.tolist() for x in dataset.with_ranges(dataset.ranges())]
+            [[1, 2, 3]]
+        """
+        source = self._range_source()
+        chosen = tuple(ranges)
+        return Dataset(replaced(self.node, source, replace(source, only=chosen, share=(0, 1))))
+
+    def _range_source(self) -> RangeSource:
+        sources = [node for node in walk(self.node) if not node.inputs]
+        if len(sources) == 1 and isinstance(sources[0], RangeSource):
+            return sources[0]
+        raise DataError(
+            f"{self!r} has no ranges of rows: expected one source such as from_parquet()"
+        )
+
     @property
     def options(self) -> Options:
         """Options attached last, or the defaults."""
@@ -432,6 +483,8 @@ class Dataset(DatasetSources):
         return (Dataset, (self.node,))  # without epochs, seeds and caches
 
     def __repr__(self) -> str:
+        if any(isinstance(node, RangeSource) for node in walk(self.node)):
+            return f"<Dataset {outline(self.node)}>"  # counting would read files
         size = self.node.cardinality()
         count = {INFINITE: "without end", UNKNOWN: "unknown length"}.get(size, f"{size} elements")
         return f"<Dataset {outline(self.node)}, {count}>"

@@ -5,14 +5,82 @@ from __future__ import annotations
 import builtins
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeAlias, TypedDict
+
+import torch
+from typing_extensions import Unpack
 
 from stratagem._data import nests
+from stratagem._data.arrow_columns import ColumnSelection
+from stratagem._data.column_formats import (
+    IN_MEMORY,
+    IpcFormat,
+    NumpyFormat,
+    ParquetFormat,
+    TableFormat,
+)
+from stratagem._data.csv_format import CsvFormat
 from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand
 from stratagem._data.node import Node
 from stratagem._data.readers import Reader, reader_for
+from stratagem._data.row_ranges import ColumnFormat, RangeSource
 from stratagem._data.sources import GeneratorNode, RangeNode, SlicesNode, TensorsNode
+from stratagem._data.tfrecord_format import Feature, TFRecordFormat
+
+Columns: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]] | None
+
+
+class ColumnOptions(TypedDict, total=False):
+    """Options of all readers of columns.
+
+    Attributes:
+        filters: rows to keep: tuples (column, operator, value) that must all hold, such as
+            ``[("day", ">=", 3), ("country", "in", ["de", "pe"])]``; or a list of such lists, of which one must hold.
+            Parquet skips row groups whose statistics exclude them.
+        fill: values for missing values, by column. A missing value in a column without one is an error.
+        dtypes: types to convert to, by column.
+        hash_buckets: numbers of buckets, by column: text and other categories become bucket numbers, see
+            `hash_bucket`.
+        drop_remainder: drop a last batch with fewer rows.
+        num_parallel_reads: threads that read ranges of rows; 0 reads in the caller's thread. By default one per
+            core, at most 4. The order of the rows does not depend on it.
+
+    Example:
+        >>> import stratagem as sg
+        >>> options: sg.data.ColumnOptions = {"fill": {"age": 0}, "hash_buckets": {"city": 1000}}
+    """
+
+    filters: Sequence[Any] | None
+    fill: Mapping[str, Any]
+    dtypes: Mapping[str, torch.dtype]
+    hash_buckets: Mapping[str, int]
+    drop_remainder: bool
+    num_parallel_reads: int
+
+
+def selection(columns: Columns, options: ColumnOptions) -> ColumnSelection:
+    """Return the part of the options that decides about columns."""
+    names = ("filters", "fill", "dtypes", "hash_buckets")
+    chosen: dict[str, Any] = {name: options[name] for name in names if name in options}  # type: ignore[literal-required]
+    return ColumnSelection(columns, **chosen)
+
+
+def range_source(
+    files: tuple[str, ...], reader: ColumnFormat, batch_size: int, options: ColumnOptions
+) -> RangeSource:
+    """Return the source of batches of columns."""
+    unknown = set(options) - ColumnOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown option {min(unknown)!r}; expected columns, batch_size, or one of "
+            f"{', '.join(ColumnOptions.__annotations__)}"
+        )
+    threads = options.get("num_parallel_reads", -1)
+    for name, value, least in (("batch_size", batch_size, 1), ("num_parallel_reads", threads, -1)):
+        if value < least:
+            raise ValueError(f"{name}={value!r} is out of range: expected a number >= {least}")
+    return RangeSource(files, reader, batch_size, options.get("drop_remainder", False), threads)
 
 
 class DatasetSources(ABC):
@@ -100,3 +168,169 @@ class DatasetSources(ABC):
         """
         paths = expand(patterns)
         return cls(FilesNode(paths, reader_for(reader, paths), on_error))
+
+    @classmethod
+    def from_parquet(
+        cls,
+        files: Any,
+        columns: Columns = None,
+        batch_size: int = 1024,
+        **options: Unpack[ColumnOptions],
+    ) -> Self:
+        """Return a dataset of batches of columns from Parquet files.
+
+        A batch is a dict of tensors with `batch_size` rows. A column of lists is a `Ragged`, a column of text a
+        NumPy array. Needs the extra ``stratagem[parquet]``.
+
+        Args:
+            files: a path or pattern, or a list of them.
+            columns: columns to read, all by default. A dict names the tensors of the batch: each is one column, or a
+                list of columns to stack into one tensor of shape [rows, columns].
+            batch_size: rows of a batch. Batches continue over the ends of files.
+            options: see `ColumnOptions`.
+
+        Raises:
+            ColumnError: (when read) a column is missing, has other types in other files, has missing values and no
+                fill value, or cannot become a tensor.
+
+        Example:
+            >>> import pyarrow as pa, pyarrow.parquet, stratagem as sg, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.parquet")
+            >>> table = pa.table({"x": [1.0, None, 3.0], "y": [4.0, 5.0, 6.0], "click": [0, 1, 1]})
+            >>> pa.parquet.write_table(table, path)
+            >>> clicks = sg.data.Dataset.from_parquet(
+            ...     path, {"dense": ["x", "y"], "label": "click"}, batch_size=2, fill={"x": 0.0}
+            ... )
+            >>> for batch in clicks:
+            ...     print(batch["dense"].tolist(), batch["label"].tolist())
+            [[1.0, 4.0], [0.0, 5.0]] [0, 1]
+            [[3.0, 6.0]] [1]
+        """
+        reader = ParquetFormat(selection(columns, options))
+        return cls(range_source(expand(files), reader, batch_size, options))
+
+    @classmethod
+    def from_csv(
+        cls,
+        files: Any,
+        columns: Columns = None,
+        batch_size: int = 1024,
+        *,
+        delimiter: str = ",",
+        column_names: Sequence[str] | None = None,
+        newlines_in_values: bool = False,
+        **options: Unpack[ColumnOptions],
+    ) -> Self:
+        r"""Return a dataset of batches of columns from CSV files; see `from_parquet`.
+
+        The first megabyte of the first file decides the types that `dtypes` does not give: int64, float32, bool or
+        text. Empty fields are missing values, in columns of text empty texts. Categories are hashed as text.
+
+        Args:
+            files: a path or pattern, or a list of them.
+            columns: columns to read.
+            batch_size: rows of a batch.
+            delimiter: character between fields.
+            column_names: names of the columns, for files without a header line.
+            newlines_in_values: whether quoted values may hold line breaks. Such files are read from their beginning,
+                not in ranges.
+            options: see `ColumnOptions`.
+
+        Example:
+            >>> import stratagem as sg, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.csv")
+            >>> _ = path.write_text("age,city\n31,lima\n,oslo\n")
+            >>> list(sg.data.Dataset.from_csv(path, fill={"age": 0}, hash_buckets={"city": 100}))
+            [{'age': tensor([31,  0]), 'city': tensor([50, 48])}]
+        """
+        names = None if column_names is None else tuple(column_names)
+        reader = CsvFormat(selection(columns, options), delimiter, names, newlines_in_values)
+        return cls(range_source(expand(files), reader, batch_size, options))
+
+    @classmethod
+    def from_arrow(
+        cls,
+        source: Any,
+        columns: Columns = None,
+        batch_size: int = 1024,
+        **options: Unpack[ColumnOptions],
+    ) -> Self:
+        """Return a dataset of batches of columns from Arrow IPC (Feather) files, or from a `pyarrow.Table`.
+
+        See `from_parquet`.
+
+        Example:
+            >>> import pyarrow as pa, stratagem as sg
+            >>> table = pa.table({"tags": [[1, 2], [], [3]]})
+            >>> list(sg.data.Dataset.from_arrow(table))
+            [{'tags': Ragged([[1, 2], [], [3]])}]
+        """
+        chosen = selection(columns, options)
+        if nests.is_arrow_table(source):
+            reader = TableFormat(chosen, source)
+            return cls(range_source((IN_MEMORY,), reader, batch_size, options))
+        return cls(range_source(expand(source), IpcFormat(chosen), batch_size, options))
+
+    @classmethod
+    def from_numpy(
+        cls,
+        files: Any,
+        columns: Columns = None,
+        batch_size: int = 1024,
+        **options: Unpack[ColumnOptions],
+    ) -> Self:
+        """Return a dataset of batches from NumPy files.
+
+        An ``.npy`` file gives tensors, an ``.npz`` file dicts of tensors; see `from_parquet`. For arrays in memory use
+        `from_tensor_slices`.
+
+        Example:
+            >>> import numpy as np, stratagem as sg, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.npy")
+            >>> np.save(path, np.arange(6).reshape(3, 2))
+            >>> [batch.tolist() for batch in sg.data.Dataset.from_numpy(path, batch_size=2)]
+            [[[0, 1], [2, 3]], [[4, 5]]]
+        """
+        reader = NumpyFormat(selection(columns, options))
+        return cls(range_source(expand(files), reader, batch_size, options))
+
+    @classmethod
+    def from_tfrecord(
+        cls,
+        files: Any,
+        features: Mapping[str, Feature | Any] | None = None,
+        batch_size: int = 1024,
+        *,
+        columns: Columns = None,
+        verify: bool = True,
+        **options: Unpack[ColumnOptions],
+    ) -> Self:
+        r"""Return a dataset of batches of columns from TFRecord files of ``tf.train.Example``.
+
+        TensorFlow is not needed. See `from_parquet`.
+
+        Args:
+            files: a path or pattern, or a list of them.
+            features: a `Feature`, or only its dtype for a single value, by name. By default the first record decides:
+                a list of one value is a single value, other lists are `Ragged` columns.
+            batch_size: rows of a batch.
+            columns: names in the batch, see `from_parquet`.
+            verify: whether to check the checksums of the records.
+            options: see `ColumnOptions`.
+
+        Example:
+            >>> import stratagem as sg, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.tfrecord")
+            >>> example = b"\n\x0e\n\x0c\n\x03age\x12\x05\x1a\x03\n\x01\x1f"  # {"age": [31]}
+            >>> sg.data.write_tfrecords(path, [example, example])
+            >>> list(sg.data.Dataset.from_tfrecord(path, {"age": torch.int64}))
+            [{'age': tensor([31, 31])}]
+        """
+        named = None
+        if features is not None:
+            named = {
+                name: each if isinstance(each, Feature) else Feature(each)
+                for name, each in features.items()
+            }
+        reader = TFRecordFormat(selection(columns, options), named, verify)
+        return cls(range_source(expand(files), reader, batch_size, options))

@@ -15,7 +15,7 @@ import torch
 from stratagem._core.context import current_replica
 from stratagem._core.user_contexts import InputContext
 from stratagem._core.values import PerReplica
-from stratagem._data import autoshard, nests, specs
+from stratagem._data import autoshard, batch_rows, nests, specs
 from stratagem._data.background import Prefetcher
 from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConsecutiveNode, SideBySideNode
@@ -372,14 +372,14 @@ def _split(raw: Any, replicas: int, transfer: DeviceTransfer) -> Any:
     sizes = _split_sizes(raw, replicas)
 
     def split_leaf(leaf: Any) -> PerReplica:
-        return PerReplica(transfer.move_all(nests.cut_leaf(leaf, sizes)), rows=sizes)
+        return PerReplica(transfer.move_all(batch_rows.cut_leaf(leaf, sizes)), rows=sizes)
 
     return nests.map_leaves(split_leaf, raw)
 
 
 def _split_sizes(raw: Any, replicas: int) -> list[int]:
-    rows = nests.count_rows(raw, what=f"a batch to be split for {replicas} replicas")
-    return nests.split_sizes(rows, replicas)
+    rows = batch_rows.count_rows(raw, what=f"a batch to be split for {replicas} replicas")
+    return batch_rows.split_sizes(rows, replicas)
 
 
 def _parts(raw: Any, plan: DistributionPlan) -> tuple[list[Any], list[int]]:
@@ -388,17 +388,17 @@ def _parts(raw: Any, plan: DistributionPlan) -> tuple[list[Any], list[int]]:
         if plan.replicas == 1:
             return [raw], [0]
         sizes = _split_sizes(raw, plan.replicas)
-        return nests.cut(raw, sizes), sizes
+        return batch_rows.cut(raw, sizes), sizes
     found = list(raw) + [None] * (plan.replicas - len(raw))
     like = next(element for element in found if element is not None)
-    parts = [nests.without_rows(like) if element is None else element for element in found]
+    parts = [batch_rows.without_rows(like) if element is None else element for element in found]
     rows = [0 if element is None else _rows(element) for element in found]
     return parts, rows
 
 
 def _rows(part: Any) -> int:
     """Return the rows of one replica's part; an element without a first dimension counts as one."""
-    return next((int(leaf.shape[0]) for leaf in nests.leaves(part) if nests.has_rows(leaf)), 1)
+    return next((len(leaf) for leaf in nests.leaves(part) if batch_rows.has_rows(leaf)), 1)
 
 
 @final

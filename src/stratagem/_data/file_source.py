@@ -30,7 +30,6 @@ class FileSource(Node):
 
     files: tuple[str, ...]
 
-    @final
     def with_files(self, files: Sequence[str]) -> Self:
         """Return the same source over other files."""
         return replace(self, files=tuple(files))

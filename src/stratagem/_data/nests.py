@@ -1,27 +1,36 @@
-"""Nests of leaves: how an element is walked, converted, stacked and split.
+"""Nests of leaves: how an element is walked and converted.
 
 An *element* is a nest: tuples, named tuples, lists, dicts and other mappings around leaves. A leaf is a
-`torch.Tensor`, a NumPy array of a type that torch does not have (text, bytes, objects), or any other object,
-which stays unchanged. Everything here is a pure function.
+`torch.Tensor`, a `Ragged` column, a NumPy array of a type that torch does not have (text, bytes, objects), or
+any other object, which stays unchanged. Everything here is a pure function.
 """
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from stratagem.errors import DataError, UnequalRows
+from stratagem._data.ragged import Ragged
+from stratagem.errors import DataError
 
-_ARRAY = "stratagem.array"  # key that marks a NumPy array in a saved position
+# Keys that mark a NumPy array and a Ragged in a saved position.
+_ARRAY = "stratagem.array"
+_RAGGED = "stratagem.ragged"
 
 
 def is_nest(value: object) -> bool:
     """Return whether `value` is a container that this module looks into."""
     return isinstance(value, tuple | list | dict | Mapping)
+
+
+def is_arrow_table(value: object) -> bool:
+    """Return whether `value` is a table of pyarrow, without importing pyarrow."""
+    arrow = sys.modules.get("pyarrow")
+    return arrow is not None and isinstance(value, arrow.Table)
 
 
 def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
@@ -185,11 +194,19 @@ def stack_list(items: list[Any]) -> Any:
 
 
 def to_plain(nest: Any) -> Any:
-    """Return a nest without NumPy arrays, which ``torch.load(weights_only=True)`` refuses."""
+    """Return a nest that ``torch.save`` stores well and ``torch.load(weights_only=True)`` accepts.
+
+    NumPy arrays become lists. A tensor that is a view of a larger one is copied, or all of that would be saved.
+    """
 
     def plain(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            is_view = leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size()
+            return leaf.clone() if is_view else leaf
         if isinstance(leaf, np.ndarray):
             return {_ARRAY: leaf.tolist(), "dtype": leaf.dtype.str}
+        if isinstance(leaf, Ragged):
+            return {_RAGGED: [plain(leaf.values), plain(leaf.offsets)]}
         return leaf
 
     return map_leaves(plain, nest)
@@ -200,137 +217,20 @@ def from_plain(nest: Any) -> Any:
     if isinstance(nest, dict):
         if _ARRAY in nest:
             return np.array(nest[_ARRAY], dtype=nest["dtype"])
+        if _RAGGED in nest:
+            return Ragged(*nest[_RAGGED])
         return rebuild_dict(nest, {key: from_plain(item) for key, item in nest.items()})
     if isinstance(nest, list | tuple):
         return rebuild_sequence(nest, [from_plain(item) for item in nest])
     return nest
 
 
-def has_rows(leaf: Any) -> bool:
-    """Return whether a leaf has a first dimension."""
-    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim >= 1
-
-
-def count_rows(nest: Any, *, what: str) -> int:
-    """Return the number of rows that all leaves of a batch have; `what` names the batch in errors."""
-    rows = -1
-    for leaf in leaves(nest):
-        if not has_rows(leaf) or (rows >= 0 and leaf.shape[0] != rows):
-            raise _rows_error(nest, what)
-        rows = int(leaf.shape[0])
-    if rows < 0:
-        raise UnequalRows(f"{what} has no tensor in it, so it has no rows: {describe(nest)}")
-    return rows
-
-
-def _rows_error(nest: Any, what: str) -> UnequalRows:
-    named = list(named_leaves(nest))
-    scalars = [name for name, leaf in named if not has_rows(leaf)]
-    if scalars:
-        return UnequalRows(
-            f"{what} cannot be split into rows: {scalars[0]} has no first dimension "
-            f"({describe(nest)}). Call .batch(global_batch_size) on the dataset first."
-        )
-    sizes = ", ".join(f"{name}: {leaf.shape[0]}" for name, leaf in named)
-    return UnequalRows(
-        f"{what} has tensors that disagree in length ({sizes}). "
-        "Every tensor of a batch needs the same first dimension."
-    )
-
-
-def split_sizes(rows: int, parts: int) -> list[int]:
-    """Return part sizes that differ by at most one, larger parts first.
-
-    Example:
-        >>> split_sizes(4, 3), split_sizes(1, 2)
-        ([2, 1, 1], [1, 0])
-    """
-    size, more = divmod(rows, parts)
-    return [size + 1] * more + [size] * (parts - more)
-
-
-def cut_leaf(leaf: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split a leaf's rows into consecutive parts (views, no copy)."""
-    if isinstance(leaf, torch.Tensor):
-        return list(torch.split(leaf, list(sizes)))
-    bounds = np.cumsum([0, *sizes])
-    return [leaf[a:b] for a, b in itertools.pairwise(bounds)]
-
-
-def cut(nest: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split a batch into consecutive parts, one nest each."""
-    pieces = [cut_leaf(leaf, sizes) for leaf in leaves(nest)]
-
-    def part(number: int) -> Any:
-        own = iter(pieces)
-        return map_leaves(lambda _: next(own)[number], nest)
-
-    return [part(number) for number in range(len(sizes))]
-
-
-def without_rows(nest: Any) -> Any:
-    """Return a batch of zero rows with the dtypes of `nest`; scalars get shape (0,)."""
-    return map_leaves(_empty_leaf, nest)
-
-
-def _empty_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf[:0] if leaf.ndim else leaf.new_empty((0,))
-    return leaf[:0] if has_rows(leaf) else np.empty((0,), dtype=object)
-
-
-def take_rows(columns: Any, indices: torch.Tensor) -> Any:
-    """Return the rows at `indices` of every leaf, copied."""
-
-    def gather(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return torch.index_select(leaf, 0, indices)
-        return leaf[indices.numpy()]
-
-    return map_leaves(gather, columns)
-
-
-def row(columns: Any, index: int) -> Any:
-    """Return one row of every leaf, copied."""
-
-    def pick(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf[index].clone()
-        value = leaf[index]
-        return value.copy() if isinstance(value, np.ndarray) else value
-
-    return map_leaves(pick, columns)
-
-
 def copied(nest: Any) -> Any:
     """Return a copy of a nest with its tensors and arrays copied."""
 
     def copy_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor | Ragged):
             return leaf.clone()
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
     return map_leaves(copy_leaf, nest)
-
-
-def stack(elements: Sequence[Any], *, what: str = "batch()") -> Any:
-    """Return a batch of elements of one structure; text becomes a NumPy array of objects."""
-
-    def stack_leaf(items: list[Any]) -> Any:
-        first = items[0]
-        if isinstance(first, torch.Tensor):
-            try:
-                return torch.stack(items)
-            except (RuntimeError, TypeError) as error:
-                kinds = sorted({describe(item) for item in items})
-                raise DataError(
-                    f"{what} cannot stack elements of different shape or dtype: "
-                    f"{', '.join(kinds[:4])}. Pad or crop them to one shape in a map() first."
-                ) from error
-        if isinstance(first, np.ndarray):
-            return np.stack(items)
-        batch = np.empty(len(items), dtype=object)
-        batch[:] = items
-        return batch
-
-    return zip_leaves(stack_leaf, elements)

@@ -11,7 +11,7 @@ A transformation is a `Step` (one input) or a `Join` (several inputs) and its cu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, final
 
@@ -54,6 +54,16 @@ class Node(ABC):
         return None
 
     @property
+    def rows_per_batch(self) -> int | None:
+        """Rows of each batch of columns; `None` if elements are not batches of columns."""
+        return None
+
+    @property
+    def endless(self) -> bool:
+        """Whether the elements never end. Reads nothing, unlike `cardinality`."""
+        return any(node.endless for node in self.inputs)
+
+    @property
     def rows_vary(self) -> bool:
         """Whether the first dimension may differ from element to element."""
         return any(node.rows_vary for node in self.inputs)
@@ -72,6 +82,22 @@ class Node(ABC):
     def keeps_rows(self) -> bool:
         """Whether a share of the input's rows gives the same share of the output (see autoshard)."""
         return False
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """Yield all nodes of a pipeline, the last step first."""
+    yield node
+    for each in node.inputs:
+        yield from walk(each)
+
+
+def replaced(node: Node, old: Node, new: Node) -> Node:
+    """Return a pipeline with one of its nodes replaced."""
+    if node is old:
+        return new
+    if not node.inputs:
+        return node
+    return node.with_inputs([replaced(each, old, new) for each in node.inputs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +136,11 @@ class Step(Node):
     @override
     def spec(self) -> Any:
         return self.input.spec() if self.KEEPS_ELEMENTS else None
+
+    @property
+    @override
+    def rows_per_batch(self) -> int | None:
+        return self.input.rows_per_batch if self.KEEPS_ELEMENTS else None
 
 
 @dataclass(frozen=True, eq=False)

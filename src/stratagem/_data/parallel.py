@@ -14,6 +14,7 @@ from typing_extensions import override
 from stratagem._data import nests
 from stratagem._data.background import Pool, Prefetcher, wait_for
 from stratagem._data.calling import UserFunction
+from stratagem._data.column_cursors import keep_rows
 from stratagem._data.cursor import END, Cursor, CursorContext, State, StepCursor
 from stratagem._data.node import UNKNOWN, SeededStep, Step
 from stratagem._data.seeds import mix
@@ -124,6 +125,11 @@ class MapNode(SeededStep):
         """Number of threads, with `AUTOTUNE` resolved."""
         return (os.cpu_count() or 1) if self.parallel == AUTOTUNE else self.parallel
 
+    @property
+    @override
+    def rows_per_batch(self) -> int | None:
+        return self.input.rows_per_batch
+
 
 @final
 class FilterCursor(SeededCursor["FilterNode"]):
@@ -137,7 +143,11 @@ class FilterCursor(SeededCursor["FilterNode"]):
         while (element := self._child.next()) is not END:
             number, self._number = self._number, self._number + 1
             answer = function.call(element, number=number, seed=mix(self._seed, number))
-            if _truth(answer, function):
+            if self._node.rows_per_batch is not None:
+                kept = keep_rows(element, answer, function)
+                if kept is not END:
+                    return kept
+            elif _truth(answer, function):
                 return element
         return END
 
@@ -154,12 +164,17 @@ def _truth(answer: Any, function: UserFunction) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class FilterNode(SeededStep):
-    """Elements that a function accepts."""
+    """Elements that a function accepts; of batches of columns, the rows that it accepts."""
 
     CURSOR = FilterCursor
     KEEPS_ELEMENTS = True
     keeps_rows = True
     function: UserFunction
+
+    @property
+    @override
+    def rows_vary(self) -> bool:
+        return self.rows_per_batch is not None or self.input.rows_vary
 
     @override
     def cardinality(self) -> int:

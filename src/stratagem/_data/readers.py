@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, cast, final
 import numpy as np
 import torch
 
-from stratagem._data import nests
+from stratagem._data import batch_rows
 from stratagem._data.checksum import masked_crc32c
 
 
@@ -199,14 +199,14 @@ class NumpyReader(Reader):
         try:
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
             columns = loaded if isinstance(loaded, np.ndarray) else _unpack(loaded)
-            rows = nests.count_rows(columns, what=f"file {path!r}")
+            rows = batch_rows.count_rows(columns, what=f"file {path!r}")
         except FileNotFoundError:
             raise
         except (ValueError, OSError, EOFError, KeyError) as error:
             yield Bad(f"not a readable NumPy file: {error}")
             return
         for number in range(start, rows):
-            yield nests.row(columns, number)
+            yield batch_rows.row(columns, number)
 
 
 def _unpack(archive: Any) -> dict[str, Any]:

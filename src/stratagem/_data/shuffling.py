@@ -1,6 +1,6 @@
 """Shuffle and cache: the two steps that hold many elements.
 
-A full shuffle (no buffer size, or one at least as large as the input) is a permutation of the element
+Over batches of columns both shuffle rows, see `column_cursors.py`. Else a full shuffle (no buffer size, or one at least as large as the input) is a permutation of the element
 numbers, drawn from (seed, epoch). A buffered shuffle draws the buffer place that each element leaves from.
 """
 
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from stratagem._data.column_cursors import ColumnShuffleCursor
 from stratagem._data.cursor import END, Cursor, CursorContext, SelectionCursor, State, StepCursor
-from stratagem._data.node import INFINITE, Step
+from stratagem._data.node import UNKNOWN, Step
 from stratagem._data.row_numbers import CountingCursor, SelectionStep
 from stratagem._data.seeds import BufferDraws, permutation
 
@@ -32,7 +33,7 @@ class ShuffleNode(SelectionStep):
     each_epoch: bool
 
     def __post_init__(self) -> None:
-        if self.buffer_size is None and self.input.cardinality() == INFINITE:
+        if self.buffer_size is None and self.input.endless:
             raise ValueError(
                 "shuffle() without a buffer_size shuffles everything, and this dataset has no end. "
                 "Give a buffer_size, or call shuffle() before repeat()."
@@ -40,9 +41,17 @@ class ShuffleNode(SelectionStep):
 
     @override
     def _open(self, context: CursorContext) -> Cursor:
+        if self.rows_per_batch is not None:
+            return ColumnShuffleCursor(self, context)
         size = self.input.cardinality()
         full = self.buffer_size is None or 0 <= size <= self.buffer_size
         return FullShuffleCursor(self, context) if full else BufferShuffleCursor(self, context)
+
+    @override
+    def cardinality(self) -> int:
+        # Batches of columns are cut again, so their number is known only if all were full.
+        known = self.rows_per_batch is None or not self.input.inputs
+        return self.input.cardinality() if known else UNKNOWN
 
     def order_seed(self, context: CursorContext) -> int:
         """Return the seed of this epoch's order."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from typing_extensions import override
 
-from stratagem._data import nests, specs
+from stratagem._data import batch_rows, nests, specs
 from stratagem._data.cursor import END, Cursor, CursorContext, State
 from stratagem._data.node import Node
 from stratagem._data.row_numbers import IndexedSource
@@ -61,13 +61,13 @@ class SlicesNode(IndexedSource):
 
     @cached_property
     def size(self) -> int:
-        return nests.count_rows(self.columns, what="the argument of from_tensor_slices")
+        return batch_rows.count_rows(self.columns, what="the argument of from_tensor_slices")
 
     def gather(self, indices: torch.Tensor) -> Any:
-        return nests.take_rows(self.columns, indices)
+        return batch_rows.take_rows(self.columns, indices)
 
     def at(self, index: int) -> Any:
-        return nests.row(self.columns, index)
+        return batch_rows.row(self.columns, index)
 
     @override
     def spec(self) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from stratagem._data import nests
+from stratagem._data.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """Shape and kind of a leaf that is not a tensor: text, bytes, or an array of them.
+    """Shape and kind of a leaf that is not a tensor: text, bytes, an array of them, or a `Ragged`.
 
     Example:
         >>> from stratagem import data
@@ -63,6 +64,8 @@ def spec_of(element: Any) -> Any:
 def _leaf_spec(leaf: Any) -> TensorSpec | ObjectSpec:
     if isinstance(leaf, torch.Tensor):
         return TensorSpec(tuple(leaf.shape), leaf.dtype)
+    if isinstance(leaf, Ragged):
+        return ObjectSpec((len(leaf),), f"ragged {leaf.values.dtype}")
     if isinstance(leaf, np.ndarray):
         return ObjectSpec(tuple(leaf.shape), str(leaf.dtype))
     return ObjectSpec((), type(leaf).__name__)

@@ -13,6 +13,7 @@ import torch
 
 from stratagem._core.values import PerReplica
 from stratagem._data import nests
+from stratagem._data.ragged import Ragged
 
 
 @final
@@ -64,17 +65,20 @@ class DeviceTransfer:
             current = torch.cuda.current_stream(stream.device)
             current.wait_event(event)
             for part in parts:
-                if isinstance(part, torch.Tensor) and part.device == stream.device:
-                    part.record_stream(current)
+                for tensor in part if isinstance(part, Ragged) else (part,):
+                    if isinstance(tensor, torch.Tensor) and tensor.device == stream.device:
+                        tensor.record_stream(current)
 
 
 def _to(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.device != device:
-        return leaf.to(device)
-    return leaf
+    if isinstance(leaf, Ragged):
+        return Ragged(_to(leaf.values, device), _to(leaf.offsets, device))
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
 
 
 def _to_cuda(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Ragged):
+        return Ragged(_to_cuda(leaf.values, device), _to_cuda(leaf.offsets, device))
     if not isinstance(leaf, torch.Tensor) or leaf.device == device:
         return leaf
     host = leaf.pin_memory() if leaf.device.type == "cpu" and not leaf.is_pinned() else leaf

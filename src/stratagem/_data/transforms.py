@@ -52,6 +52,11 @@ class TakeNode(SelectionStep):
     CURSOR = TakeCursor
     count: int
 
+    @property
+    @override
+    def endless(self) -> bool:
+        return self.count < 0 and self.input.endless
+
     @override
     def cardinality(self) -> int:
         size = self.input.cardinality()
@@ -162,6 +167,11 @@ class RepeatNode(SelectionStep):
     CURSOR = RepeatCursor
     keeps_rows = True
     count: int | None
+
+    @property
+    @override
+    def endless(self) -> bool:
+        return self.count is None
 
     @override
     def cardinality(self) -> int:

@@ -1,0 +1,337 @@
+"""Files read by ranges of rows: the source of all columnar datasets.
+
+A `RowRange` is a part of a file that can be read on its own: a Parquet row group, an Arrow record batch, some
+megabytes of a CSV file. A `RangeSource` lists its ranges, reads any subset of them, and yields batches of columns in
+order. Threads read several ranges at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, final
+from zipfile import BadZipFile
+
+from typing_extensions import override
+
+from stratagem._data import batch_rows
+from stratagem._data.background import Pool, wait_for
+from stratagem._data.column_cursors import ChunkCursor
+from stratagem._data.cursor import Cursor, CursorContext
+from stratagem._data.file_source import FileSource
+from stratagem._data.node import UNKNOWN
+from stratagem._data.sources import Closable
+from stratagem.errors import CorruptRecord, DataError, MissingFile
+
+CHUNK_ROWS = (
+    1 << 16
+)  # rows decoded at a time: 20 MB for 40 columns, and the cost per column is spread
+_MOST_THREADS = 4  # by default; more readers than that outrun a training step
+
+
+@final
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of one file that can be read on their own.
+
+    `Dataset.ranges` lists the ranges of a dataset, and `Dataset.with_ranges` reads some of them. A range is plain
+    data: send it to another process to have that process read the rows.
+
+    Attributes:
+        path: the file.
+        index: number of the range in the file, from 0.
+        start: first row of the range, or first byte.
+        stop: end of the range, exclusive.
+        unit: unit of `start` and `stop`; formats without a row index, such as CSV, use bytes.
+
+    Example:
+        >>> from stratagem.data import RowRange
+        >>> RowRange(path="a.parquet", index=1, start=1000, stop=1500).rows
+        500
+    """
+
+    path: str
+    index: int
+    start: int
+    stop: int
+    unit: Literal["rows", "bytes"] = "rows"
+
+    @property
+    def rows(self) -> int | None:
+        """Number of rows, before filters; `None` if only reading them tells."""
+        return self.stop - self.start if self.unit == "rows" else None
+
+
+class ColumnFile(ABC):
+    """One file of a columnar format."""
+
+    @abstractmethod
+    def ranges(self) -> list[RowRange]:
+        """Return the ranges of the file, in order. Ranges that filters exclude are left out."""
+
+    @abstractmethod
+    def read(self, rows: RowRange) -> Iterator[Any]:
+        """Yield the rows of a range as batches of any size.
+
+        Different threads may read different ranges at the same time.
+        """
+
+
+class ColumnFormat(ABC):
+    """File format, with the options of the user. Picklable."""
+
+    @abstractmethod
+    def open(self, path: str, files: Sequence[str]) -> ColumnFile:
+        """Open one of several files; the columns of the first file decide.
+
+        Raises:
+            ColumnError: a column is missing or has another type.
+        """
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether ranges tell how many rows a batch stream has."""
+        return False
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RangeSource(FileSource):
+    """Batches of columns from files.
+
+    Attributes:
+        format: how to read a file.
+        batch_size: rows of a batch.
+        drop_remainder: whether to drop a last batch with fewer rows.
+        threads: number of threads that read; 0 to read in the caller's thread, -1 to choose.
+        only: the ranges to read; `None` for all ranges of the files.
+        share: (worker, workers): of the ranges, read those of one worker.
+        reference: file whose columns all files must have; `None` for the first file.
+    """
+
+    format: ColumnFormat
+    batch_size: int
+    drop_remainder: bool = False
+    threads: int = -1
+    only: tuple[RowRange, ...] | None = None
+    share: tuple[int, int] = (0, 1)
+    reference: str | None = None
+
+    @property
+    @override
+    def rows_per_batch(self) -> int | None:
+        return self.batch_size
+
+    @property
+    @override
+    def rows_vary(self) -> bool:
+        return not self.drop_remainder
+
+    def open(self, context: CursorContext) -> Cursor:
+        return RangesCursor(self, context)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether `ranges` has to be listed before reading; else each file lists its own."""
+        return self.only is not None or self.share != (0, 1)
+
+    def open_file(self, path: str) -> ColumnFile:
+        """Open one of the files.
+
+        Raises:
+            MissingFile: the file does not exist.
+            CorruptRecord: the file cannot be read.
+        """
+        with reading(path):
+            # Another worker's file may be on another worker's disk.
+            other = self.reference is not None and Path(self.reference).exists()
+            files = (str(self.reference), *self.files) if other else self.files
+            return self.format.open(path, files)
+
+    def file_ranges(self, path: str) -> tuple[ColumnFile, list[RowRange]]:
+        """Return an opened file and its ranges."""
+        file = self.open_file(path)
+        with reading(path):
+            return file, file.ranges()
+
+    @cached_property
+    def ranges(self) -> tuple[RowRange, ...]:
+        """All ranges that this source reads, in order. Reads the metadata of all files."""
+        found = self.only
+        if found is None:
+            found = tuple(each for path in self.files for each in self.file_ranges(path)[1])
+        index, workers = self.share
+        return found[index::workers]
+
+    @override
+    def cardinality(self) -> int:
+        if not self.format.counts_rows:
+            return UNKNOWN
+        rows = sum(each.rows or 0 for each in self.ranges)
+        return rows // self.batch_size if self.drop_remainder else -(-rows // self.batch_size)
+
+    def shared(self, workers: int, index: int) -> RangeSource:
+        """Return the share of one of several workers: every so many files or, if there are too few, ranges."""
+        if self.is_listed or len(self.files) < workers:
+            return replace(
+                self, share=(index, workers), only=self.ranges if self.is_listed else None
+            )
+        reference = self.reference or self.files[0]
+        return replace(self, files=self.files[index::workers], reference=reference)
+
+    def with_batches(self, size: int, *, drop_remainder: bool) -> RangeSource:
+        """Return the same rows in batches of another size."""
+        return replace(self, batch_size=size, drop_remainder=drop_remainder)
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn errors of a file into errors that name the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError as error:
+        raise MissingFile(f"file {path!r} does not exist", path=path) from error
+    except (OSError, EOFError, ValueError, NotImplementedError, BadZipFile, zlib.error) as error:
+        reason = str(error) or type(error).__name__
+        raise CorruptRecord(
+            f"file {path!r} cannot be read: {reason}", path=path, record=-1
+        ) from error
+
+
+@dataclass
+class _OpenRange:
+    """Range that is being read.
+
+    Attributes:
+        place: section and number of the range, see `RangesCursor`.
+        path: the file.
+        chunks: chunks of the range.
+        rows: rows of the chunks read so far.
+        pending: next chunk, if a thread reads it.
+    """
+
+    place: tuple[int, int]
+    path: str
+    chunks: Iterator[Any]
+    rows: int = 0
+    pending: Future[Any] | None = None
+
+    def read(self) -> Any:
+        """Return the next chunk, or `None`."""
+        with reading(self.path):
+            return next(self.chunks, None)
+
+
+@final
+class RangesCursor(ChunkCursor[RangeSource]):
+    """Reads ranges in order, several at the same time, and cuts their rows into batches.
+
+    The position of a chunk is (section, range, row). A section is a file; a source with chosen ranges has only one
+    section.
+    """
+
+    def __init__(self, node: RangeSource, context: CursorContext) -> None:
+        super().__init__(node, context)
+        self._start = (0, 0)  # section and range to begin with
+        self._upcoming: Iterator[_OpenRange] | None = None
+        self._open: deque[_OpenRange] = deque()
+        self._threads = default_threads() if node.threads < 0 else node.threads
+        self._pool: Pool | None = None
+
+    @property
+    def _size(self) -> int:
+        return self._node.batch_size
+
+    @property
+    @override
+    def _drops_remainder(self) -> bool:
+        return self._node.drop_remainder
+
+    def _ranges(self) -> Iterator[_OpenRange]:
+        node = self._node
+        first, number = self._start
+        if node.is_listed:
+            file: tuple[str, ColumnFile] | None = None
+            for place, rows in enumerate(node.ranges[number:], number):
+                if file is None or file[0] != rows.path:
+                    file = (rows.path, node.open_file(rows.path))
+                yield _OpenRange((0, place), rows.path, file[1].read(rows))
+            return
+        for section in range(first, len(node.files)):
+            path = node.files[section]
+            opened, ranges = node.file_ranges(path)
+            for place, rows in enumerate(ranges[number:], number):
+                yield _OpenRange((section, place), path, opened.read(rows))
+            number = 0
+
+    def _next_chunk(self) -> tuple[Any, Any, int] | None:
+        while self._open_ahead():
+            current = self._open[0]
+            chunk = self._result(current)
+            if chunk is None:
+                self._open.popleft()
+                continue
+            rows = batch_rows.count_rows(chunk, what=f"the columns of file {current.path!r}")
+            if rows:
+                place = [*current.place, current.rows]
+                current.rows += rows
+                return place, chunk, rows
+        self.close()
+        return None
+
+    def _open_ahead(self) -> bool:
+        """Open ranges, one more than there are threads; return whether there is one."""
+        if self._upcoming is None:
+            self._upcoming = self._ranges()
+        while len(self._open) <= self._threads and (more := next(self._upcoming, None)):
+            self._submit(more)
+            self._open.append(more)
+        return bool(self._open)
+
+    def _submit(self, opened: _OpenRange) -> None:
+        if self._threads:
+            if self._pool is None:
+                self._pool = Pool(_OpenRange.read, self._threads, "stratagem-read")
+            opened.pending = self._pool.submit(opened)
+
+    def _result(self, opened: _OpenRange) -> Any:
+        if opened.pending is None:
+            return opened.read()
+        chunk = wait_for(opened.pending, f"reading file {opened.path!r}")
+        if chunk is not None:
+            self._submit(opened)  # read the next chunk while this one is used
+        return chunk
+
+    @override
+    def _go_to(self, place: Any) -> int:
+        section, number, row = place
+        self._start = (section, number)
+        return int(row)
+
+    @override
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        while self._open:
+            chunks = self._open.popleft().chunks
+            # A thread that close() did not wait for any longer still runs the generator.
+            with contextlib.suppress(ValueError):
+                if isinstance(chunks, Closable):
+                    chunks.close()
+
+
+def default_threads() -> int:
+    """Return how many threads read ranges unless the user says otherwise."""
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)

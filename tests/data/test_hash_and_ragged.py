@@ -44,7 +44,7 @@ KNOWN_TEXTS = [902558, 873490, 6733, 313397, 118787, 42409, 67639, 914103]
 KNOWN_INTEGERS = [902558, 523779, 276927, 781914]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text(max_size=30), max_size=12), buckets=st.integers(1, 2**40))
 def test_every_kind_of_input_gives_the_same(texts, buckets):
     expected = (
@@ -101,7 +101,7 @@ def test_wrong_values_to_hash():
 LISTS = st.lists(st.lists(st.integers(-5, 5), max_size=4), max_size=8)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(lists=LISTS, data=st.data())
 def test_ragged_behaves_like_a_list_of_lists(lists, data):
     column = Ragged.from_lists(lists)

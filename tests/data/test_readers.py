@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
@@ -93,6 +93,7 @@ def test_parquet_files_by_row_group(tmp_path):
     assert [int(r["u"]) for r in resumed] == [7, 8, 9]
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=5000))
 def test_checksum_equals_the_bit_by_bit_definition(data):
     register = 0xFFFFFFFF

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -20,10 +19,10 @@ from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConcatenateNode, InterleaveNode, ZipNode
 from stratagem._data.dataset_sources import DatasetSources
 from stratagem._data.iteration import DatasetIterator, EpochCounter, EpochReader, outline
-from stratagem._data.node import INFINITE, UNKNOWN, Node, replaced, walk
+from stratagem._data.node import INFINITE, UNKNOWN, Node, walk
 from stratagem._data.options import SHARD_HINT, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE, FilterNode, MapNode, PrefetchNode
-from stratagem._data.row_ranges import RangeSource, RowRange
+from stratagem._data.row_ranges import RangeSource
 from stratagem._data.shuffling import CacheNode, ShuffleNode
 from stratagem._data.transforms import (
     EnumerateNode,
@@ -333,47 +332,6 @@ class Dataset(DatasetSources):
                 f"with_options() takes sg.data.Options or sg.data.DistributeOptions, got {options!r}"
             )
         return Dataset(OptionsNode(self.node, options))
-
-    def ranges(self) -> list[RowRange]:
-        """Return the ranges of rows that the dataset reads from files, in order.
-
-        A range is plain data. Use it with `with_ranges` to read the range anywhere.
-
-        Raises:
-            DataError: the dataset does not read batches of columns from files, or from several sources.
-
-        Example:
-            >>> import numpy as np, stratagem as sg, pathlib, tempfile
-            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.npy")
-            >>> np.save(path, np.arange(4))
-            >>> dataset = sg.data.Dataset.from_numpy(path, batch_size=2)
-            >>> [each.rows for each in dataset.ranges()]
-            [4]
-        """
-        return list(self._range_source().ranges)
-
-    def with_ranges(self, ranges: Iterable[RowRange]) -> Dataset:
-        """Return the same pipeline over some ranges of its files.
-
-        Example:
-            >>> import pyarrow as pa, stratagem as sg
-            >>> dataset = sg.data.Dataset.from_arrow(pa.table({"x": [1, 2, 3]})).map(
-            ...     lambda b: b["x"]
-            ... )
-            >>> [x.tolist() for x in dataset.with_ranges(dataset.ranges())]
-            [[1, 2, 3]]
-        """
-        source = self._range_source()
-        chosen = tuple(ranges)
-        return Dataset(replaced(self.node, source, replace(source, only=chosen, share=(0, 1))))
-
-    def _range_source(self) -> RangeSource:
-        sources = [node for node in walk(self.node) if not node.inputs]
-        if len(sources) == 1 and isinstance(sources[0], RangeSource):
-            return sources[0]
-        raise DataError(
-            f"{self!r} has no ranges of rows: expected one source such as from_parquet()"
-        )
 
     @property
     def options(self) -> Options:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self, TypeAlias, TypedDict
 
 import torch
@@ -22,11 +23,12 @@ from stratagem._data.column_formats import (
 )
 from stratagem._data.csv_format import CsvFormat
 from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand
-from stratagem._data.node import Node
+from stratagem._data.node import Node, replaced, walk
 from stratagem._data.readers import Reader, reader_for
-from stratagem._data.row_ranges import ColumnFormat, RangeSource
+from stratagem._data.row_ranges import ColumnFormat, RangeSource, RowRange
 from stratagem._data.sources import GeneratorNode, RangeNode, SlicesNode, TensorsNode
 from stratagem._data.tfrecord_format import Feature, TFRecordFormat
+from stratagem.errors import DataError
 
 Columns: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]] | None
 
@@ -84,7 +86,9 @@ def range_source(
 
 
 class DatasetSources(ABC):
-    """Constructors of `Dataset`."""
+    """Constructors of `Dataset`, and the ranges of rows of its files."""
+
+    node: Node
 
     @abstractmethod
     def __init__(self, node: Node) -> None: ...
@@ -334,3 +338,44 @@ class DatasetSources(ABC):
             }
         reader = TFRecordFormat(selection(columns, options), named, verify)
         return cls(range_source(expand(files), reader, batch_size, options))
+
+    def ranges(self) -> list[RowRange]:
+        """Return the ranges of rows that the dataset reads from files, in order.
+
+        A range is plain data. Use it with `with_ranges` to read the range anywhere.
+
+        Raises:
+            DataError: the dataset does not read batches of columns from files, or from several sources.
+
+        Example:
+            >>> import numpy as np, stratagem as sg, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.npy")
+            >>> np.save(path, np.arange(4))
+            >>> dataset = sg.data.Dataset.from_numpy(path, batch_size=2)
+            >>> [each.rows for each in dataset.ranges()]
+            [4]
+        """
+        return list(self._range_source().ranges)
+
+    def with_ranges(self, ranges: Iterable[RowRange]) -> Self:
+        """Return the same pipeline over some ranges of its files.
+
+        Example:
+            >>> import pyarrow as pa, stratagem as sg
+            >>> dataset = sg.data.Dataset.from_arrow(pa.table({"x": [1, 2, 3]})).map(
+            ...     lambda b: b["x"]
+            ... )
+            >>> [x.tolist() for x in dataset.with_ranges(dataset.ranges())]
+            [[1, 2, 3]]
+        """
+        source = self._range_source()
+        chosen = tuple(ranges)
+        return type(self)(replaced(self.node, source, replace(source, only=chosen, share=(0, 1))))
+
+    def _range_source(self) -> RangeSource:
+        sources = [node for node in walk(self.node) if not node.inputs]
+        if len(sources) == 1 and isinstance(sources[0], RangeSource):
+            return sources[0]
+        raise DataError(
+            f"{self!r} has no ranges of rows: expected one source such as from_parquet()"
+        )

@@ -81,7 +81,7 @@ class Ragged:
             return self.values[self.offsets[index] : self.offsets[index + 1]].clone()
         start, stop, step = index.indices(len(self))
         if step != 1:
-            return self.gather(torch.arange(start, stop, step))
+            return self.gather(torch.tensor(range(start, stop, step), dtype=torch.int64))
         stop = max(start, stop)
         offsets = self.offsets[start : stop + 1]
         return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])

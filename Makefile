@@ -17,7 +17,7 @@ ONLY   ?=
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
-$(STAMP): pyproject.toml constraints.txt src/stratagem/_wire/shared_heap.c
+$(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[dev]"

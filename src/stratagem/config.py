@@ -229,20 +229,6 @@ def shared_memory_allowed() -> bool:
     return _switch("STRATAGEM_SHARED_MEMORY", "share memory wherever tasks run on one host")
 
 
-def shared_heap_allowed() -> bool:
-    """Whether large tensors of a worker may lie where servers on its host can read them.
-
-    ``STRATAGEM_SHARED_HEAP=0`` keeps them in private memory, from which writes are copied.
-
-    Example:
-        >>> from stratagem import config
-        >>> config.shared_heap_allowed()
-        True
-    """
-    wanted = _switch("STRATAGEM_SHARED_HEAP", "let servers read large tensors where they lie")
-    return wanted and shared_memory_allowed()
-
-
 def _switch(name: str, purpose: str) -> bool:
     """A switch of the environment that is on unless it is turned off."""
     text = environment(name, "1")

@@ -11,14 +11,14 @@ from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.server.loop import ParameterServer
-from stratagem._ps.server.shard_optimizer import Gradient, GroupSpec
 from stratagem._ps.server.store import VariableStore
+from stratagem._ps.types import Gradient, GroupSpec
 from stratagem._wire.arenas import Arena, Budget
 from stratagem.errors import NotFoundError
 
 
 def adam(*variables: int) -> list[GroupSpec]:
-    return [GroupSpec(variables=variables, hyperparameters={"lr": 0.1})]
+    return [GroupSpec(variables=variables, settings={"lr": 0.1})]
 
 
 def test_deleting_a_variable_frees_its_memory_and_its_optimizer_state() -> None:

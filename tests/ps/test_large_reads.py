@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratagem._ps.client import ps_client as client_module
+from stratagem._ps import types
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.server import loop as server_module
 from stratagem._ps.server import session
 from stratagem._ps.server.loop import ParameterServer, ServerOptions
-from stratagem._ps.server.shard_optimizer import GroupSpec
-from stratagem._ps.server.store import StateEntry
+from stratagem._ps.types import GroupSpec, StateEntry
 from stratagem._wire import messages
 from stratagem._wire.connecting import connect
 from stratagem._wire.frames import Limits
@@ -25,7 +24,7 @@ ROWS = 1 << 10
 def test_many_values_of_one_server_are_read_in_several_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "PIECE_BYTES", 3 * 4 * ROWS)
+    monkeypatch.setattr(types, "TRANSFER_BYTES", 3 * 4 * ROWS)
     monkeypatch.setattr(session, "REPLY_LIMIT_BYTES", 4 * 4 * ROWS)
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with (
@@ -56,8 +55,7 @@ def test_requests_behind_unread_replies_are_answered(monkeypatch: pytest.MonkeyP
 def test_optimizer_state_larger_than_a_frame_travels_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "PIECE_BYTES", 100 * 4)
-    monkeypatch.setattr(session, "PIECE_BYTES", 100 * 4)
+    monkeypatch.setattr(types, "TRANSFER_BYTES", 100 * 4)
     limits = Limits(frame_bytes=4 * ROWS)  # what one of the two moments needs
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with (
@@ -66,7 +64,7 @@ def test_optimizer_state_larger_than_a_frame_travels_in_pieces(
     ):
         place = ShardLocation(0, 1, (ROWS,), torch.float32)
         client.create(place, "w", value=torch.zeros(ROWS))
-        groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
+        groups = [GroupSpec(variables=(1,), settings={"lr": 0.1})]
         client.create_optimizer(0, 1, "torch.optim.Adam", groups)
         state = {
             "step": torch.tensor(5.0),
@@ -88,7 +86,7 @@ def test_room_for_state_is_made_only_in_the_shape_of_its_variable() -> None:
         PsClient([("/job:ps/task:0", server.address)], who) as client,
     ):
         client.create(ShardLocation(0, 1, (4,), torch.float32), "w", value=torch.zeros(4))
-        groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
+        groups = [GroupSpec(variables=(1,), settings={"lr": 0.1})]
         client.create_optimizer(0, 1, "torch.optim.Adam", groups)
         huge = messages.StateItem(1, "exp_avg", messages.TensorRef("float32", (1 << 40,)))
         with pytest.raises(ProtocolError, match="not the variable's"):

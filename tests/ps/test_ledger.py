@@ -2,7 +2,9 @@
 
 from orders import orders
 
-from stratagem._ps.server.ledger import Admission, WriteId, WriteLedger
+from stratagem._ps.number_ranges import NumberRanges
+from stratagem._ps.server.ledger import Admission, WriteLedger
+from stratagem._ps.types import WriteId
 
 A, D, F = Admission.APPLY, Admission.DUPLICATE, Admission.FENCED
 
@@ -28,16 +30,43 @@ def test_fence_refuses_this_life_and_older_ones_only():
     assert ledger.admit(write(1, 1, worker="worker:1")) is A
 
 
-def test_exactly_once_closure_counts_once_across_workers_until_forgotten():
-    """The closure's own number of a write is recognised on another worker."""
+def test_a_write_of_a_closure_counts_once_across_workers():
+    """Another worker that runs the closure again repeats what was applied and adds what was not."""
     ledger = WriteLedger()
     assert ledger.admit(write(1, closure=5)) is A
     assert ledger.admit(write(1, closure=5, worker="worker:1")) is D
     assert ledger.admit(write(2, closure=5, nth=1, worker="worker:1")) is A
-    ledger.forget_closures([4])
-    assert ledger.admit(write(3, closure=5, worker="worker:1")) is D
-    ledger.forget_closures([4, 5])
-    assert "0 closures remembered" in repr(ledger)
+    assert ledger.admit(write(3, closure=5, nth=5000, worker="worker:1")) is A
+    assert ledger.admit(write(2, closure=5, nth=5000)) is D
+    assert ledger.admit(write(3, closure=5, nth=4999)) is A
+
+
+def test_late_writes_of_finished_closures_are_repetitions():
+    """A worker whose connection was interrupted may deliver a write after the closure ran elsewhere."""
+    ledger = WriteLedger()
+    assert ledger.admit(write(1, closure=5)) is A
+    ledger.finish_closures([(1, 5)])
+    assert "1 unfinished closures" in repr(ledger)
+    assert ledger.admit(write(2, closure=4, nth=3)) is D
+    ledger.finish_closures([(1, 6)])
+    assert "0 unfinished closures" in repr(ledger)
+    assert ledger.admit(write(1, closure=5, worker="worker:1")) is D
+    assert ledger.admit(write(2, closure=5, nth=7, worker="worker:1")) is D
+    assert ledger.admit(write(3, closure=6, worker="worker:1")) is A
+
+
+def test_memory_is_bounded_by_the_closures_that_run():
+    """A closure that runs for hours does not make the ledger remember all that finish meanwhile."""
+    ledger, finished = WriteLedger(), NumberRanges()
+    ledger.admit(write(1, closure=1, worker="slow"))
+    for closure in range(2, 5000):
+        ledger.admit(write(closure, closure=closure))
+        finished.add([closure])
+        if closure % 10 == 0:
+            ledger.finish_closures(finished.ranges)
+            assert len(ledger._closures) == 1
+            assert len(ledger._finished.ranges) == 1
+    assert ledger.admit(write(2, closure=1, nth=1, worker="slow")) is A
 
 
 @orders(5000, events=60)

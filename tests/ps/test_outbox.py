@@ -39,16 +39,16 @@ def test_own_reads_see_writes_nobody_waited_for(worker: PsClient, gathers: bool)
         outbox.begin_closure(number, exactly_once=False, gathers=gathers)
         add_one(worker)
         outbox.end_closure()
-    assert (outbox.sent, outbox.settled) == (3, 0)
+    assert (outbox.sent, outbox.acknowledged) == (3, 0)
     assert value_of(worker) == [3.0, 3.0]
-    assert outbox.settled == 3
+    assert outbox.acknowledged == 3
 
 
 def test_gathered_writes_are_sent_when_somebody_helps(worker: PsClient, chief: PsClient) -> None:
     worker.outbox.begin_closure(1, exactly_once=False, gathers=True)
     add_one(worker)
     assert value_of(chief) == [0.0, 0.0]  # not on its way yet
-    while worker.outbox.settled == 0:
+    while worker.outbox.acknowledged == 0:
         worker.progress()
     assert value_of(chief) == [1.0, 1.0]
 
@@ -60,7 +60,7 @@ def test_a_late_failure_belongs_to_the_closure_that_wrote(
     outbox.begin_closure(1, exactly_once=False, gathers=False)
     add_one(worker)
     outbox.end_closure()
-    worker.settle()
+    worker.wait_for_writes()
     chief.fence("/job:worker/task:0", 1)
     outbox.begin_closure(2, exactly_once=False, gathers=True)
     add_one(worker)
@@ -77,22 +77,22 @@ def test_a_failure_of_its_own_is_raised_where_it_waits(worker: PsClient, chief: 
     worker.outbox.begin_closure(2, exactly_once=False, gathers=True)
     add_one(worker)
     with pytest.raises(WriteFenced):
-        worker.settle()
+        worker.wait_for_writes()
     worker.outbox.end_closure()
     assert worker.outbox.failures == {}
 
 
-def test_slots_are_not_used_again_before_they_were_read(
+def test_memory_is_not_used_again_before_the_server_has_read_it(
     worker: PsClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_module, "UNSETTLED_WRITES", 3)
+    monkeypatch.setattr(outbox_module, "HALF_WRITES", 2)
     outbox = worker.outbox
     outbox.begin_closure(1, exactly_once=False, gathers=True)
     for count in range(1, 8):
         batch = worker.batch()
         batch.assign(0, 1, "add", torch.full((2,), float(count)))
         worker.send(batch)
-        assert outbox.sent - outbox.settled <= 3
+        assert outbox.sent - outbox.acknowledged <= 4
     assert value_of(worker) == [28.0, 28.0]
 
 
@@ -102,12 +102,12 @@ def test_a_write_seen_before_still_finds_its_variable_where_it_is_now(
     """Servers remember prepared writes by their bytes; creating and deleting makes them forget."""
     for _ in range(3):
         add_one(worker)
-        worker.settle()
+        worker.wait_for_writes()
     chief.delete([W])
     chief.create(ShardLocation(0, 2, (5000,), torch.float32), "other", value=torch.zeros(5000))
     chief.create(W, "w", value=torch.full((2,), 10.0))
     add_one(worker)
-    worker.settle()
+    worker.wait_for_writes()
     assert value_of(chief) == [11.0, 11.0]
     assert chief.read([ShardLocation(0, 2, (5000,), torch.float32)])[0][0].sum() == 0
 
@@ -116,8 +116,8 @@ def test_a_write_seen_before_of_a_variable_that_is_gone_is_refused(
     worker: PsClient, chief: PsClient
 ) -> None:
     add_one(worker)
-    worker.settle()
+    worker.wait_for_writes()
     chief.delete([W])
     add_one(worker)
     with pytest.raises(NotFoundError, match="not on this server"):
-        worker.settle()
+        worker.wait_for_writes()

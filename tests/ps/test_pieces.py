@@ -6,7 +6,8 @@ from elementwise import ELEMENTWISE
 from torch import nn
 
 from stratagem._ps.server import chunked_step
-from stratagem._ps.server.shard_optimizer import Gradient, GroupSpec, ServerOptimizer
+from stratagem._ps.server.shard_optimizer import ServerOptimizer
+from stratagem._ps.types import Gradient, GroupSpec
 
 STEPS = 3
 
@@ -43,7 +44,7 @@ def one_thread():
 def small_pieces(monkeypatch):
     """Pieces of 4 KB, so that a few thousand numbers are many pieces."""
     for module in ("chunked_step", "shard_optimizer"):
-        monkeypatch.setattr(f"stratagem._ps.server.{module}.PIECE_BYTES", 1 << 12)
+        monkeypatch.setattr(f"stratagem._ps.server.{module}.CHUNK_BYTES", 1 << 12)
 
 
 def start(shape):
@@ -61,7 +62,7 @@ def both(name, options, shape, *, rows):
     """Weights and state after some steps: plain PyTorch's, and a server's."""
     plain, mine = nn.Parameter(start(shape)), start(shape)
     optimizer = getattr(torch.optim, name)([plain], **options)
-    group = GroupSpec(variables=(1,), hyperparameters=options)
+    group = GroupSpec(variables=(1,), settings=options)
     stepper = ServerOptimizer(f"torch.optim.{name}", [group], {1: mine})
     for ids, values in row_gradients(shape):
         plain.grad = torch.zeros(shape).index_copy_(0, ids, values)
@@ -102,7 +103,7 @@ def test_no_call_of_the_class_sees_more_than_a_piece(monkeypatch):
     monkeypatch.setattr(torch.optim.Adam, "step", watched)
     tensors = {1: start((5000,)), 2: start((500,)), 3: start((500,)), 4: start((500,))}
     options = {"lr": 0.1, "foreach": True}
-    groups = [GroupSpec(variables=tuple(tensors), hyperparameters=options)]
+    groups = [GroupSpec(variables=tuple(tensors), settings=options)]
     stepper = ServerOptimizer("torch.optim.Adam", groups, tensors)
     stepper.step([Gradient(variable=n, values=torch.ones_like(t)) for n, t in tensors.items()])
     assert sum(seen) == sum(tensor.nbytes for tensor in tensors.values())
@@ -113,8 +114,8 @@ def test_no_call_of_the_class_sees_more_than_a_piece(monkeypatch):
 def test_a_step_that_fails_leaves_the_groups_as_they_were(monkeypatch):
     """The next gradient is stepped as if the failed one had not come."""
     groups = [
-        GroupSpec(variables=(1,), hyperparameters={"lr": 0.1}),
-        GroupSpec(variables=(2,), hyperparameters={"lr": 0.2}),
+        GroupSpec(variables=(1,), settings={"lr": 0.1}),
+        GroupSpec(variables=(2,), settings={"lr": 0.2}),
     ]
     tensors = {1: torch.ones(5000), 2: torch.ones(3)}
     stepper = ServerOptimizer("torch.optim.Adam", groups, tensors)
@@ -130,7 +131,7 @@ def test_a_step_that_fails_leaves_the_groups_as_they_were(monkeypatch):
 def test_a_class_of_somebody_else_gets_its_parameter_whole():
     """Nobody knows what a subclass of a known class does with it."""
     weight, gradient = start((5000,)), torch.arange(5000.0)
-    group = GroupSpec(variables=(1,), hyperparameters={"lr": 1.0})
+    group = GroupSpec(variables=(1,), settings={"lr": 1.0})
     stepper = ServerOptimizer(f"{__name__}.Centred", [group], {1: weight}, modules=(__name__,))
     stepper.step([Gradient(variable=1, values=gradient)])
     assert torch.equal(weight, start((5000,)) - (gradient - gradient.mean()))

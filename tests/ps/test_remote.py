@@ -91,23 +91,23 @@ def test_several_threads_may_write(remote):
 def test_what_another_wrote_right_after_is_not_taken_for_seen(remote, client, monkeypatch, pieces):
     """Else the coordinator's copy would lack that write until the next one."""
     if pieces:
-        monkeypatch.setattr("stratagem._ps.client.mapping.PIECE_BYTES", 16)
+        monkeypatch.setattr("stratagem._ps.types.TRANSFER_BYTES", 16)
     remote.put(VALUE)
     assert remote.seen == remote.versions()  # alone, everything is known
-    servers = [(link.task, link.address) for link in client._links]
+    servers = [(link.task, link.last_address) for link in client._connections]
     who = Membership(session="test", task="/job:worker/task:0")
-    settle = client.settle
+    wait = client.wait_for_writes
     turns = iter(range(100))
     with PsClient(servers, who, incarnation=1) as other:
         theirs = RemoteVariable(remote.description, other)
 
         def then_another_writes(**options):
-            found = settle(**options)
+            found = wait(**options)
             if next(turns) == 1:  # after the first write of ours; turn 0 has nothing to wait for
                 theirs.assign("add", torch.full((11, 2), 100.0))
             return found
 
-        monkeypatch.setattr(client, "settle", then_another_writes)
+        monkeypatch.setattr(client, "wait_for_writes", then_another_writes)
         remote.put(VALUE)
         monkeypatch.undo()
         theirs.release()

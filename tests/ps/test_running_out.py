@@ -107,7 +107,7 @@ def test_a_server_without_descriptors_serves_who_is_in_and_takes_in_others_later
                 batch = client.batch()
                 batch.assign(0, 1, "add", torch.ones(2))
                 client.send(batch)
-                client.settle()
+                client.wait_for_writes()
                 client.ping(0, timeout_s=LIMIT_S)
             assert client.read([W])[0][0].tolist() == [1001.0, 1001.0]
             assert 1 <= server.complaints() <= 1 + (time.monotonic() - began) // 5.0
@@ -161,7 +161,7 @@ def test_a_server_without_memory_for_a_message_says_so_and_goes_on(
         client.create(W, "w", value=torch.ones(2))
         with joined(server, "s") as channel:
             large = messages.Write(
-                origin=messages.Origin("big", 1, 1),
+                origin=messages.WriteId("big", 1, 1),
                 operations=messages.encode_operations(
                     (messages.Assign(1, "add", messages.TensorRef("uint8", (size,), 0)),)
                 ),
@@ -170,7 +170,7 @@ def test_a_server_without_memory_for_a_message_says_so_and_goes_on(
                 with pytest.raises(MemoryError, match=f"no memory is left for the {size} bytes"):
                     channel.request(large, [bytes(size)], timeout_s=LIMIT_S)
             small = messages.Write(
-                origin=messages.Origin("big", 1, 2),
+                origin=messages.WriteId("big", 1, 2),
                 operations=messages.encode_operations(
                     (messages.Assign(1, "add", messages.TensorRef("float32", (2,), 0)),)
                 ),

@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem._ps.client import mapping
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
-from stratagem._ps.client.write_batch import PushedGradient, Sharing
 from stratagem._ps.server.loop import ParameterServer, ServerOptions
-from stratagem._ps.server.shard_optimizer import GroupSpec
-from stratagem._ps.server.store import InitOp, StateEntry
+from stratagem._ps.types import Gradient, GroupSpec, InitOp, StateEntry
 from stratagem._wire import messages
 from stratagem.errors import NotFoundError, ProtocolError, UnsupportedOptimizer, WriteFenced
 
@@ -67,7 +64,7 @@ def value_of(client: PsClient, *places: ShardLocation) -> list[list[float]]:
 def test_sharing_is_what_was_asked_for(worker: PsClient, shared: bool) -> None:
     """The parametrisation of this file is real: one half of it does not share memory."""
     assert worker.shares_memory(0) == shared
-    assert (worker.outbox.sharing == [Sharing.SLOTS] * 2) == shared
+    assert [one.shares_memory for one in worker.outbox.destinations] == [shared] * 2
 
 
 @pytest.mark.parametrize(
@@ -114,13 +111,13 @@ def test_one_batch_writes_to_several_servers_in_order(chief: PsClient, worker: P
     batch.assign_rows(0, 1, 1, torch.full((1, 2), 9.0))
     batch.assign(1, 2, "sub", torch.ones(2))
     worker.send(batch)
-    assert worker.settle() == {(0, 1): 4, (1, 2): 2}
+    assert worker.wait_for_writes() == {(0, 1): 4, (1, 2): 2}
     expected = [[[2.0, 2.0], [9.0, 9.0], [3.0, 3.0]], [-1.0, -1.0]]
     assert value_of(worker, a, b) == expected
     assert value_of(chief, a, b) == expected
 
 
-def test_reads_see_own_unsettled_writes(chief: PsClient) -> None:
+def test_reads_see_own_unacknowledged_writes(chief: PsClient) -> None:
     """A read waits for the acknowledgement of what this client sent before it."""
     w = place(0, 1, 2)
     chief.create(w, "w", value=torch.zeros(2))
@@ -142,7 +139,7 @@ def test_several_batches_may_be_under_way(chief: PsClient) -> None:
         batch = chief.batch()
         batch.assign(0, 1, "add", torch.full((1000,), float(step)))
         chief.send(batch)
-    chief.settle()
+    chief.wait_for_writes()
     assert chief.read([w])[0][0].unique().tolist() == [45.0]
 
 
@@ -164,7 +161,7 @@ def test_optimizers_step_on_the_server_as_here(chief: PsClient, worker: PsClient
     start = torch.arange(6.0).reshape(3, 2)
     w = place(1, 4, 3, 2)
     chief.create(w, "w", value=start)
-    group = GroupSpec(variables=(4,), hyperparameters={"lr": 0.5, "momentum": 0.9})
+    group = GroupSpec(variables=(4,), settings={"lr": 0.5, "momentum": 0.9})
     chief.create_optimizer(1, 8, "torch.optim.SGD", [group])
     here = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SGD([here], lr=0.5, momentum=0.9)
@@ -176,12 +173,12 @@ def test_optimizers_step_on_the_server_as_here(chief: PsClient, worker: PsClient
         optimizer.step()
         batch = worker.batch()
         if step == 1:
-            gradients = [PushedGradient(variable=4, values=here.grad)]
+            gradients = [Gradient(variable=4, values=here.grad)]
         else:
-            gradients = [PushedGradient(variable=4, values=values, ids=rows)]
+            gradients = [Gradient(variable=4, values=values, ids=rows)]
         batch.push(1, 8, gradients, {0: {"lr": lr}} if step == 2 else None)
         worker.send(batch)
-    assert worker.settle()[1, 4] == 4
+    assert worker.wait_for_writes()[1, 4] == 4
     torch.testing.assert_close(worker.read([w])[0][0], here.detach())
     ((entry),) = chief.read_state(1, 8, [4])
     assert entry.key == "momentum_buffer"
@@ -192,7 +189,7 @@ def test_optimizers_step_on_the_server_as_here(chief: PsClient, worker: PsClient
 def test_optimizer_state_can_be_written_back(chief: PsClient) -> None:
     """Tensors and plain values."""
     chief.create(place(0, 1, 2), "w", value=torch.zeros(2))
-    group = GroupSpec(variables=(1,), hyperparameters={"lr": 0.1, "betas": (0.9, 0.99)})
+    group = GroupSpec(variables=(1,), settings={"lr": 0.1, "betas": (0.9, 0.99)})
     chief.create_optimizer(0, 1, "torch.optim.Adam", [group])
     entries = [
         StateEntry(variable=1, key="step", value=torch.tensor(3.0)),
@@ -210,7 +207,7 @@ def test_optimizer_state_can_be_written_back(chief: PsClient) -> None:
 
 def test_large_values_travel_in_pieces(chief: PsClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value larger than a piece comes and goes whole."""
-    monkeypatch.setattr(mapping, "PIECE_BYTES", 1000)
+    monkeypatch.setattr("stratagem._ps.types.TRANSFER_BYTES", 1000)
     w = place(0, 1, 100, 7)
     value = torch.arange(700.0).reshape(100, 7)
     assert len(w.pieces()) > 2
@@ -231,13 +228,13 @@ def test_fenced_writers_are_refused_and_others_are_not(
     batch.assign(0, 1, "add", torch.ones(1))
     worker.send(batch)
     with pytest.raises(WriteFenced, match="life 1"):
-        worker.settle()
+        worker.wait_for_writes()
     assert value_of(chief, w) == [[0.0]]
     with PsClient(servers, WORKER, incarnation=2) as next_life:
         batch = next_life.batch()
         batch.assign(0, 1, "add", torch.ones(1))
         next_life.send(batch)
-        next_life.settle()
+        next_life.wait_for_writes()
     assert value_of(chief, w) == [[1.0]]
 
 
@@ -255,11 +252,11 @@ def test_writes_of_an_exactly_once_closure_count_once(
                 batch = client.batch()
                 batch.assign(0, 1, "add", torch.ones(1))
                 client.send(batch)
-            client.settle()
+            client.wait_for_writes()
             client.outbox.end_closure()
         assert value_of(second, w) == [[2.0]]
         assert (worker.outbox.duplicates, second.outbox.duplicates) == (0, 2)
-        chief.forget_closures([77])
+        chief.finish_closures([77])
 
 
 def test_two_clients_under_one_name_are_found_out(
@@ -272,7 +269,7 @@ def test_two_clients_under_one_name_are_found_out(
         batch = client.batch()
         batch.assign(0, 1, "add", torch.ones(1))
         client.send(batch)
-        client.settle()
+        client.wait_for_writes()
 
     write(worker)
     with PsClient(servers, WORKER, incarnation=1) as twin:
@@ -292,7 +289,7 @@ def test_errors_of_the_server_leave_it_and_the_client_usable(
     batch.assign(0, 1, "add", torch.ones(3))
     worker.send(batch)
     with pytest.raises(ValueError, match="expected shape"):
-        worker.settle()
+        worker.wait_for_writes()
     with pytest.raises(UnsupportedOptimizer, match="os"):
         chief.create_optimizer(0, 1, "os.system", [])
     with pytest.raises(ValueError, match="cannot create it again"):
@@ -302,7 +299,7 @@ def test_errors_of_the_server_leave_it_and_the_client_usable(
     batch = worker.batch()
     batch.assign(0, 1, "add", torch.ones(2))
     worker.send(batch)
-    worker.settle()
+    worker.wait_for_writes()
     assert value_of(chief, w) == [[1.0, 1.0]]
 
 
@@ -327,7 +324,7 @@ def test_versions_of_all_or_some(chief: PsClient) -> None:
 
 def served(client: PsClient, server: int) -> int:
     """Messages the server has worked on so far, asked on the data connection: exact."""
-    stats = client._links[server].request(messages.AskStats()).message
+    stats = client._connections[server].request(messages.AskStats()).message
     assert isinstance(stats, messages.Stats)
     return int(stats.facts["served"])
 
@@ -341,7 +338,7 @@ def test_a_thousand_variables_are_one_message_per_server(chief: PsClient) -> Non
     for one in places:
         batch.assign(one.server, one.variable, "add", torch.full((3,), float(one.variable)))
     chief.send(batch)
-    chief.settle()
+    chief.wait_for_writes()
     chief.read(places)
     # The write, announcing new slots, locating or reading: a handful, not a thousand.
     after = [served(chief, server) for server in (0, 1)]
@@ -391,7 +388,7 @@ def test_optimizers_of_users_need_their_module_allowed(
     """STRATAGEM_OPTIMIZER_MODULES of the server decides; the default is torch.optim only."""
     monkeypatch.setitem(sys.modules, "lab_optimizers", sys.modules[__name__])
     w = place(0, 1, 2)
-    group = GroupSpec(variables=(1,), hyperparameters={"lr": 1.0})
+    group = GroupSpec(variables=(1,), settings={"lr": 1.0})
     for allowed in (False, True):
         if allowed:
             monkeypatch.setenv("STRATAGEM_OPTIMIZER_MODULES", "other, lab_optimizers")
@@ -404,9 +401,9 @@ def test_optimizers_of_users_need_their_module_allowed(
                     continue
                 client.create_optimizer(0, 1, "lab_optimizers.Halving", [group])
                 batch = client.batch()
-                batch.push(0, 1, [PushedGradient(variable=1, values=torch.zeros(2))])
+                batch.push(0, 1, [Gradient(variable=1, values=torch.zeros(2))])
                 client.send(batch)
-                client.settle()
+                client.wait_for_writes()
                 assert value_of(client, w) == [[0.5, 0.5]]
 
 

@@ -69,7 +69,7 @@ def test_a_coordinator_gone_for_longer_than_its_lease_ends_the_session(
     chief.create(W, "w", value=torch.ones(2))
     with PsClient(listed(server), WORKER, incarnation=1) as worker:
         with caplog.at_level(logging.INFO, "stratagem.ps"):
-            chief._hang_up()  # as if it were killed: no goodbye
+            chief._disconnect()  # as if it were killed: no goodbye
             wait_until(lambda: "its coordinator has been gone for 0.2 s" in caplog.text)
         wait_until(lambda: server.session_count == 0)
         with pytest.raises(NotFoundError, match="joined no session"):
@@ -81,11 +81,11 @@ def test_a_coordinator_back_within_its_lease_finds_its_variables(server: Paramet
     patient = Membership(session="s", task="/job:chief/task:0", is_owner=True, lease_s=60.0)
     first = PsClient(listed(server), patient)
     first.create(W, "w", value=torch.ones(2))
-    first._hang_up()
+    first._disconnect()
     with PsClient(listed(server), patient) as second:
         assert second.read([W])[0][0].tolist() == [1.0, 1.0]
         add_one(second)
-        assert second.settle() == {(0, 1): 2}
+        assert second.wait_for_writes() == {(0, 1): 2}
 
 
 def test_sessions_do_not_see_each_other(server: ParameterServer) -> None:
@@ -113,11 +113,11 @@ def test_writes_are_repeated_after_a_broken_connection_and_count_once(
             for _ in range(3):
                 add_one(client)
             wait_until(lambda n=round_number: server.facts["applied"] == 1 + 3 * n)  # type: ignore[misc]
-            channel = client._links[0]._channel
+            channel = client._connections[0]._channel
             assert channel is not None
             assert channel._stream.sock.recv(1 << 16)  # the acknowledgements came, and are lost
             channel._stream.sock.shutdown(socket.SHUT_RDWR)
-            client.settle()
+            client.wait_for_writes()
             assert client.outbox.duplicates == 3 * round_number
             assert client.read([W])[0][0].tolist() == [3.0 * round_number] * 2
         assert server.facts["applied"] == 10
@@ -127,11 +127,11 @@ def test_a_connection_broken_between_steps_is_mended(server: ParameterServer) ->
     """Nothing outstanding: the next request finds out and connects again."""
     with PsClient(listed(server), STEADY) as client:
         client.create(W, "w", value=torch.zeros(2))
-        channel = client._links[0]._channel
+        channel = client._connections[0]._channel
         assert channel is not None
         channel._stream.sock.shutdown(socket.SHUT_RDWR)
         add_one(client)
-        client.settle()
+        client.wait_for_writes()
         assert client.read([W])[0][0].tolist() == [1.0, 1.0]
 
 
@@ -179,7 +179,7 @@ def test_a_server_whose_address_somebody_else_has_now_is_lost(
             with pytest.raises(ParameterServerLost):
                 pinging.ping(0, timeout_s=LIMIT_S)
             with pytest.raises(ParameterServerLost):
-                watching.look_after_servers(ClusterOptions())
+                watching.check_servers(ClusterOptions())
 
 
 SERVER = """
@@ -218,7 +218,7 @@ def test_a_killed_server_is_lost_with_its_variables_named(
         killer = threading.Timer(0.1, child.kill)
         killer.start()
         with pytest.raises(ParameterServerLost, match="layer/weight") as caught:
-            client.settle()
+            client.wait_for_writes()
         killer.join()
         assert caught.value.task == "/job:ps/task:0"
         assert "restore the last checkpoint" in str(caught.value)
@@ -257,14 +257,14 @@ def test_a_server_that_is_not_there_is_said_to_be_gone_not_slow(
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "bytes"])
 @pytest.mark.parametrize("applied", [True, False], ids=["applied before", "applied after"])
-def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
+def test_writes_stay_unacknowledged_when_ctrl_c_ends_the_wait(
     process: tuple[subprocess.Popen[str], str], shared: bool, applied: bool
 ) -> None:
     """Their slots are not filled anew while the server may read them; each counts once."""
     child, address = process
     with PsClient([("/job:ps/task:0", address)], STEADY, shared_memory=shared) as client:
         client.create(W, "w", value=torch.zeros(2))
-        link = client._links[0]
+        link = client._connections[0]
         if applied:  # the server's answers are on their way, but not yet read
             for _ in range(3):
                 add_one(client)
@@ -284,17 +284,17 @@ def test_writes_stay_unsettled_when_ctrl_c_ends_the_wait(
         thread = threading.Thread(target=ctrl_c, name="test-ctrl-c")
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            client.settle(timeout_s=LIMIT_S)
+            client.wait_for_writes(timeout_s=LIMIT_S)
         thread.join(LIMIT_S)
-        assert not client.outbox.is_settled
+        assert not client.outbox.is_idle
         batch = client.batch()
         batch.assign(0, 1, "add", torch.full((2,), 10.0))
         if not applied:
             batch.copy_in()  # before the server reads anything: slots used again would show
             os.kill(child.pid, signal.SIGCONT)
         client.send(batch)
-        assert client.settle() == {(0, 1): 5}
-        assert client.outbox.is_settled
+        assert client.wait_for_writes() == {(0, 1): 5}
+        assert client.outbox.is_idle
         assert client.read([W])[0][0].tolist() == [13.0, 13.0]
 
 
@@ -331,12 +331,12 @@ def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
                 add_one(client)
                 try:
                     armed.set()
-                    client.settle(timeout_s=LIMIT_S)
+                    client.wait_for_writes(timeout_s=LIMIT_S)
                 except KeyboardInterrupt:
                     pass
                 finally:
                     armed.clear()
-            client.settle()
+            client.wait_for_writes()
             assert client.read([W])[0][0].tolist() == [float(rounds)] * 2
             assert client.versions(0) == {1: rounds + 1}
     finally:
@@ -354,7 +354,7 @@ def test_a_failed_ping_ends_the_wait_for_a_reply(
         client.create(W, "w", value=torch.ones(2))
         stop(child.pid)
         add_one(client)
-        waiting = pool.submit(client.settle)
+        waiting = pool.submit(client.wait_for_writes)
         with pytest.raises(ParameterServerLost):
             client.ping(0, timeout_s=0.2)
         with pytest.raises(ParameterServerLost, match=r"did not answer.* within 0\.2 s"):
@@ -376,7 +376,7 @@ def test_a_worker_killed_leaves_server_and_others_unharmed(
         "    batch = client.batch()\n"
         "    batch.assign(0, 1, 'add', torch.ones(2))\n"
         "    client.send(batch)\n"
-        "    client.settle()\n"
+        "    client.wait_for_writes()\n"
     )
     with PsClient([("/job:ps/task:0", address)], CHIEF) as chief:
         chief.create(W, "w", value=torch.zeros(2))
@@ -390,4 +390,4 @@ def test_a_worker_killed_leaves_server_and_others_unharmed(
         value, version = chief.read([W])[0]
         assert value.tolist() == [version - 1.0] * 2  # every write whole, none half
         add_one(chief)
-        assert chief.settle() == {(0, 1): version + 1}
+        assert chief.wait_for_writes() == {(0, 1): version + 1}

@@ -8,12 +8,8 @@ from elementwise import ELEMENTWISE
 from own_optimizer import GradientKeeper
 from torch import nn
 
-from stratagem._ps.server.shard_optimizer import (
-    Gradient,
-    GroupSpec,
-    ServerOptimizer,
-    resolve_optimizer_class,
-)
+from stratagem._ps.server.shard_optimizer import ServerOptimizer, resolve_optimizer_class
+from stratagem._ps.types import Gradient, GroupSpec
 from stratagem.errors import UnsupportedOptimizer
 
 ROWS, WIDTH, STEPS = 11, 3, 6
@@ -65,7 +61,7 @@ def sharded(name, options, sizes, *, rows, sparse=False):
     pieces = []
     for begin, size in zip(torch.tensor([0, *sizes]).cumsum(0)[:-1].tolist(), sizes, strict=True):
         shard = whole[begin : begin + size].clone()
-        group = GroupSpec(variables=(1,), hyperparameters=options)
+        group = GroupSpec(variables=(1,), settings=options)
         stepper = ServerOptimizer(f"torch.optim.{name}", [group], {1: shard})
         for ids, values in gradients():
             mine = (ids >= begin) & (ids < begin + size)
@@ -113,7 +109,7 @@ def test_adam_refuses_sparse_gradients_as_plain_pytorch_does():
 def test_row_step_of_adagrad_leaves_other_rows_and_their_state_alone():
     """Only the rows of the gradient are written (bit for bit)."""
     weight = start()
-    group = GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})
+    group = GroupSpec(variables=(1,), settings={"lr": 0.1})
     stepper = ServerOptimizer("torch.optim.Adagrad", [group], {1: weight})
     stepper.step([Gradient(variable=1, values=torch.ones(2, WIDTH), ids=torch.tensor([2, 5]))])
     changed = (weight != start()).any(dim=1).nonzero().flatten().tolist()
@@ -126,9 +122,9 @@ def test_row_step_of_adagrad_leaves_other_rows_and_their_state_alone():
 def test_variables_without_a_gradient_stay_and_groups_keep_their_rates():
     a, b, c = torch.ones(2), torch.ones(2), torch.ones(2)
     groups = [
-        GroupSpec(variables=(1, 2), hyperparameters={"lr": 0.5}),
-        GroupSpec(variables=(), hyperparameters={"lr": 9.0}),
-        GroupSpec(variables=(3,), hyperparameters={"lr": 0.25}),
+        GroupSpec(variables=(1, 2), settings={"lr": 0.5}),
+        GroupSpec(variables=(), settings={"lr": 9.0}),
+        GroupSpec(variables=(3,), settings={"lr": 0.25}),
     ]
     stepper = ServerOptimizer("torch.optim.SGD", groups, {1: a, 2: b, 3: c})
     both = [Gradient(variable=1, values=torch.ones(2)), Gradient(variable=3, values=torch.ones(2))]
@@ -144,8 +140,8 @@ def test_variables_without_a_gradient_stay_and_groups_keep_their_rates():
 
 def test_state_survives_saving_loading_and_a_new_group():
     a, b = torch.ones(2), torch.ones(2)
-    one = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.1})]
-    two = [*one, GroupSpec(variables=(2,), hyperparameters={"lr": 0.1})]
+    one = [GroupSpec(variables=(1,), settings={"lr": 0.1})]
+    two = [*one, GroupSpec(variables=(2,), settings={"lr": 0.1})]
     stepper = ServerOptimizer("torch.optim.Adam", one, {1: a})
     stepper.step([Gradient(variable=1, values=torch.ones(2))])
     grown = ServerOptimizer("torch.optim.Adam", two, {1: a, 2: b})
@@ -160,7 +156,7 @@ def test_state_survives_saving_loading_and_a_new_group():
 
 def test_gradient_for_a_foreign_variable_or_of_a_wrong_shape_is_refused():
     stepper = ServerOptimizer(
-        "torch.optim.SGD", [GroupSpec(variables=(1,), hyperparameters={})], {1: torch.ones(2)}
+        "torch.optim.SGD", [GroupSpec(variables=(1,), settings={})], {1: torch.ones(2)}
     )
     with pytest.raises(ValueError, match="variable 2 got a gradient"):
         stepper.step([Gradient(variable=2, values=torch.ones(2))])
@@ -213,7 +209,7 @@ def test_no_step_writes_or_keeps_a_gradient(class_name):
     ids = torch.tensor([1, 5])
     steps = 0
     for settings in settings_of(kind):
-        groups = [GroupSpec(variables=(1,), hyperparameters=settings)]
+        groups = [GroupSpec(variables=(1,), settings=settings)]
         for rows, given in ((8, None), (40_000, None), (8, ids)):
             weight = torch.ones(rows, 8)
             stepper = ServerOptimizer(class_name, groups, {1: weight}, modules=["own_optimizer"])

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import examples, orders
 
-from stratagem._ps.server.ledger import Admission, WriteId
-from stratagem._ps.server.store import InitOp, VariableStore
+from stratagem._ps.server.ledger import Admission
+from stratagem._ps.server.store import VariableStore
+from stratagem._ps.types import InitOp, WriteId
 from stratagem.errors import NotFoundError
 
 

@@ -51,13 +51,13 @@ def test_pings_are_answered_while_a_long_step_runs(
     with PsClient(listed(server), CHIEF) as client:
         (session,) = server._leases.sessions()
         monkeypatch.setattr(session, "handle", long_step)
-        pending = client._links[0].begin(messages.AskVersions())
+        pending = client._connections[0].begin(messages.AskVersions())
         assert entered.wait(LIMIT_S)
         wait_until(lambda: client.ping(0).busy_s > 0.02)
         with hello(server):  # new connections are let in meanwhile
             pass
         leave.set()
-        client._links[0].collect(pending)
+        client._connections[0].collect(pending)
         monkeypatch.undo()
         wait_until(lambda: client.ping(0).busy_s == 0.0)
 
@@ -130,7 +130,7 @@ def test_slots_that_were_never_announced_are_refused(server: ParameterServer) ->
             channel.request(messages.JoinSession(session="s"), timeout_s=LIMIT_S)
             ref = messages.TensorRef("float32", (2,), segment=77, offset=4160)
             write = messages.Write(
-                origin=messages.Origin("x", 1, 1),
+                origin=messages.WriteId("x", 1, 1),
                 operations=messages.encode_operations((messages.Assign(1, "add", ref),)),
             )
             with pytest.raises(ProtocolError, match="slot 77, never announced"):
@@ -173,7 +173,7 @@ def test_fifty_clients(server: ParameterServer) -> None:
             for client in clients:
                 add_one(client)
             for client in clients:
-                client.settle()
+                client.wait_for_writes()
             assert chief.read([W])[0][0].tolist() == [50.0, 50.0]
             assert "51 connections" in repr(server)
         finally:

@@ -29,7 +29,7 @@ def test_servers_may_come_later(
     nobody: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits learns once for whom, where and why, and then that they have come."""
-    monkeypatch.setattr(connect_all, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(connect_all, "LOG_AFTER_S", 0.05)
     made: list[sg.ParameterServerStrategy] = []
     with sg.Server({"ps": ["127.0.0.1:0"]}) as there:
         # The cluster has no chief: none is needed, the coordinator is it and listens nowhere.
@@ -89,7 +89,7 @@ def test_a_name_may_become_known_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """PSS-3 behind a headless service: names appear with their pods, and are waited for as servers are."""
-    monkeypatch.setattr(connect_all, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(connect_all, "LOG_AFTER_S", 0.05)
     made: list[sg.ParameterServerStrategy] = []
     thread = threading.Thread(target=lambda: made.append(make("ps-0.training.invalid:2222")))
     thread.start()

@@ -88,8 +88,8 @@ _T = messages.TensorRef("float32", (4,), 0)
 _I = messages.TensorRef("int64", (2,), 1)
 _R = messages.TensorRef("float32", (2, 3), 2)
 BUFFERS = [bytes(16), bytes(16), bytes(24)]
-_ORIGIN = messages.Origin("fuzz", 1, 1)
-_GROUP = messages.Group((1,), {"lr": 0.1, "momentum": 0.5})
+_ORIGIN = messages.WriteId("fuzz", 1, 1)
+_GROUP = messages.GroupSpec((1,), {"lr": 0.1, "momentum": 0.5})
 SEEDS: list[messages.Message] = [
     messages.Ping(),
     messages.AskStats(),
@@ -98,7 +98,7 @@ SEEDS: list[messages.Message] = [
     messages.CreateVariables(
         variables=(
             messages.VariableSpec(
-                1, "a", "float32", (4,), (messages.Initialise("normal", (0.0, 1.0), 3),)
+                1, "a", "float32", (4,), (messages.InitOp("normal", (0.0, 1.0), 3),)
             ),
             messages.VariableSpec(2, "b", "float32", (5, 3)),
         )
@@ -125,7 +125,7 @@ SEEDS: list[messages.Message] = [
     ),
     messages.OpenSegments(segments=(messages.SegmentRef(1, 1, 3, 8192, bytes(16)),)),
     messages.Fence(worker="w", incarnation=1),
-    messages.ForgetClosures(closures=(1, 2)),
+    messages.FinishedClosures(ranges=((1, 3), (5, 6))),
     messages.ReadState(optimizer=1),
     messages.WriteState(optimizer=1, items=(messages.StateItem(1, "momentum_buffer", _T),)),
     messages.DeleteVariables(variables=(9,)),

@@ -99,7 +99,7 @@ UNEXPECTED: list[messages.Message] = [
     messages.Finished(closure=1, value=_PACKED),
     messages.LogLine(level=10, logger="x", text="y"),
     messages.Write(
-        origin=messages.Origin("fuzz", 1, 1),
+        origin=messages.WriteId("fuzz", 1, 1),
         operations=messages.encode_operations((messages.Assign(1, "add", _T),)),
     ),
 ]

@@ -166,24 +166,6 @@ def _shared_memory() -> Iterator[Finding]:
     )
 
 
-def _shared_heap() -> Iterator[Finding]:
-    from stratagem._wire import shared_heap
-
-    works = shared_heap.install() is not None
-    if works:
-        shared_heap.release()
-    yield Finding(
-        subject="shared heap",
-        verdict=Verdict.GOOD,
-        found="servers on this machine read workers' large tensors where they lie"
-        if works
-        else f"none: {shared_heap.why_not()}",
-        remedy=""
-        if works or shared_heap.is_built()
-        else "Install a C compiler, then the package again.",
-    )
-
-
 def _available_memory_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -281,7 +263,6 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _python,
     _torch,
     _shared_memory,
-    _shared_heap,
     _open_files,
     _ports,
     _clock,

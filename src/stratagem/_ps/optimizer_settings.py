@@ -22,6 +22,10 @@ Settings = dict[int, dict[str, Any]]
 
 _NOT_SETTINGS = frozenset({"params", "param_names"})
 
+WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "LBFGS"})
+"""Classes that look at a whole tensor at once (its norm, its rows and columns, its matrix shape): on a part
+of the tensor they would compute something else."""
+
 
 def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
     """Settings of every parameter group, by the group's number.
@@ -126,3 +130,27 @@ def _as_plain(value: Any) -> Setting:
         return tuple(None if one is None else float(one) for one in value)
     plain: Setting = value
     return plain
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a class of its own keeps on the object beside groups and state, if it is no torch class.
+
+    Example:
+        >>> import torch
+        >>> own_attributes(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+        {}
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return {}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith(("_optimizer_", "_zero_grad_", "_patched_", "_opt_"))
+        and name not in KEPT_BY_TORCH
+    }
+
+
+# What `Optimizer.__init__` and LR schedulers put on every object, and what we do.
+KEPT_BY_TORCH = frozenset(
+    {*dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured"}
+)

@@ -5,7 +5,7 @@ turns one into the other. Rooms that need a new message add its struct here, and
 (`handshake.py`) when a released version could meet it.
 
 Messages are msgpack maps with the struct's name as tag, fields at their default left out. The small records that
-occur by the hundred in one message (`TensorRef`, `Origin`, operations) are arrays.
+occur by the hundred in one message (`TensorRef`, `WriteId`, operations) are arrays.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class CloseSession(Message, frozen=True):
 # -- parameter servers: variables --------------------------------------------------------------
 
 
-class Initialise(Record, frozen=True):
+class InitOp(Record, frozen=True):
     """One in-place initialisation run on the server; see `_ps/server/store.py`, InitOp."""
 
     name: str
@@ -187,7 +187,7 @@ class VariableSpec(Record, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    initialise: tuple[Initialise, ...] = ()
+    initialise: tuple[InitOp, ...] = ()
 
 
 class CreateVariables(Message, frozen=True):
@@ -252,7 +252,7 @@ class Versions(Message, frozen=True):
 # -- parameter servers: writes -----------------------------------------------------------------
 
 
-class Origin(Record, frozen=True):
+class WriteId(Record, frozen=True):
     """Whose write this is, so that no write counts twice; see `_ps/server/ledger.py`, WriteId."""
 
     worker: str
@@ -321,7 +321,7 @@ class Write(Message, frozen=True):
     so that neither side need look at them more than once.
     """
 
-    origin: Origin
+    origin: WriteId
     operations: Operations
 
 
@@ -348,16 +348,16 @@ class Fence(Message, frozen=True):
     incarnation: int
 
 
-class ForgetClosures(Message, frozen=True):
-    """These exactly-once closures are finished: nobody repeats their writes."""
+class FinishedClosures(Message, frozen=True):
+    """All closures finished so far, as ranges (first, behind the last): refuse late writes of them."""
 
-    closures: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
 
 
 # -- parameter servers: optimizers -------------------------------------------------------------
 
 
-class Group(Record, frozen=True):
+class GroupSpec(Record, frozen=True):
     """One parameter group: the variables of it on this server, and its settings."""
 
     variables: tuple[int, ...]
@@ -372,7 +372,7 @@ class CreateOptimizer(Message, frozen=True):
 
     optimizer: int
     class_name: str
-    groups: tuple[Group, ...]
+    groups: tuple[GroupSpec, ...]
     defaults: dict[str, Setting] = msgspec.field(default_factory=dict)
     attributes: dict[str, Setting] = msgspec.field(default_factory=dict)
 

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from stratagem._core import context
 from stratagem._core.user_contexts import InputContext
-from stratagem._wire import shared_heap
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame, Packed
 from stratagem.errors import ClosureAborted, ClosureCancelled, DeadlineExceeded
@@ -280,8 +279,7 @@ def _takes_context(function: Callable[..., object]) -> bool:
 def make_iterator(source: object, workers: Sequence[int]) -> Iterator[object]:
     """Runs on a worker: its iterator over its own dataset. `workers`: the indices of all of them."""
     index = workers.index(context.get_current_worker_index())
-    with shared_heap.aside():
-        return iter(build_dataset(source, index=index, workers=len(workers)))
+    return iter(build_dataset(source, index=index, workers=len(workers)))
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:

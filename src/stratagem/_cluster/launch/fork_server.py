@@ -426,12 +426,10 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
 
     from stratagem._cluster.launch.tasks import make_task
     from stratagem._ps.malloc import keep_freed_memory
-    from stratagem._wire import shared_heap
 
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()
-        shared_heap.install()  # for as long as the process lives
     with make_task(order.job, order.index, order.address, key=order.key or None) as task:
         ready(task.address)
         task.serve()

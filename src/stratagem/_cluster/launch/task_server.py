@@ -19,7 +19,6 @@ from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
 from stratagem._ps.server.loop import ParameterServer
-from stratagem._wire import shared_heap
 from stratagem._wire.connecting import split_address
 from stratagem._wire.listener import is_loopback
 from stratagem.config import ClusterOptions, log_as_environment_says
@@ -83,7 +82,6 @@ class Server(Owner):
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._has_heap = False
         if start:
             self.start()
 
@@ -115,8 +113,6 @@ class Server(Owner):
         self.start()
         if self._worker is not None:
             keep_freed_memory()
-            if not self._has_heap:
-                self._has_heap = shared_heap.install() is not None
             self._worker.forward_output(echo=True)
         if timeout_s is not None:
             self._closed.wait(timeout_s)
@@ -154,9 +150,6 @@ class Server(Owner):
             self._task.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(10.0)
-        if self._has_heap:
-            self._has_heap = False
-            shared_heap.release()
 
     @classmethod
     def create_local_server(cls, config: ClusterOptions | None = None, start: bool = True) -> Self:

@@ -31,7 +31,7 @@ from stratagem._cluster.worker.results import Results
 from stratagem._core import context
 from stratagem._owner import Owner
 from stratagem._ps.malloc import give_back_freed_memory
-from stratagem._wire import messages, shared_heap
+from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, unpack
 from stratagem._wire.failures import failure_from
@@ -128,9 +128,6 @@ class Worker(Owner):
                     # in circles, and would else keep the servers' memory, freed there, in use here.
                     gc.collect()
                     give_back_freed_memory()
-                    heap = shared_heap.installed()
-                    if heap is not None:
-                        heap.trim()
 
     @override
     def close(self) -> None:

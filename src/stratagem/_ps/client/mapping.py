@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem._ps import types
 from stratagem._wire import codec, messages, shm
-
-PIECE_BYTES = 1 << 26
-"""Values larger than this travel in pieces, so that no side holds much more than the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +42,9 @@ class ShardLocation:
             >>> len(ShardLocation(0, 1, (1 << 20, 64), torch.float32).pieces())
             4
         """
-        if self.nbytes <= PIECE_BYTES or not self.shape:
+        if self.nbytes <= types.TRANSFER_BYTES or not self.shape:
             return [(0, -1)]
-        rows = self.shape[0]
-        step = max(1, PIECE_BYTES * rows // self.nbytes)
-        return [(start, min(step, rows - start)) for start in range(0, rows, step)]
+        return types.row_pieces(self.shape[0], self.nbytes)
 
 
 @final

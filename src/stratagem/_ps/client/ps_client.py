@@ -1,18 +1,17 @@
-"""What workers and the coordinator use to talk to all parameter servers.
+"""One task's access to all parameter servers of a session.
 
-`PsClient` fuses: one request per server carries everything asked of it, requests to several servers are out at
-the same time. Reads on the same host come from shared memory; elsewhere, or when sharing is switched off, bytes come over the
-connection. Where a variable lives is the caller's knowledge: servers are given by index.
+`PsClient` joins requests: one request per server carries everything asked of it, and requests to several
+servers are on their way at the same time. On the servers' host values are read from shared memory, elsewhere
+over the connection. Which server holds a variable is the caller's knowledge: servers are given by index.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Final, final
@@ -23,33 +22,44 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._owner import Owner
-from stratagem._ps.client.connect_all import reach_all
-from stratagem._ps.client.mapping import PIECE_BYTES, MappedVariable, Mappings, ShardLocation
+from stratagem._ps import types
+from stratagem._ps.client import state_transfer
+from stratagem._ps.client.connect_all import connect_all
+from stratagem._ps.client.mapping import MappedVariable, Mappings, ShardLocation
 from stratagem._ps.client.outbox import Outbox
-from stratagem._ps.client.server_connection import Membership, Pending, ServerConnection
+from stratagem._ps.client.server_connection import Address, Membership, Pending, ServerConnection
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.write_batch import WriteBatch
+from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.rows import take_rows
-from stratagem._ps.server.shard_optimizer import GroupSpec, Hyperparameters
-from stratagem._ps.server.store import InitOp, StateEntry
+from stratagem._ps.types import (
+    GroupSpec,
+    Hyperparameters,
+    InitOp,
+    Setting,
+    StateEntry,
+)
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
-from stratagem._wire.messages import Frame, Message, Setting, TensorRef
+from stratagem._wire.messages import Frame, Message, TensorRef
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost
 
 _log = logging.getLogger("stratagem.ps")
 
 CLOSE_LIMIT_S: Final = 5.0
-"""For all servers together to hear that the session is over; each needs a millisecond, or is in a long step."""
+"""For all servers together to confirm that the session is over; each needs a millisecond, or is in a long step."""
+
+_Reads = dict[int, list[tuple[int, messages.ReadItem]]]
+"""By server: what to read, each with its place in the answer."""
 
 
 @final
 class PsClient(Owner):
     """One task's connections to all parameter servers of a session.
 
-    Safe for several threads (one works at a time). Writes are sent by `send` and acknowledged later: `settle` waits for all
-    acknowledgements; reads of this client see its own writes.
+    Thread-safe; one thread works at a time. Writes are sent by `send` and acknowledged later:
+    `wait_for_writes` waits for all acknowledgements. Reads of this client see its own writes.
 
     Example:
         >>> import torch
@@ -65,55 +75,60 @@ class PsClient(Owner):
         ...         batch = client.batch()
         ...         batch.assign(0, 1, "add", torch.ones(2))
         ...         client.send(batch)
-        ...         print(client.settle(), client.read([w]))
+        ...         print(client.wait_for_writes(), client.read([w]))
         {(0, 1): 2} [(tensor([2., 2.]), 2)]
     """
 
     def __init__(
         self,
-        servers: Sequence[tuple[str, str]],
+        servers: Sequence[tuple[str, str | Address]],
         membership: Membership,
         *,
         incarnation: int = 0,
         shared_memory: bool | None = None,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        """Connects to every server.
+        """Connect to every server.
 
         Args:
-            servers: (task, address) of each; their order gives the indices used everywhere.
+            servers: task of each server, and its address or a function that returns it; their order gives
+                the indices used everywhere.
             membership: session, own task name and role.
-            incarnation: which life of its task this is; part of every write.
+            incarnation: incarnation of this task; part of every write.
             shared_memory: False forces bytes over the connection; by default as configured.
             connect_timeout_s: for each server; for the session's owner, who waits for servers that
                 are just starting, for all of them.
 
         Raises:
-            ValueError: an address that is none.
+            ValueError: an address is invalid.
             ParameterServerLost: a server cannot be reached.
         """
         self._membership = membership
         allowed = config.shared_memory_allowed() if shared_memory is None else shared_memory
         # Two directions, since containers may see each other's processes one way only: reading a
-        # server's variables, and letting a server read this client's slots.
+        # server's variables, and letting a server read this client's memory.
         self._shares_reads = [allowed] * len(servers)
         # Several clients of one coordinator may write to one session; each counts its own writes.
         unique = f"#{secrets.token_hex(4)}" if membership.is_owner else ""
-        self._links = [ServerConnection(task, address, membership) for task, address in servers]
+        self._connections = [ServerConnection(*server, membership) for server in servers]
         self.outbox = Outbox(
-            self._links, membership.task + unique, incarnation, shares_memory=allowed
+            self._connections, membership.task + unique, incarnation, may_share=allowed
         )
-        lost = [link.declare_lost for link in self._links]
-        self._control = ControlConnections(servers, key=membership.key, lost=lost)
+        self._control = ControlConnections(
+            servers, key=membership.key, data_connections=self._connections
+        )
+        self._finished = NumberRanges()
         self._lock = threading.RLock()
         self._mappings = Mappings()
         self._closed = False
         try:
-            reach_all(self._links, timeout_s=connect_timeout_s, patient=membership.is_owner)
-            for server, link in enumerate(self._links):
-                if link.welcome is not None:
-                    self._control.introduce(server, link.welcome)
-                self._try_sharing(server)
+            connect_all(self._connections, timeout_s=connect_timeout_s, patient=membership.is_owner)
+            for server, connection in enumerate(self._connections):
+                assert connection.welcome is not None
+                self._control.introduce(server, connection.welcome)
+                may_map = connection.welcome.shares_memory
+                self._shares_reads[server] &= may_map
+                self.outbox.share_memory(server, allowed=may_map)
         except BaseException:
             self.close()
             raise
@@ -128,20 +143,19 @@ class PsClient(Owner):
         value: Tensor | None = None,
         recipe: Sequence[InitOp] = (),
     ) -> None:
-        """Creates one variable from a value, or by initialisations run on its server."""
+        """Create one variable from a value, or by initialisations run on its server."""
         self.create_all([(place, name, recipe)])
         if value is not None:
             self.assign(place, value)
 
     def create_all(self, wanted: Sequence[tuple[ShardLocation, str, Sequence[InitOp]]]) -> None:
-        """Creates many variables, one request per server; without a recipe they are undefined."""
+        """Create many variables, one request per server; without a recipe their values are undefined."""
         specs: dict[int, list[messages.VariableSpec]] = {}
         for place, name, recipe in wanted:
-            operations = tuple(messages.Initialise(one.name, one.args, one.seed) for one in recipe)
             dtype = codec.dtype_name(place.dtype)
-            spec = messages.VariableSpec(place.variable, name, dtype, place.shape, operations)
+            spec = messages.VariableSpec(place.variable, name, dtype, place.shape, tuple(recipe))
             specs.setdefault(place.server, []).append(spec)
-            self._links[place.server].names[place.variable] = name
+            self._connections[place.server].names[place.variable] = name
         self._ask_all(
             {
                 server: messages.CreateVariables(variables=tuple(some))
@@ -150,13 +164,13 @@ class PsClient(Owner):
         )
 
     def delete(self, places: Sequence[ShardLocation]) -> None:
-        """Frees variables."""
+        """Free variables."""
         by_server: dict[int, list[int]] = {}
         with self._lock:
             for place in places:
                 by_server.setdefault(place.server, []).append(place.variable)
                 self._mappings.forget(place)
-                self._links[place.server].names.pop(place.variable, None)
+                self._connections[place.server].names.pop(place.variable, None)
             self._ask_all(
                 {
                     server: messages.DeleteVariables(variables=tuple(some))
@@ -165,10 +179,10 @@ class PsClient(Owner):
             )
 
     def assign(self, place: ShardLocation, value: Tensor) -> int:
-        """Overwrites a whole variable, in pieces if it is large; returns when it is done.
+        """Overwrite a whole variable, in pieces if it is large, and wait until that is done.
 
         Returns:
-            The version that has exactly this value; -1 if somebody else wrote between two pieces.
+            The version that has exactly this value; -1 if another task wrote between two pieces.
         """
         if tuple(value.shape) != place.shape:
             raise ValueError(
@@ -176,30 +190,30 @@ class PsClient(Owner):
                 f"{place.shape!r}"
             )
         with self._lock:
-            self.settle()
+            self.wait_for_writes()
             versions = []
             for start, count in place.pieces():
                 batch = self.batch()
-                piece = value if count < 0 else value[start : start + count]
                 if count < 0:
-                    batch.assign(place.server, place.variable, "set", piece.to(place.dtype))
+                    batch.assign(place.server, place.variable, "set", value.to(place.dtype))
                 else:
-                    batch.assign_rows(place.server, place.variable, start, piece.to(place.dtype))
+                    piece = value[start : start + count].to(place.dtype)
+                    batch.assign_rows(place.server, place.variable, start, piece)
                 self.send(batch)
-                versions.append(self.settle().get((place.server, place.variable), -1))
+                versions.append(self.wait_for_writes().get((place.server, place.variable), -1))
             undisturbed = versions[-1] - versions[0] == len(versions) - 1
             return versions[-1] if undisturbed else -1
 
-    def name_variables(self, server: int, names: dict[int, str]) -> None:
-        """Tells the names of variables this client did not create, for errors."""
-        self._links[server].names.update(names)
+    def name_variables(self, server: int, names: Mapping[int, str]) -> None:
+        """Note the names of variables that another client created, for errors."""
+        self._connections[server].names.update(names)
 
     # -- reads --------------------------------------------------------------------------------
 
     def map(self, places: Sequence[ShardLocation]) -> list[MappedVariable | None]:
-        """The variables in shared memory, without a copy; None for those that cannot be shared.
+        """Return the variables in shared memory, without a copy; None for those that cannot be shared.
 
-        Settle first if own writes must show.
+        Own writes show after `wait_for_writes`.
         """
         with self._lock:
             missing: dict[int, list[ShardLocation]] = {}
@@ -207,13 +221,17 @@ class PsClient(Owner):
                 if self._shares_reads[place.server] and self._mappings.get(place) is None:
                     missing.setdefault(place.server, []).append(place)
             for server, some in missing.items():
-                self._map_more(server, some)
+                message = messages.Locate(variables=tuple(place.variable for place in some))
+                located = self._ask(server, message).message
+                assert isinstance(located, messages.Located)
+                if not self._mappings.add(server, some, located):
+                    self._shares_reads[server] = False
             return [self._mappings.get(place) for place in places]
 
     def read(self, places: Sequence[ShardLocation]) -> list[tuple[Tensor, int]]:
-        """Whole values, each consistent in itself, with their versions."""
+        """Return whole values, each consistent in itself, with their versions."""
         with self._lock:
-            self.settle()
+            self.wait_for_writes()
             found: list[tuple[Tensor, int] | None] = [
                 one.copy() if one is not None else None for one in self.map(places)
             ]
@@ -225,26 +243,27 @@ class PsClient(Owner):
             return [one for one in found if one is not None]
 
     def read_rows(self, wanted: Sequence[tuple[ShardLocation, Tensor]]) -> list[tuple[Tensor, int]]:
-        """Rows of variables in the order asked, with the versions; one request per server at most."""
+        """Return rows of variables in the order asked, with versions; one request per server at most."""
         with self._lock:
             mapped = self.map([place for place, _ in wanted])
             if all(one is not None for one in mapped):
-                self.settle()
+                self.wait_for_writes()
                 return [
                     (take_rows(one.tensor, ids), one.version)
                     for one, (_, ids) in zip(mapped, wanted, strict=True)
                     if one is not None
                 ]
-            items: dict[int, list[tuple[int, messages.ReadItem]]] = {}
+            items: _Reads = {}
             outgoing: dict[int, Outgoing] = {}
             for index, (place, ids) in enumerate(wanted):
                 ref = outgoing.setdefault(place.server, Outgoing()).add(ids)
                 item = messages.ReadItem(place.variable, ids=ref)
                 items.setdefault(place.server, []).append((index, item))
-            return self._collect_values(items, outgoing, len(wanted))
+            found = self._collect_values(items, outgoing)
+            return [found[index] for index in range(len(wanted))]
 
     def versions(self, server: int, variables: Sequence[int] = ()) -> dict[int, int]:
-        """Versions of variables on one server; of all of them if none is named."""
+        """Return versions of variables on one server; of all of them if none is named."""
         reply = self._ask(server, messages.AskVersions(variables=tuple(variables))).message
         assert isinstance(reply, messages.Versions)
         return dict(reply.versions)
@@ -253,51 +272,37 @@ class PsClient(Owner):
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """To be held from `batch` to `settle` where several threads write; reads take it too."""
+        """Hold it from `batch` to `send` where several threads write; reads take it, too."""
         return self._lock
 
-    def batch(self, *, lends_from: float = math.inf) -> WriteBatch:
-        """A new batch of writes. One at a time: fill it, send it, then ask for the next.
-
-        Args:
-            lends_from: of so many bytes on, servers on this host read tensors where they lie if they can,
-                and the caller must `settle` before anybody may change them.
-        """
+    def batch(self) -> WriteBatch:
+        """Return a new batch of writes. Fill it and send it before asking for the next one."""
         with self._lock:
-            return self.outbox.batch(lends_from=lends_from)
+            return self.outbox.batch()
 
     def send(self, batch: WriteBatch) -> None:
-        """Sends a batch to its servers and returns; `settle` waits for the acknowledgements.
-
-        Raises:
-            ValueError: more bytes for one server than a frame may have; nothing was sent.
-        """
+        """Send a batch to its servers and return; `wait_for_writes` waits for the acknowledgements."""
         with self._lock:
             self.outbox.send(batch)
 
-    def settle(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
-        """Waits until every write sent is acknowledged.
+    def wait_for_writes(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
+        """Wait until every write is acknowledged.
 
         Returns:
             (server, variable) → its version after the write.
 
         Raises:
-            ParameterServerLost: a server is gone; whether the write was applied is not known.
-            WriteFenced: this life of the task was declared lost.
+            ParameterServerLost: a server does not answer; whether the write was applied is not known.
+            WriteFenced: this incarnation of the task was declared lost.
             Exception: what a server raised; the first, the others are in its notes. Errors of writes
                 that belong to an earlier closure are kept for it (`Outbox.failures`).
-            KeyboardInterrupt: Ctrl-C; the writes stay unsettled, and the next call waits for them.
+            KeyboardInterrupt: Ctrl-C; the writes stay unacknowledged, and the next call waits for them.
         """
         with self._lock:
-            return {} if self.outbox.is_settled else self.outbox.settle(timeout_s=timeout_s)
-
-    def settle_if_due(self, batch: WriteBatch) -> None:
-        """As `settle`, where a write is waited for at once: if it lent anything, or outside a scheduled function."""
-        if batch.lends or not self.outbox.defers:
-            self.settle()
+            return {} if self.outbox.is_idle else self.outbox.wait(timeout_s=timeout_s)
 
     def progress(self) -> None:
-        """Takes in acknowledgements that are here, without waiting for anything or anybody."""
+        """Take in acknowledgements that have arrived, without waiting for a server or a thread."""
         if self._lock.acquire(blocking=False):
             try:
                 self.outbox.progress()
@@ -305,12 +310,22 @@ class PsClient(Owner):
                 self._lock.release()
 
     def fence(self, task: str, incarnation: int) -> None:
-        """Every server refuses writes of this life of the task, and of earlier ones, from now on."""
+        """Make every server refuse writes of this incarnation of a task, and of earlier ones."""
         self._ask_all(self._everywhere(messages.Fence(worker=task, incarnation=incarnation)))
 
-    def forget_closures(self, closures: Sequence[int]) -> None:
-        """These exactly-once closures are finished: nobody repeats their writes."""
-        self._ask_all(self._everywhere(messages.ForgetClosures(closures=tuple(closures))))
+    def finish_closures(self, closures: Sequence[int]) -> None:
+        """Tell the servers that these closures are finished: they refuse late writes of them.
+
+        Never waits; one thread calls. Servers get all numbers each time, so that a message may be lost.
+        """
+        self._finished.add(closures)
+        if self._lock.acquire(blocking=False):
+            try:
+                message = messages.FinishedClosures(ranges=self._finished.ranges)
+                for connection in self._connections:
+                    connection.notify(message)
+            finally:
+                self._lock.release()
 
     # -- optimizers ---------------------------------------------------------------------------
 
@@ -324,105 +339,35 @@ class PsClient(Owner):
         defaults: Hyperparameters = MappingProxyType({}),
         attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
-        """Sets up an optimizer class, by dotted name, over variables of one server.
+        """Set up an optimizer class, by dotted name, over variables of one server.
 
-        `defaults` and `attributes` are what the object here was made with and keeps.
+        `defaults` are the arguments the local object was made with, `attributes` what its class keeps on it.
         """
-        made = tuple(
-            messages.Group(group.variables, _settings(group.hyperparameters)) for group in groups
-        )
         self._ask(
             server,
             messages.CreateOptimizer(
                 optimizer=optimizer,
                 class_name=class_name,
-                groups=made,
+                groups=tuple(groups),
                 defaults=_settings(defaults),
                 attributes=_settings(attributes),
             ),
         )
 
     def read_state(self, server: int, optimizer: int, variables: Sequence[int]) -> list[StateEntry]:
-        """What an optimizer remembers about these variables; one variable per request."""
-        entries = []
-        for variable in variables:
-            frame = self._ask(
-                server, messages.ReadState(optimizer=optimizer, variables=(variable,))
-            )
-            assert isinstance(frame.message, messages.State)
-            for item in frame.message.items:
-                tensor = item.tensor
-                value: Tensor | float | int | bool | None = item.value
-                if tensor is not None and tensor.buffer < 0:
-                    value = self._fetch_state(server, optimizer, item)
-                elif tensor is not None:
-                    value = codec.tensor_from(tensor, frame)
-                entries.append(StateEntry(variable=item.variable, key=item.key, value=value))
-        return entries
-
-    def _fetch_state(self, server: int, optimizer: int, item: messages.StateItem) -> Tensor:
-        """A large tensor of optimizer state, in pieces."""
-        ref = item.tensor
-        assert ref is not None
-        whole = torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype))
-        for start, count in _pieces_of(whole):
-            message = messages.ReadState(
-                optimizer=optimizer,
-                variables=(item.variable,),
-                key=item.key,
-                start=start,
-                count=count,
-            )
-            frame = self._ask(server, message)
-            assert isinstance(frame.message, messages.State)
-            (piece,) = frame.message.items
-            assert piece.tensor is not None
-            whole[start : start + count].copy_(codec.tensor_from(piece.tensor, frame))
-        return whole
+        """Return what an optimizer keeps for these variables; one request per variable."""
+        with self._lock:
+            return state_transfer.read(self._connections[server], optimizer, variables)
 
     def write_state(self, server: int, optimizer: int, entries: Sequence[StateEntry]) -> None:
-        """Replaces what an optimizer remembers about the variables of the entries."""
-        by_variable: dict[int, list[StateEntry]] = {}
-        for entry in entries:
-            by_variable.setdefault(entry.variable, []).append(entry)
-        for some in by_variable.values():
-            outgoing = Outgoing()
-            items = []
-            later: list[tuple[StateEntry, Tensor]] = []
-            size = 0
-            for entry in some:
-                value = entry.value
-                if not isinstance(value, Tensor):
-                    items.append(messages.StateItem(entry.variable, entry.key, value=value))
-                    continue
-                size += value.nbytes
-                if size > PIECE_BYTES and value.dim():
-                    later.append((entry, value))
-                    ref = TensorRef(codec.dtype_name(value.dtype), tuple(value.shape))
-                else:
-                    ref = outgoing.add(value)
-                items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
-            message = messages.WriteState(optimizer=optimizer, items=tuple(items))
-            with self._lock:
-                self._links[server].request(message, outgoing.buffers)
-            for entry, value in later:
-                self._write_state_pieces(server, optimizer, entry, value)
-
-    def _write_state_pieces(
-        self, server: int, optimizer: int, entry: StateEntry, value: Tensor
-    ) -> None:
-        for start, count in _pieces_of(value):
-            outgoing = Outgoing()
-            ref = outgoing.add(value[start : start + count])
-            item = messages.StateItem(entry.variable, entry.key, tensor=ref)
-            message = messages.WriteState(optimizer=optimizer, items=(item,), start=start)
-            with self._lock:
-                self._links[server].request(message, outgoing.buffers)
+        """Replace what an optimizer keeps for the variables of the entries."""
+        with self._lock:
+            state_transfer.write(self._connections[server], optimizer, entries)
 
     # -- facts and end ------------------------------------------------------------------------
 
     def ping(self, server: int, *, timeout_s: float = 2.0) -> messages.Pong:
-        """Asks whether a server lives; answered even while it works on a long step.
+        """Ask a server for a sign of life; it answers even while it works on a long step.
 
         Raises:
             ParameterServerLost: it is gone, or does not answer in time.
@@ -430,37 +375,37 @@ class PsClient(Owner):
         return self._control.ping(server, timeout_s=timeout_s)
 
     def stats(self, server: int, *, timeout_s: float = 5.0) -> dict[str, object]:
-        """Numbers about a server, at most half a second old."""
+        """Return numbers about a server, at most half a second old."""
         return self._control.stats(server, timeout_s=timeout_s)
 
-    def look_after_servers(self, options: ClusterOptions) -> None:
-        """One look at every server, to be repeated; waits for none that is connected.
+    def check_servers(self, options: ClusterOptions) -> None:
+        """Check every server once; call it again and again. Never waits for a connected server.
 
         Raises:
-            ParameterServerLost: one is gone, or has been silent for too long.
+            ParameterServerLost: a server is gone, or has been silent for too long.
         """
-        self._control.look_after(options)
+        self._control.check_all(options)
 
     def await_servers(self, options: ClusterOptions) -> None:
-        """Returns when every server has answered, or counts as lost from now on, which is logged.
+        """Wait until every server has answered or counts as lost, which is logged.
 
         All are waited for at once: for ``heartbeat_limit_s``, or longer while one on this host computes.
         """
-        present = [server for server, link in enumerate(self._links) if link.is_open]
+        present = [server for server, one in enumerate(self._connections) if one.is_open]
         self._control.await_answers(options, of=present)
 
     @property
     def tasks(self) -> list[str]:
         """Task names of the servers, by index."""
-        return [link.task for link in self._links]
+        return [connection.task for connection in self._connections]
 
     def shares_memory(self, server: int) -> bool:
-        """Whether this process may read the server's variables in shared memory."""
+        """Return whether this process may read the server's variables in shared memory."""
         return self._shares_reads[server]
 
     @override
     def close(self) -> None:
-        """Hangs up; the coordinator's client first ends the session. Repeatable.
+        """Close all connections; the coordinator's client first ends the session. May be called again.
 
         Servers that do not answer are waited for once, all together, for `CLOSE_LIMIT_S`.
         """
@@ -472,13 +417,13 @@ class PsClient(Owner):
                 if self._membership.is_owner:
                     self._end_session()
             finally:
-                self._hang_up()
+                self._disconnect()
 
     @override
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return (
-            f"<PsClient of {self._membership.task} {state}, {len(self._links)} servers, "
+            f"<PsClient of {self._membership.task} {state}, {len(self._connections)} servers, "
             f"{self.outbox!r}, {self._mappings!r}>"
         )
 
@@ -487,101 +432,85 @@ class PsClient(Owner):
     def _end_session(self) -> None:
         deadline = time.monotonic() + CLOSE_LIMIT_S
         calls: list[tuple[ServerConnection, Pending]] = []
-        for link in self._links:
-            if link.is_open:  # else it is gone, and its variables with it
+        for connection in self._connections:
+            if connection.is_open:  # else the server is gone, and its variables with it
                 pending = Pending(messages.CloseSession(session=self._membership.session), ())
-                link.send(pending, later=True)
-                link.flush()
-                calls.append((link, pending))
-        for link, pending in calls:
+                connection.send(pending, later=True)
+                connection.flush()
+                calls.append((connection, pending))
+        for connection, pending in calls:
             try:
-                link.collect(pending, timeout_s=max(0.0, deadline - time.monotonic()))
+                connection.collect(pending, timeout_s=max(0.0, deadline - time.monotonic()))
             except ParameterServerLost as error:
                 _log.warning(
-                    "%s was not told that its session is over, and frees the variables %g s after "
+                    "%s did not confirm the end of the session; it frees the variables %g s after "
                     "the connection has ended: %s",
-                    link.task,
+                    connection.task,
                     self._membership.lease_s,
                     error,
                 )
 
-    def _hang_up(self) -> None:
-        for link in self._links:
-            link.close()
+    def _disconnect(self) -> None:
+        for connection in self._connections:
+            connection.close()
         self._control.close()
         self._mappings.close()
         self.outbox.close()
 
     def _everywhere(self, message: Message) -> dict[int, Message]:
-        return dict.fromkeys(range(len(self._links)), message)
+        return dict.fromkeys(range(len(self._connections)), message)
 
     def _ask(self, server: int, message: Message) -> Frame:
         with self._lock:
-            return self._links[server].request(message)
+            return self._connections[server].request(message)
 
-    def _ask_all(self, wanted: dict[int, Message]) -> None:
-        """One request to each server, all out at once; raises the first error when all are back."""
+    def _ask_all(self, wanted: Mapping[int, Message]) -> None:
+        """Send one request to each server, all at once; raise the first error when all have replied."""
         with self._lock:
-            calls = [(self._links[one], self._links[one].begin(m)) for one, m in wanted.items()]
+            calls = [
+                (self._connections[one], self._connections[one].begin(message))
+                for one, message in wanted.items()
+            ]
             first: Exception | None = None
-            for link, pending in calls:
+            for connection, pending in calls:
                 try:
-                    link.collect(pending)
+                    connection.collect(pending)
                 except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
                     first = first or error
             if first is not None:
                 raise first
 
-    def _try_sharing(self, server: int) -> None:
-        """Finds out whether the server can map this client's slots."""
-        link = self._links[server]
-        self._shares_reads[server] &= link.server_shares_memory
-        self.outbox.try_sharing(server, allowed=link.server_shares_memory)
-
-    def _map_more(self, server: int, places: Sequence[ShardLocation]) -> None:
-        message = messages.Locate(variables=tuple(place.variable for place in places))
-        located = self._ask(server, message).message
-        assert isinstance(located, messages.Located)
-        if not self._mappings.add(server, places, located):
-            self._shares_reads[server] = False
-
     def _fetch(self, places: Sequence[ShardLocation]) -> list[tuple[Tensor, int]]:
-        """Values over the connection, large ones in pieces, many in several requests."""
-        items: dict[int, list[tuple[int, messages.ReadItem]]] = {}
-        asked: dict[int, int] = {}  # bytes, by server
+        """Return values read over the connections, large ones in pieces, many in several requests."""
         found: dict[int, tuple[Tensor, int]] = {}
-
-        def collect() -> None:
-            values = self._collect_values(items, {}, len(places))
-            for some in items.values():
-                found.update((index, values[index]) for index, _ in some)
-            items.clear()
-            asked.clear()
-
+        items: _Reads = {}
+        asked: dict[int, int] = {}  # bytes, by server
         for index, place in enumerate(places):
             pieces = place.pieces()
             if len(pieces) > 1:
                 found[index] = self._fetch_pieces(place, pieces)
                 continue
-            if items.get(place.server) and asked[place.server] + place.nbytes > PIECE_BYTES:
-                collect()
+            if (
+                items.get(place.server)
+                and asked[place.server] + place.nbytes > types.TRANSFER_BYTES
+            ):
+                found.update(self._collect_values(items, {}))
+                items, asked = {}, {}
             asked[place.server] = asked.get(place.server, 0) + place.nbytes
             item = messages.ReadItem(place.variable)
             items.setdefault(place.server, []).append((index, item))
-        collect()
+        found.update(self._collect_values(items, {}))
         return [found[index] for index in range(len(places))]
 
     def _fetch_pieces(
         self, place: ShardLocation, pieces: Sequence[tuple[int, int]]
     ) -> tuple[Tensor, int]:
-        """A large value; its version is the last piece's: writes may run between pieces."""
+        """Return a large value; its version is the last piece's: others may write between pieces."""
         whole = torch.empty(place.shape, dtype=place.dtype)
         version = 0
         for start, count in pieces:
-            frame = self._ask(
-                place.server,
-                messages.Read(items=(messages.ReadItem(place.variable, start, count),)),
-            )
+            item = messages.ReadItem(place.variable, start, count)
+            frame = self._ask(place.server, messages.Read(items=(item,)))
             assert isinstance(frame.message, messages.Values)
             piece = codec.tensor_from(frame.message.values[0], frame)
             whole[start : start + count].copy_(piece)
@@ -589,22 +518,19 @@ class PsClient(Owner):
         return whole, version
 
     def _collect_values(
-        self,
-        items: dict[int, list[tuple[int, messages.ReadItem]]],
-        outgoing: dict[int, Outgoing],
-        count: int,
-    ) -> list[tuple[Tensor, int]]:
-        """Sends one or more Reads per server, then puts the values where they belong."""
+        self, items: _Reads, outgoing: Mapping[int, Outgoing]
+    ) -> dict[int, tuple[Tensor, int]]:
+        """Send one Read per server; return the values by their place in the answer."""
         calls: list[tuple[int, list[int], Pending]] = []
         for server, some in items.items():
             message = messages.Read(items=tuple(item for _, item in some))
             buffers = outgoing[server].buffers if server in outgoing else ()
-            pending = self._links[server].begin(message, buffers)
+            pending = self._connections[server].begin(message, buffers)
             calls.append((server, [index for index, _ in some], pending))
-        self.settle()  # their acknowledgements come first anyway
-        found: list[tuple[Tensor, int]] = [(_NOTHING, -1)] * count
+        self.wait_for_writes()  # their acknowledgements come first anyway
+        found: dict[int, tuple[Tensor, int]] = {}
         for server, indices, pending in calls:
-            frame = self._links[server].collect(pending)
+            frame = self._connections[server].collect(pending)
             assert isinstance(frame.message, messages.Values)
             refs: tuple[TensorRef, ...] = frame.message.values
             for index, ref, version in zip(indices, refs, frame.message.versions, strict=True):
@@ -617,13 +543,3 @@ def _settings(values: Hyperparameters) -> dict[str, Setting]:
         key: tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[misc]
         for key, value in values.items()
     }
-
-
-def _pieces_of(value: Tensor) -> list[tuple[int, int]]:
-    """(start, count) of the rows of each piece a large tensor travels in."""
-    rows = value.shape[0]
-    step = max(1, PIECE_BYTES * rows // max(1, value.nbytes))
-    return [(start, min(step, rows - start)) for start in range(0, rows, step)]
-
-
-_NOTHING = torch.empty(0)

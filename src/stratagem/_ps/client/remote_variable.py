@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,11 +20,8 @@ from stratagem._ps.client.mapping import MappedVariable, ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.placement import Description, device_name
-from stratagem._ps.server.store import InitOp
+from stratagem._ps.types import InitOp
 from stratagem.errors import ConnectionLost
-
-LENT_BYTES: Final = 1 << 21
-"""From this size on a scheduled function waits for its write rather than copying what it writes."""
 
 _read_time = metrics.timer("ps.read")
 
@@ -128,11 +124,11 @@ class RemoteVariable:
         Not to be written to. The memory may be used again by the next call.
         """
         if self.mapped is not None and len(self.mapped) == 1:
-            self._client.settle()
+            self._client.wait_for_writes()
             self.mapped[0].undo_writes()
             self.seen = (self.mapped[0].version,)
             return self.mapped[0].tensor
-        self._client.settle()
+        self._client.wait_for_writes()
         now = self.versions()
         if self._assembled is None or now != self._assembled_from:
             if self._assembled is None:
@@ -210,10 +206,9 @@ class RemoteVariable:
     def assign(self, operation: str, value: Tensor) -> None:
         """``set``, ``add`` or ``sub`` all rows; in a scheduled function waited for only if it is large."""
         with self._client.lock:
-            batch = self._client.batch(lends_from=LENT_BYTES)
+            batch = self._client.batch()
             self.add_assign(batch, operation, value)
-            self._client.send(batch)
-            self._client.settle_if_due(batch)
+            self._send(batch)
 
     def add_assign(self, batch: WriteBatch, operation: str, value: Tensor) -> None:
         """The same, as part of a batch."""
@@ -223,11 +218,15 @@ class RemoteVariable:
     def scatter(self, operation: str, ids: Tensor, values: Tensor) -> None:
         """Combine rows (``add sub mul div min max update``), duplicates and all."""
         with self._client.lock:
-            batch = self._client.batch(lends_from=LENT_BYTES)
+            batch = self._client.batch()
             self._add_scatter(batch, operation, ids, values)
             if not batch.is_empty:
-                self._client.send(batch)
-                self._client.settle_if_due(batch)
+                self._send(batch)
+
+    def _send(self, batch: WriteBatch) -> None:
+        self._client.send(batch)
+        if not self._client.outbox.is_deferring:
+            self._client.wait_for_writes()
 
     def _add_scatter(self, batch: WriteBatch, operation: str, ids: Tensor, values: Tensor) -> None:
         if len(self.places) == 1:

@@ -1,21 +1,23 @@
-"""One client's connection to one parameter server, taken up again when it breaks.
+"""Connection of one client to one parameter server, made again when it breaks.
 
-`client.py` holds one `Link` per server. A link remembers every request until its reply is here: if the connection breaks
-while the server lives, it connects again and sends them again, in order. Servers recognise writes they have
-applied (`ledger.py`), and every other request may be repeated. If the server is gone, or has
-come back as another life without its variables, that is `ParameterServerLost`.
+`PsClient` holds one `ServerConnection` per server. A connection remembers every request until its reply is
+here. If it breaks while the server lives, it connects again and repeats them, in order; servers recognise
+writes they have applied (`server/ledger.py`), and every other request may be repeated. If the server cannot
+be reached or does not reply in time, the requests fail with `ParameterServerLost`, and the next request
+tries to connect again. What may happen when is decided in `connection_state.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 from typing_extensions import override
 
 from stratagem import config
+from stratagem._ps.client.connection_state import ConnectionState, Phase
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
@@ -31,13 +33,13 @@ from stratagem.errors import (
     WireError,
 )
 
-_RECONNECT_S = 2.0
-"""For a server that still lives to let us in again: noticed and repaired well within 5 seconds."""
+Address: TypeAlias = Callable[[], str]
+"""Returns where a server listens now (``host:port``); called at every attempt to connect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """Which session a client belongs to, as whom.
+    """Which session a client belongs to, as which task.
 
     Example:
         >>> from stratagem._ps.client.server_connection import Membership
@@ -56,7 +58,7 @@ class Membership:
     key: ClusterKey | None = None
 
     def entry(self) -> Message:
-        """The message by which a connection enters the session."""
+        """Return the message by which a connection enters the session."""
         if self.is_owner:
             return messages.OpenSession(session=self.session, lease_s=self.lease_s)
         return messages.JoinSession(session=self.session)
@@ -70,117 +72,162 @@ class Pending:
     buffers: Sequence[Buffer]
     call: int = 0
     was_repeated: bool = False
+    failure: str = ""
+    """Why no reply will come."""
 
 
 @final
 class ServerConnection:
-    """Requests to one server. Not for several threads at once; `client.py` has the lock."""
+    """Requests to one server. Not thread-safe, except `fail` and `give_up`; `PsClient` holds a lock.
 
-    def __init__(self, task: str, address: str, membership: Membership) -> None:
+    Args:
+        task: the server's name.
+        address: where it listens, or a function that is asked at every attempt to connect.
+        membership: the session to enter.
+
+    Attributes:
+        names: variables known to be on the server, for errors.
+        announced: this client's shared memory that the server has mapped.
+        sequence: number of the last write.
+        frame_bytes: how many bytes of tensors the server takes in one message.
+        welcome: what the server said about itself.
+        last_address: where the last attempt to connect went.
+    """
+
+    def __init__(self, task: str, address: str | Address, membership: Membership) -> None:
         self.task = task
-        self.address = address
         self.names: dict[int, str] = {}
-        """Variables known to be there, for errors."""
         self.announced: tuple[messages.SegmentRef, ...] = ()
-        """Slots of this client the server has mapped."""
         self.sequence = 0
-        self.server_shares_memory = False
         self.frame_bytes = Limits().frame_bytes
-        """What the server takes in one message."""
+        self.welcome: messages.Welcome | None = None
+        self.last_address = ""
+        self._address = address if callable(address) else (lambda: address)
         self._membership = membership
         self._timeout_s = config.wire_timeout_s()
+        self._state = ConnectionState()
         self._channel: Channel | None = None
-        self.welcome: messages.Welcome | None = None
-        """What the server said of itself; it stays the same life, or it is lost."""
         self._pending: list[Pending] = []
-        self._lost: str | None = None
 
-    def open(self, *, timeout_s: float) -> None:
-        """Connects and enters the session: one attempt.
+    def find_address(self) -> str:
+        """Ask where the server listens now.
 
         Raises:
-            ConnectionLost, DeadlineExceeded: nobody answers there.
-            AuthenticationError, ProtocolError: it is not one of ours.
+            ConnectionLost: that cannot be found out.
         """
-        self._connect(time.monotonic() + timeout_s)
+        try:
+            self.last_address = self._address()
+        except Exception as error:  # resolvers ask other services, which fail in many ways
+            raise ConnectionLost(f"the address of {self.task} is not known: {error}") from error
+        return self.last_address
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be sent: it was opened, and neither closed nor lost since."""
-        return self._channel is not None and self._lost is None
+        """Whether the connection stands, as far as this process knows."""
+        return self._state.phase is Phase.OPEN
+
+    def open(self, *, timeout_s: float) -> None:
+        """Connect and enter the session: one attempt.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded: no server answers there.
+            AuthenticationError, ProtocolError: another kind of task answers there.
+        """
+        self._connect(time.monotonic() + timeout_s)
 
     def begin(self, message: Message, buffers: Sequence[Buffer] = ()) -> Pending:
-        """Sends a request; `collect` waits for its reply."""
+        """Send a request; `collect` waits for its reply."""
         pending = Pending(message, buffers)
         self.send(pending)
         return pending
 
     def send(self, pending: Pending, *, later: bool = False) -> None:
-        """As `begin`, for a request that its caller noted before it is on its way.
+        """Send a request that the caller has noted; with `later`, together with the next one.
 
-        With `later` it waits for company: the next one takes it along, and so does `collect`.
+        `collect` and `flush` send what waits, too.
         """
-        channel = self._open_channel()
+        channel = self._open_channel(time.monotonic() + self._timeout_s)
         self._pending.append(pending)
         try:
             pending.call = channel.begin(pending.message, pending.buffers, later=later)
         except ConnectionLost as error:
-            self._recover(error)
+            self._reconnect(error, time.monotonic() + self._timeout_s)
         except DeadlineExceeded as error:
-            raise self._lost_error(str(error)) from error
-
-    def interrupted(self, keep: Sequence[Pending]) -> None:
-        """The caller was interrupted (Ctrl-C) while it sent or read: nobody knows how far it came.
-
-        This connection is given up. The next request makes another one and repeats `keep`, the
-        writes that still matter; those which the server has applied it recognises.
-        """
-        self._pending = list(keep)
-        if self._channel is not None:
-            self._channel.abandon()
+            raise self._broken(str(error)) from error
 
     def collect(self, pending: Pending, *, timeout_s: float | None = None) -> Frame:
-        """Waits for the reply.
+        """Wait for the reply.
 
         Raises:
-            ParameterServerLost: the server is gone, came back empty, or did not reply in time.
+            ParameterServerLost: the server is gone, came back without its variables, or did not reply
+                in time.
             Exception: what the server raised.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         try:
             while True:
-                channel = self._open_channel()
+                if pending.failure:
+                    raise self._error(pending.failure)
+                channel = self._open_channel(deadline)
                 try:
                     return channel.collect(pending.call, deadline=deadline)
                 except ConnectionLost as error:
-                    self._recover(error)
+                    self._reconnect(error, deadline)
                 except DeadlineExceeded as error:
-                    raise self._lost_error(f"did not reply within {timeout_s:g} s") from error
+                    raise self._broken(f"did not reply within {timeout_s:g} s") from error
         finally:
             if pending in self._pending:
                 self._pending.remove(pending)
 
+    def request(self, message: Message, buffers: Sequence[Buffer] = ()) -> Frame:
+        """Send a request and wait for its reply."""
+        return self.collect(self.begin(message, buffers))
+
     def flush(self) -> None:
-        """Sends what waits for company, as far as the connection takes it; never waits."""
+        """Send what waits, as far as the connection takes it; never wait."""
         if self._channel is not None and self._channel.is_open:
             try:
                 self._channel.flush()
             except WireError:
-                pass  # `collect` makes another connection; that may take a while
+                pass  # `collect` connects again, which may take a while
 
     def is_answered(self, pending: Pending) -> bool:
-        """Whether `collect` would return or raise at once. Never waits."""
-        if self._lost is not None:
+        """Return whether `collect` would return or raise at once. Never waits."""
+        if pending.failure or not self._state.is_usable:
             return True
         return self._channel is not None and self._channel.has_reply(pending.call)
 
-    def request(self, message: Message, buffers: Sequence[Buffer] = ()) -> Frame:
-        """Sends a request and waits for its reply."""
-        return self.collect(self.begin(message, buffers))
+    def notify(self, message: Message) -> None:
+        """Send a message that needs no reply if that is possible at once; else do nothing."""
+        if self._channel is not None and self._channel.is_open:
+            try:
+                self._channel.try_notify(message)
+            except WireError:
+                pass  # the next request connects again
+
+    def interrupted(self, keep: Sequence[Pending]) -> None:
+        """Drop the connection after Ctrl-C struck while it was used: its state is not known.
+
+        The next request connects again and repeats `keep`, the writes that still matter.
+        """
+        self._pending = list(keep)
+        if self._channel is not None:
+            self._channel.abandon()
+
+    def fail(self, reason: str) -> Exception:
+        """Make waiting requests fail now: another thread found that the server does not answer."""
+        self._state.broken(reason)
+        return self._drop_requests()
+
+    def give_up(self, reason: str) -> Exception:
+        """Make waiting and later requests fail: the server counts as lost."""
+        self._state.lost(reason)
+        return self._drop_requests()
 
     def close(self) -> None:
-        """Hangs up. Repeatable."""
+        """Close the connection. May be called again."""
+        self._state.closed()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -188,19 +235,24 @@ class ServerConnection:
 
     @override
     def __repr__(self) -> str:
-        state = "lost" if self._lost else "open" if self._channel else "closed"
-        return f"<Link to {self.task} {state}, {len(self._pending)} outstanding>"
+        phase = self._state.phase.value
+        return f"<ServerConnection to {self.task} {phase}, {len(self._pending)} outstanding>"
 
-    def _open_channel(self) -> Channel:
-        if self._lost is not None:
-            raise self._lost_error(self._lost)
-        if self._channel is None:
-            raise ConnectionLost(f"the connection to {self.task} was closed by this process")
+    # -- inside -------------------------------------------------------------------------------
+
+    def _open_channel(self, deadline: float) -> Channel:
+        """Return the channel; connect again if it is broken."""
+        phase = self._state.phase
+        if phase is Phase.BROKEN:
+            self._reconnect(None, deadline)
+        elif phase is not Phase.OPEN:
+            raise self._error(self._state.reason)
+        assert self._channel is not None
         return self._channel
 
     def _connect(self, deadline: float) -> None:
         channel = connect(
-            self.address,
+            self.find_address(),
             key=self._membership.key,
             peer=self.task,
             timeout_s=max(0.1, deadline - time.monotonic()),
@@ -220,52 +272,75 @@ class ServerConnection:
         welcome = ask(messages.Hello(purpose="data", task=self._membership.task))
         if not isinstance(welcome, messages.Welcome):
             raise ProtocolError(f"{self.task} answered Hello by {type(welcome).__name__}")
-        known = self.welcome
-        if known is not None:
-            if known.life != welcome.life:
-                raise self._lost_error("was restarted and has lost its variables")
+        if self.welcome is not None and self.welcome.life == welcome.life:
             # Opening would make a new, empty session if the old one's lease has run out.
             ask(messages.JoinSession(session=self._membership.session))
+        self._state.opened(welcome.life)
+        if self._state.phase is not Phase.OPEN:
+            raise self._error(self._state.reason)
         ask(self._membership.entry())
         self.welcome = welcome
-        self.server_shares_memory = welcome.shares_memory
         self.frame_bytes = welcome.frame_bytes
-        if self.announced:
-            try:
-                ask(messages.OpenSegments(segments=self.announced))
-            except NotFoundError as error:
-                raise self._lost_error("cannot map this process's memory any more") from error
+        if not self._pending:
+            self.announced = ()
+        elif self.announced:  # what is repeated may lie there
+            ask(messages.OpenSegments(segments=self.announced))
 
-    def _recover(self, cause: ConnectionLost) -> None:
-        """Connects again and repeats what is outstanding; ParameterServerLost if that fails."""
-        if self._lost is not None:  # declared so by somebody else while we waited
-            raise self._lost_error(self._lost) from cause
+    def _reconnect(self, cause: ConnectionLost | None, deadline: float) -> None:
+        """Connect again and repeat what is outstanding.
+
+        Raises:
+            ParameterServerLost: that failed; what was outstanding has failed, too.
+        """
+        if cause is not None and self._state.phase is not Phase.OPEN:
+            # Another thread found out while this one waited.
+            raise self._error(self._state.reason) from cause
         if self._channel is not None:
             self._channel.close()
-        deadline = time.monotonic() + _RECONNECT_S
+        why = self._state.reason if cause is None else str(cause)
+        self._state.broken(why)
         try:
             self._connect(deadline)
             for pending in self._pending:
                 assert self._channel is not None
                 pending.was_repeated = True
                 pending.call = self._channel.begin(pending.message, pending.buffers)
-        except (WireError, NotFoundError) as error:  # or somebody else is there by now
-            raise self._lost_error(f"is gone: {cause}; connecting again failed: {error}") from error
+        except NotFoundError as error:
+            # The session has ended there, or the server cannot map this process's memory any more.
+            raise self.give_up(f"has no part of this session any more: {error}") from error
+        except WireError as error:
+            raise self._broken(f"is gone: {why}; connecting again failed: {error}") from error
 
-    def declare_lost(self, what: str) -> ParameterServerLost:
-        """Somebody else found out that the server is lost; what waits here fails at once from now on."""
-        lost = self._lost_error(what)
+    def _broken(self, reason: str) -> Exception:
+        self._state.broken(reason)
+        return self._drop_requests()
+
+    def _drop_requests(self) -> Exception:
+        """Let every outstanding request fail for the reason in the state; return the error."""
+        reason = self._state.reason
+        for pending in self._pending:
+            pending.failure = reason
+        self._pending = []
+        self.announced = ()
         if self._channel is not None:
-            self._channel.close()  # wakes who waits for a reply
-        return lost
+            self._channel.close()  # wakes a thread that waits for a reply
+        return self._error(reason)
 
-    def _lost_error(self, what: str) -> ParameterServerLost:
-        self._lost = what
+    def _error(self, reason: str) -> Exception:
+        """Return the error of a request that failed for this reason."""
+        if self._state.phase in (Phase.NEW, Phase.CLOSED):
+            return ConnectionLost(f"the connection to {self.task} {reason or 'is not open'}")
         names = sorted(self.names.values())
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         held = f" It held {shown}." if names else ""
+        if self._state.phase is Phase.LOST:
+            advice = "Start it again"
+        else:
+            advice = (
+                "The next request tries to connect again. If the server is gone, start it again"
+            )
         return ParameterServerLost(
-            f"parameter server {self.task} at {self.address!r} {what}.{held} Start it again, create "
+            f"parameter server {self.task} at {self.last_address!r} {reason}.{held} {advice}, create "
             f"the strategy anew and restore the last checkpoint.",
             task=self.task,
             variables=names,

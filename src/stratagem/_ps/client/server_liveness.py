@@ -1,8 +1,8 @@
-"""Questions that parameter servers answer at any time, on connections of their own.
+"""Pings and statistics on connections of their own, and the decision that a server is lost.
 
-Pings and statistics go to the servers' door threads, which answer while the work thread is in a long step, and never wait
-behind the requests of `client.py`. Whether a server that does not answer is busy or lost is judged by its silence
-(`pulse.py`), for all servers side by side: nobody waits for one of them alone.
+Servers answer these connections from a thread of their own, also while a long step runs, and independently
+of the requests of `PsClient`. `LivenessCheck` (`_wire/process_probe.py`) judges the silence of a server that
+does not answer; all servers are checked side by side, and nothing here waits for one of them alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import final
+from collections.abc import Collection, Sequence
+from typing import Final, final
 
 from typing_extensions import override
 
+from stratagem._ps.client.server_connection import Address, Membership, ServerConnection
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
@@ -32,16 +33,22 @@ from stratagem.errors import (
 
 _log = logging.getLogger("stratagem.ps")
 
-_PAUSE_S = 0.01
-"""Between two looks at servers whose answers are waited for."""
+_PAUSE_S: Final = 0.01
+"""Between two checks of servers whose answers are awaited."""
 
-_ATTEMPT_S = 0.5
-"""For one attempt to connect while servers are looked after: the others must not be forgotten over it."""
+_ATTEMPT_S: Final = 0.5
+"""For one attempt to connect during a check: the other servers must be checked, too."""
 
 
 @final
 class ControlConnections:
-    """One control connection per server, made when first needed. Safe for several threads.
+    """One control connection per server, made when first needed. Thread-safe.
+
+    Args:
+        servers: task of each server, and its address or a function that returns it.
+        key: the cluster's key.
+        data_connections: connections of the same client, by server. They know the servers' variables, and
+            their waiting requests fail when a server does not answer here.
 
     Example:
         >>> from stratagem._ps.client.server_liveness import ControlConnections
@@ -55,101 +62,92 @@ class ControlConnections:
 
     def __init__(
         self,
-        servers: Sequence[tuple[str, str]],
+        servers: Sequence[tuple[str, str | Address]],
         *,
         key: ClusterKey | None,
-        lost: Sequence[Callable[[str], ParameterServerLost]] = (),
+        data_connections: Sequence[ServerConnection] | None = None,
     ) -> None:
-        """Connects to nobody yet.
-
-        Args:
-            servers: task and address of each.
-            key: the cluster's key.
-            lost: for each server, called with the reason when it does not answer; gives the error
-                to raise, which knows the server's variables.
-        """
-        self._lines = [_Line(task, address, key) for task, address in servers]
-        for line, lost_error in zip(self._lines, lost, strict=False):
-            line.lost_error = lost_error
+        if data_connections is None:
+            alone = Membership(session="", task="", key=key)
+            data_connections = [ServerConnection(*server, alone) for server in servers]
+        self._controls = [_Control(connection, key) for connection in data_connections]
 
     def introduce(self, server: int, welcome: messages.Welcome) -> None:
-        """Tells who serves there, so that a server can be judged that is silent from the start."""
-        self._lines[server].know(welcome)
+        """Note which process serves, so that a server that is silent from the start can be judged."""
+        self._controls[server].recognise(welcome)
 
     def ping(self, server: int, *, timeout_s: float) -> messages.Pong:
-        """Asks whether a server lives.
+        """Ask a server for a sign of life.
 
         Raises:
             ParameterServerLost: it is gone, or does not answer in time.
         """
-        reply = self._lines[server].ask(messages.Ping(), timeout_s)
+        reply = self._controls[server].ask(messages.Ping(), timeout_s)
         assert isinstance(reply, messages.Pong)
         return reply
 
     def stats(self, server: int, *, timeout_s: float) -> dict[str, object]:
-        """Numbers about a server, at most half a second old."""
-        reply = self._lines[server].ask(messages.AskStats(), timeout_s)
+        """Return numbers about a server, at most half a second old."""
+        reply = self._controls[server].ask(messages.AskStats(), timeout_s)
         assert isinstance(reply, messages.Stats)
         return dict(reply.facts)
 
-    def look_after(self, options: ClusterOptions) -> None:
-        """One look at every server, to be repeated: who is pinged has answered since, or is judged.
+    def check_all(self, options: ClusterOptions) -> None:
+        """Check every server once: it answered the last ping, or its silence is judged.
 
-        Waits for nobody who is connected.
+        Call it again and again. Never waits for a server that is connected.
 
         Raises:
-            ParameterServerLost: one is gone, or has been silent for too long.
+            ParameterServerLost: a server is gone, or has been silent for too long.
         """
-        for line in self._lines:
-            line.look(options, every_s=options.heartbeat_s)
+        for control in self._controls:
+            control.check(options, every_s=options.heartbeat_s)
 
     def await_answers(self, options: ClusterOptions, *, of: Collection[int]) -> None:
-        """Returns when each of these servers has answered, or counts as lost, which is logged."""
+        """Wait until each of these servers has answered or counts as lost, which is logged."""
         began = time.monotonic()
-        waiting = {self._lines[server] for server in of}
+        waiting = {self._controls[server] for server in of}
         while waiting:
-            for line in list(waiting):
+            for control in list(waiting):
                 try:
-                    line.look(options, every_s=0.0)
+                    control.check(options, every_s=0.0)
                 except ParameterServerLost as error:
                     _log.warning("%s", error)
-                    waiting.discard(line)
+                    waiting.discard(control)
                 else:
-                    if line.is_closed() or line.alive_at >= began:
-                        waiting.discard(line)
+                    if control.is_closed() or control.alive_at >= began:
+                        waiting.discard(control)
             if waiting:
                 time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Hangs up; who asks now or later is told so. Repeatable."""
-        for line in self._lines:
-            line.close()
+        """Close all connections; requests under way and later ones fail. May be called again."""
+        for control in self._controls:
+            control.close()
 
     @override
     def __repr__(self) -> str:
-        count = sum(line.is_open for line in self._lines)
-        return f"<ControlConnections {count} of {len(self._lines)} open>"
+        count = sum(control.is_open for control in self._controls)
+        return f"<ControlConnections {count} of {len(self._controls)} open>"
 
 
 @final
-class _Line:
-    """The control connection to one server, taken up again when it breaks."""
+class _Control:
+    """The control connection to one server, made again when it breaks."""
 
-    def __init__(self, task: str, address: str, key: ClusterKey | None) -> None:
-        self.task = task
+    def __init__(self, data: ServerConnection, key: ClusterKey | None) -> None:
         self.alive_at = 0.0
-        """When it certainly lived: the last ping it answered was sent then."""
-        self.lost_error: Callable[[str], ParameterServerLost] = self._plain_error
-        self._address = address
+        """When the server certainly lived: the last ping it answered was sent then."""
+        self._data = data
         self._key = key
         self._lock = threading.Lock()
         self._channel: Channel | None = None
-        self._silence = LivenessCheck(task, log=_log)
-        self._life = ""
-        self._call: int | None = None  # of the ping whose answer has not come
+        self._liveness = LivenessCheck(data.task, log=_log)
+        self._server = ""  # identity of the process that holds the variables
+        self._ping: int | None = None  # the call that has not been answered
         self._asked_at = 0.0
-        self._is_asking = False  # a connection is being made, for a ping
-        self._lost = ""  # why
+        self._is_connecting = False  # in order to ping
+        self._lost_because = ""
         self._closed = threading.Event()
 
     @property
@@ -159,70 +157,76 @@ class _Line:
     def is_closed(self) -> bool:
         return self._closed.is_set()
 
+    def recognise(self, welcome: messages.Welcome) -> None:
+        """Note which process serves; refuse another one later."""
+        if self._server not in ("", welcome.life):
+            raise ConnectionLost(f"{self._data.task} was restarted and has lost its variables")
+        if not self._server:
+            self._server = welcome.life
+            self._liveness = LivenessCheck(self._data.task, welcome.process, log=_log)
+
     def ask(self, message: Message, timeout_s: float) -> Message:
-        """One question and its answer."""
+        """Ask one question and return the answer."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             try:
                 channel = self._connected(deadline)
                 return channel.request(message, timeout_s=_left(deadline)).message
-            except WireError as error:  # also of somebody else, who got the address after it
-                self._hang_up()
-                # Two things that people look for in different places: a process that hangs, or a
-                # machine that is cut off; and a process that is not there.
+            except WireError as error:  # also of another task that got the address
+                self._disconnect()
+                # Two things that people look for in different places: a process that hangs or a machine
+                # that is cut off, and a process that is not there.
                 silent = isinstance(error, DeadlineExceeded)
                 what = f"did not answer within {timeout_s:g} s" if silent else "is gone"
-                raise self.lost_error(f"{what}: {error}") from error
+                raise self._data.fail(f"{what}: {error}") from error
 
-    def look(self, options: ClusterOptions, *, every_s: float) -> None:
-        """Takes in the answer to the last ping, or judges its absence; asks again when it is time."""
+    def check(self, options: ClusterOptions, *, every_s: float) -> None:
+        """Take in the answer to the last ping, or judge its absence; ping again when it is time."""
         if self.is_closed() or not self._lock.acquire(blocking=False):
-            return  # or somebody asks, and will say what comes of it
+            return  # closed, or another thread asks and reports what comes of it
         try:
             now = time.monotonic()
-            if not self._lost:
-                self._look(options, every_s, now)
-            elif now - self._asked_at >= every_s:  # it stays lost, and is said to be in its time
+            if not self._lost_because:
+                self._check(options, every_s, now)
+            elif now - self._asked_at >= every_s:  # it stays lost: say so at every heartbeat
                 self._asked_at = now
-                raise self.lost_error(self._lost)
+                raise self._data.give_up(self._lost_because)
         except WireError as error:
-            self._hang_up()
-            if self.is_closed():  # its strategy was forgotten: no server is lost by that
-                return
-            self._lost = f"is gone: {error}"
-            raise self.lost_error(self._lost) from error
+            self._disconnect()
+            if not self.is_closed():  # else the strategy was closed, and no server is lost by that
+                raise self._lose(f"is gone: {error}") from error
         finally:
             self._lock.release()
 
-    def _look(self, options: ClusterOptions, every_s: float, now: float) -> None:
+    def _check(self, options: ClusterOptions, every_s: float, now: float) -> None:
         channel = self._channel
-        if self._call is not None and channel is not None and channel.is_open:
-            if channel.has_reply(self._call):
-                channel.collect(self._call, timeout_s=0.0)
-                self._call, self.alive_at = None, self._asked_at
-            elif self.is_open:  # still: the look may have found it broken
+        if self._ping is not None and channel is not None and channel.is_open:
+            if channel.has_reply(self._ping):
+                channel.collect(self._ping, timeout_s=0.0)
+                self._ping, self.alive_at = None, self._asked_at
+            elif self.is_open:  # looking for the reply may have found it broken
                 self._judge(options, now)
                 return
-        if self._call is None and not self._is_asking and now - self._asked_at < every_s:
+        if self._ping is None and not self._is_connecting and now - self._asked_at < every_s:
             return
-        # With a call whose connection has broken: a server that lives lets us in again.
-        if not self._is_asking:
-            self._is_asking, self._asked_at = True, now
+        # Also with a ping whose connection has broken: a server that lives accepts a new one.
+        if not self._is_connecting:
+            self._is_connecting, self._asked_at = True, now
         limit_s = options.heartbeat_limit_s
         try:
             channel = self._connected(now + min(_ATTEMPT_S, limit_s))
-        except DeadlineExceeded:  # it is busy, or hangs: that is judged, not the attempt
-            self._hang_up()
+        except DeadlineExceeded:  # busy or hung: the silence is judged, not the attempt
+            self._disconnect()
             self._judge(options, time.monotonic())
             return
-        self._call = channel.begin(messages.Ping(), timeout_s=limit_s)
-        self._is_asking, self._asked_at = False, time.monotonic()
+        self._ping = channel.begin(messages.Ping(), timeout_s=limit_s)
+        self._is_connecting, self._asked_at = False, time.monotonic()
         self._judge(options, self._asked_at)
 
     def _judge(self, options: ClusterOptions, now: float) -> None:
         channel = self._channel
         silent_s = now - self._asked_at
-        why = self._silence.judge(
+        why = self._liveness.judge(
             now,
             silent_s=silent_s,
             limit_s=options.heartbeat_limit_s,
@@ -230,34 +234,37 @@ class _Line:
             cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
         )
         if why is not None:
-            self._hang_up()
-            self._lost = f"has not answered for {silent_s:.1f} s{why}"
-            raise self.lost_error(self._lost)
+            self._disconnect()
+            raise self._lose(f"has not answered for {silent_s:.1f} s{why}")
+
+    def _lose(self, reason: str) -> Exception:
+        self._lost_because = reason
+        return self._data.give_up(reason)
 
     def close(self) -> None:
         self._closed.set()
         if self._channel is not None:
             self._channel.close()
 
-    def _hang_up(self) -> None:
-        self._call = None
+    def _disconnect(self) -> None:
+        self._ping = None
         if self._channel is not None:
             self._channel.close()
 
     def _connected(self, deadline: float) -> Channel:
         if self._channel is not None and self._channel.is_open:
             return self._channel
-        self._call = None
+        self._ping = None
         self._refuse_if_closed()
         channel = connect(
-            self._address,
+            self._data.find_address(),
             key=self._key,
-            peer=self.task,
+            peer=self._data.task,
             timeout_s=_left(deadline),
             stopped=self._closed.is_set,
         )
         self._channel = channel
-        try:  # by another thread, which may have looked before the channel was there
+        try:  # another thread may have closed before it could see the channel
             self._refuse_if_closed()
         except ConnectionLost:
             channel.close()
@@ -265,28 +272,13 @@ class _Line:
         hello = messages.Hello(purpose="control")
         welcome = channel.request(hello, timeout_s=_left(deadline)).message
         if not isinstance(welcome, messages.Welcome):
-            raise ProtocolError(f"{self.task} answered Hello by {type(welcome).__name__}")
-        self.know(welcome)
+            raise ProtocolError(f"{self._data.task} answered Hello by {type(welcome).__name__}")
+        self.recognise(welcome)
         return channel
 
     def _refuse_if_closed(self) -> None:
         if self.is_closed():
-            raise ConnectionLost(f"the connection to {self.task} was closed by this process")
-
-    def know(self, welcome: messages.Welcome) -> None:
-        """Who serves there; nobody else may do so later."""
-        if self._life not in ("", welcome.life):
-            raise ConnectionLost(f"{self.task} was restarted and has lost its variables")
-        if not self._life:
-            self._life = welcome.life
-            self._silence = LivenessCheck(self.task, welcome.process, log=_log)
-
-    def _plain_error(self, what: str) -> ParameterServerLost:
-        return ParameterServerLost(
-            f"parameter server {self.task} at {self._address!r} {what}. Start it again, create the "
-            f"strategy anew and restore the last checkpoint.",
-            task=self.task,
-        )
+            raise ConnectionLost(f"the connection to {self._data.task} was closed by this process")
 
 
 def _left(deadline: float) -> float:

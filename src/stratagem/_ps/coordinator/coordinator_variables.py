@@ -32,7 +32,7 @@ from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.coordinator.deferred_tables import planned_of
 from stratagem._ps.placement import Description, Placement
-from stratagem._ps.server.store import InitOp
+from stratagem._ps.types import InitOp
 from stratagem.errors import StratagemError
 
 TABLE_ROWS = 8192
@@ -112,7 +112,7 @@ class Kept:
         self.place()
         assert self.description is not None
         self.remote = self.owner.new_remote(self.description)
-        recipes = None if self.plan is None else self.plan.settle_in(self.remote)
+        recipes = None if self.plan is None else self.plan.place_on(self.remote)
         return self.remote.wanted(recipes)
 
     def send(self) -> None:

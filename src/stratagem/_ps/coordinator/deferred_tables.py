@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,12 +23,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from stratagem._ps.client.remote_variable import RemoteVariable
-from stratagem._ps.placement import Description
-from stratagem._ps.server.store import InitOp, initialise
+from stratagem._ps.init_ops import SEEDS, initialise, shard_recipe
 from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.types import InitOp
 from stratagem.errors import ForeignParameterError
-
-_SEEDS = 1 << 62
 
 
 class DeferredTable:
@@ -70,7 +67,7 @@ class DeferredTable:
         """Whether it is a parameter that the servers have not made yet."""
         return self._flush is not None and self._remote is None
 
-    def settle_in(self, remote: RemoteVariable) -> list[list[InitOp]]:
+    def place_on(self, remote: RemoteVariable) -> list[list[InitOp]]:
         """It is about to be created there: the recipe of each shard."""
         self._remote = remote
         return [shard_recipe(self.recipe, remote.description, i) for i in range(len(remote.places))]
@@ -143,25 +140,8 @@ class DeferredTable:
             self.recipe.append(InitOp(name="fill_row", args=(float(row % self.shape[0]), value)))
 
 
-def shard_recipe(recipe: Sequence[InitOp], where: Description, index: int) -> list[InitOp]:
-    """The recipe for one shard: seeds of its own, rows of the others left out."""
-    begin = where.layout.offsets[index]
-    end = begin + where.shards[index].rows
-    mine = []
-    for operation in recipe:
-        if operation.name == "fill_row":
-            row = int(operation.args[0])
-            if begin <= row < end:
-                mine.append(replace(operation, args=(float(row - begin), operation.args[1])))
-        else:
-            mine.append(
-                replace(operation, seed=(operation.seed + index * 0x9E3779B97F4A7C15) % _SEEDS)
-            )
-    return mine
-
-
 def _seed() -> int:
-    return int(torch.randint(_SEEDS, (), dtype=torch.int64))
+    return int(torch.randint(SEEDS, (), dtype=torch.int64))
 
 
 def _recorded(name: str, values: Sequence[Any]) -> InitOp | None:

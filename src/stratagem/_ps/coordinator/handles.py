@@ -325,12 +325,12 @@ class ObjectHandles:
 
     def check_servers(self, options: ClusterOptions) -> None:
         """One look at every server; raises ParameterServerLost if one counts as lost."""
-        self._variables.client.look_after_servers(options)
+        self._variables.client.check_servers(options)
 
     def forget_closures(self, closures: Sequence[int]) -> None:
         """These exactly-once closures are finished: nobody will repeat their writes."""
         if not self._variables.closed:
-            self._variables.client.forget_closures(closures)
+            self._variables.client.finish_closures(closures)
 
     def close(self, options: ClusterOptions | None = None) -> None:
         """Ends the session on the servers; models keep their last values.

@@ -32,7 +32,7 @@ from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.placement import Description
 from stratagem._ps.rows import sort_ids
 from stratagem._ps.tables.sharded_variable import ShardedVariable
-from stratagem._ps.worker.lazy_value import LazyReadTensor
+from stratagem._ps.client.lazy_value import LazyReadTensor
 
 _OPERATION = {"assign": "set", "assign_add": "add", "assign_sub": "sub"}
 
@@ -162,7 +162,7 @@ class RemoteStorage(VariableStorage):
             late.now()
 
     def _after(self) -> Tensor:
-        if not self._remote.client.outbox.defers:
+        if not self._remote.client.outbox.is_deferring:
             return self._own().detach()
         late = LazyReadTensor(self.shape, self.dtype, self._value_now)
         self._late = weakref.ref(late)

@@ -25,9 +25,14 @@ from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorParameter,
     CoordinatorVariables,
 )
-from stratagem._ps.optimizer_settings import made_with, plain_settings, settings_of
-from stratagem._ps.server.shard_optimizer import WHOLE_TENSOR_OPTIMIZERS, GroupSpec, own_attributes
-from stratagem._ps.server.store import StateEntry
+from stratagem._ps.optimizer_settings import (
+    WHOLE_TENSOR_OPTIMIZERS,
+    made_with,
+    own_attributes,
+    plain_settings,
+    settings_of,
+)
+from stratagem._ps.types import GroupSpec, StateEntry
 from stratagem._wire.messages import Setting
 from stratagem.errors import UnsupportedOptimizer
 
@@ -73,7 +78,7 @@ class OptimizersOnServers:
                     for shard in managed.kept.description.shards
                     if shard.server == server
                 )
-                groups.append(GroupSpec(variables=here, hyperparameters=settings[index]))
+                groups.append(GroupSpec(variables=here, settings=settings[index]))
             if any(group.variables for group in groups):
                 self._variables.client.create_optimizer(
                     server, number, name, groups, defaults=defaults, attributes=attributes

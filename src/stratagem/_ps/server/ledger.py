@@ -1,36 +1,29 @@
-"""Which writes a server may apply: duplicates and fenced workers are recognised here.
+"""Decides which writes a server applies: recognises repetitions and refuses fenced workers.
 
 Pure: a function of the writes seen so far. `store.py` asks before it touches a variable.
 
-Every worker life has an incarnation number given by the coordinator, and numbers its writes to one
-server 1, 2, 3, … A connection keeps their order, and after a reconnection unacknowledged writes are
-sent again in order; so "not above the last number seen" means "already applied". A closure that is
-to count exactly once also numbers its own writes: these are recognised even when another worker,
-running the closure again, sends them.
+Every incarnation of a worker has a number given by the coordinator, and numbers its writes to one server
+1, 2, 3, … A connection keeps their order, and after a reconnection unacknowledged writes are sent again in
+order; so "not above the last number seen" means "already seen". The writes of a closure that counts exactly
+once are also numbered within the closure: these are recognised even when another worker, which runs the closure
+again, sends them. Once a closure is finished, every further write of it is a late repetition.
+
+Memory is bounded by the closures that run: finished ones are kept as ranges of numbers.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from typing_extensions import override
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteId:
-    """Who writes: worker, its life, the number of the write, and the closure's own number of it."""
-
-    worker: str
-    incarnation: int
-    sequence: int
-    closure: int | None = None
-    nth: int = 0
+from stratagem._ps.number_ranges import NumberRanges
+from stratagem._ps.types import WriteId
 
 
 class Admission(enum.Enum):
-    """What is to be done with a write."""
+    """Decision about a write."""
 
     APPLY = "apply"
     DUPLICATE = "duplicate"
@@ -38,25 +31,26 @@ class Admission(enum.Enum):
 
 
 class WriteLedger:
-    """Remembers which writes were admitted.
+    """Record of the writes that were admitted.
 
     Example:
         >>> ledger = WriteLedger()
-        >>> first = WriteId(worker="worker:0", incarnation=1, sequence=1)
+        >>> first = WriteId("worker:0", incarnation=1, sequence=1)
         >>> ledger.admit(first), ledger.admit(first)
         (<Admission.APPLY: 'apply'>, <Admission.DUPLICATE: 'duplicate'>)
         >>> ledger.fence("worker:0", 1)
-        >>> ledger.admit(WriteId(worker="worker:0", incarnation=1, sequence=2))
+        >>> ledger.admit(WriteId("worker:0", incarnation=1, sequence=2))
         <Admission.FENCED: 'fenced'>
     """
 
     def __init__(self) -> None:
         # worker -> (incarnation, last sequence admitted)
         self._last: dict[str, tuple[int, int]] = {}
-        # worker -> lowest incarnation still allowed to write
+        # worker -> lowest incarnation that may still write
         self._lowest: dict[str, int] = {}
-        # exactly-once closure -> numbers of its writes that were admitted
-        self._closures: dict[int, set[int]] = {}
+        # (unfinished closure, block of 1024 of its writes) -> those that were admitted, as bits
+        self._closures: dict[tuple[int, int], int] = {}
+        self._finished = NumberRanges()
         self.applied = 0
         self.duplicates = 0
         self.fenced = 0
@@ -74,26 +68,29 @@ class WriteLedger:
             return Admission.DUPLICATE
         self._last[write.worker] = (write.incarnation, write.sequence)
         if write.closure is not None:
-            seen = self._closures.setdefault(write.closure, set())
-            if write.nth in seen:
+            block, bit = (write.closure, write.nth >> 10), 1 << (write.nth & 1023)
+            admitted = self._closures.get(block, 0)
+            if admitted & bit or (not admitted and write.closure in self._finished):
                 self.duplicates += 1
                 return Admission.DUPLICATE
-            seen.add(write.nth)
+            self._closures[block] = admitted | bit
         self.applied += 1
         return Admission.APPLY
 
     def fence(self, worker: str, incarnation: int) -> None:
-        """From now on refuse every write of this incarnation of the worker and of earlier ones."""
+        """Refuse every write of this incarnation of the worker, and of earlier ones, from now on."""
         self._lowest[worker] = max(self._lowest.get(worker, 0), incarnation + 1)
 
-    def forget_closures(self, closures: Iterable[int]) -> None:
-        """These exactly-once closures are finished: nobody will run them again."""
-        for closure in closures:
-            self._closures.pop(closure, None)
+    def finish_closures(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note closures that are finished, as ranges (first, behind the last)."""
+        self._finished.merge(ranges)
+        for block in [one for one in self._closures if one[0] in self._finished]:
+            del self._closures[block]
 
     @override
     def __repr__(self) -> str:
+        unfinished = len({closure for closure, _ in self._closures})
         return (
             f"<WriteLedger {self.applied} applied, {self.duplicates} duplicates, "
-            f"{self.fenced} fenced, {len(self._closures)} closures remembered>"
+            f"{self.fenced} fenced, {unfinished} unfinished closures>"
         )

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._ps.client.mapping import PIECE_BYTES
-from stratagem._ps.server.ledger import Admission, WriteId
-from stratagem._ps.server.shard_optimizer import Gradient, GroupSpec
-from stratagem._ps.server.store import InitOp, StateEntry, VariableStore
+from stratagem._ps import types
+from stratagem._ps.server.ledger import Admission
+from stratagem._ps.server.store import VariableStore
+from stratagem._ps.types import Gradient, StateEntry
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.arenas import Arena, Budget
 from stratagem._wire.codec import Outgoing
@@ -178,7 +178,7 @@ class Session:
             messages.Locate: self._locate,
             messages.AskVersions: self._versions,
             messages.Fence: self._fence,
-            messages.ForgetClosures: self._forget_closures,
+            messages.FinishedClosures: self._finish_closures,
             messages.CreateOptimizer: self._create_optimizer,
             messages.ReadState: self._read_state,
         }
@@ -240,10 +240,8 @@ class Session:
             assert self._placed is not None
             self._places[spec.variable] = self._placed
             if spec.initialise:
-                operations = [
-                    InitOp(name=one.name, args=one.args, seed=one.seed) for one in spec.initialise
-                ]
-                self._publish({spec.variable: self.store.initialise(spec.variable, operations)})
+                version = self.store.initialise(spec.variable, spec.initialise)
+                self._publish({spec.variable: version})
         return messages.Ok(), ()
 
     def _delete(self, message: messages.DeleteVariables) -> Reply:
@@ -311,15 +309,7 @@ class Session:
         prepared = self._prepared(message, frame, slots)
         touched = prepared.touched
         origin = message.origin
-        admission = self.store.admit(
-            WriteId(
-                worker=origin.worker,
-                incarnation=origin.incarnation,
-                sequence=origin.sequence,
-                closure=origin.closure,
-                nth=origin.nth,
-            )
-        )
+        admission = self.store.admit(origin)
         if admission is Admission.FENCED:
             raise WriteFenced(
                 f"a write of {origin.worker!r}, life {origin.incarnation}, was refused: that life "
@@ -394,22 +384,18 @@ class Session:
         self.store.fence(message.worker, message.incarnation)
         return messages.Ok(), ()
 
-    def _forget_closures(self, message: messages.ForgetClosures) -> Reply:
-        self.store.forget_closures(message.closures)
+    def _finish_closures(self, message: messages.FinishedClosures) -> Reply:
+        self.store.finish_closures(message.ranges)
         return messages.Ok(), ()
 
     # -- optimizers ---------------------------------------------------------------------------
 
     def _create_optimizer(self, message: messages.CreateOptimizer) -> Reply:
         self._epoch = object()
-        groups = [
-            GroupSpec(variables=group.variables, hyperparameters=group.settings)
-            for group in message.groups
-        ]
         self.store.create_optimizer(
             message.optimizer,
             message.class_name,
-            groups,
+            message.groups,
             defaults=message.defaults,
             attributes=message.attributes,
         )
@@ -434,7 +420,7 @@ class Session:
                 items.append(messages.StateItem(entry.variable, entry.key, value=value))
                 continue
             size += value.nbytes
-            if size > PIECE_BYTES and value.dim() and not message.key:
+            if size > types.TRANSFER_BYTES and value.dim() and not message.key:
                 ref = TensorRef(codec.dtype_name(value.dtype), tuple(value.shape))
             else:
                 ref = outgoing.add(value)

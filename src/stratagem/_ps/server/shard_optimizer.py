@@ -21,7 +21,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -33,45 +33,21 @@ from typing_extensions import override
 
 from stratagem._core.torch_patches import private_api
 from stratagem._ps.malloc import give_back_freed_memory
+from stratagem._ps.optimizer_settings import KEPT_BY_TORCH
 from stratagem._ps.rows import put_rows, take_rows
 from stratagem._ps.server.chunked_step import (
+    CHUNK_BYTES,
     ELEMENTWISE,
-    PIECE_BYTES,
     RowsOfGradient,
     batches,
     step_in_pieces,
 )
 from stratagem._ps.server.state_memory import StateApart
+from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, StateValue
 from stratagem._wire.shm import zeros_apart
 from stratagem.errors import UnsupportedOptimizer
 
-HyperparameterValue = float | int | bool | str | None | Sequence[float | None]
-Hyperparameters = Mapping[str, HyperparameterValue]
-StateValue = Tensor | float | int | bool | None
-
 _ABSENT = object()
-
-# Classes that look at a whole tensor at once (its norm, its rows and columns, its matrix shape):
-# on a part of the tensor they would compute something else.
-WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "LBFGS"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradient:
-    """The gradient of one variable: of its shape, or rows of it (unique ids, duplicates summed)."""
-
-    variable: int
-    values: Tensor
-    ids: Tensor | None = None
-    sparse: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """One parameter group: the variables of it that live on this server, and its settings."""
-
-    variables: tuple[int, ...]
-    hyperparameters: Hyperparameters
 
 
 def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> type[Optimizer]:
@@ -112,7 +88,7 @@ class ServerOptimizer:
 
     Example:
         >>> w = torch.ones(2)
-        >>> groups = [GroupSpec(variables=(1,), hyperparameters={"lr": 0.5})]
+        >>> groups = [GroupSpec(variables=(1,), settings={"lr": 0.5})]
         >>> stepper = ServerOptimizer("torch.optim.SGD", groups, {1: w})
         >>> stepper.step([Gradient(variable=1, values=torch.ones(2))])
         >>> w
@@ -143,14 +119,14 @@ class ServerOptimizer:
                 [
                     {
                         "params": [self._parameters[number] for number in group.variables],
-                        **_checked(group.hyperparameters),
+                        **_checked(group.settings),
                     }
                     for group in groups
                 ],
                 **_arguments(self._class, {**attributes, **defaults}),
             )
         for name, value in _checked(attributes).items():
-            if name not in _KEPT_BY_TORCH:
+            if name not in KEPT_BY_TORCH:
                 self._optimizer.__dict__[name] = value
 
     @property
@@ -270,7 +246,7 @@ class ServerOptimizer:
         return not self._class.__module__.startswith("torch.optim.")
 
     def _goes_in_pieces(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
-        return parameter.nbytes > PIECE_BYTES and self._class in ELEMENTWISE and not gradient.sparse
+        return parameter.nbytes > CHUNK_BYTES and self._class in ELEMENTWISE and not gradient.sparse
 
     def _step_whole(self, gradients: Sequence[Gradient]) -> None:
         """The real class steps on these; a few at a time where all at once would take much memory."""
@@ -365,29 +341,6 @@ class ServerOptimizer:
     @override
     def __repr__(self) -> str:
         return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
-
-
-def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What a class of its own keeps on the object beside groups and state, if it is no torch class.
-
-    Example:
-        >>> own_attributes(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-        {}
-    """
-    if type(optimizer).__module__.startswith("torch."):
-        return {}
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if not name.startswith(("_optimizer_", "_zero_grad_", "_patched_", "_opt_"))
-        and name not in _KEPT_BY_TORCH
-    }
-
-
-# What `Optimizer.__init__` and LR schedulers put on every object, and what we do.
-_KEPT_BY_TORCH = frozenset(
-    {*dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured"}
-)
 
 
 def _arguments(kind: type[Optimizer], known: Hyperparameters) -> dict[str, Any]:

@@ -20,42 +20,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem._ps.init_ops import initialise
 from stratagem._ps.rows import take_rows
-from stratagem._ps.server.ledger import Admission, WriteId, WriteLedger
-from stratagem._ps.server.shard_optimizer import (
+from stratagem._ps.server.ledger import Admission, WriteLedger
+from stratagem._ps.server.shard_optimizer import ServerOptimizer
+from stratagem._ps.types import (
     Gradient,
     GroupSpec,
     Hyperparameters,
-    ServerOptimizer,
+    InitOp,
+    StateEntry,
+    WriteId,
 )
 from stratagem.errors import NotFoundError
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitOp:
-    """One in-place initialisation, run on the server so that a huge table is never sent.
-
-    Attributes:
-        name: ``zeros``, ``fill`` (value), ``uniform`` (low, high), ``normal`` (mean, std),
-            ``trunc_normal`` (mean, std, low, high), ``fill_row`` (row, value), ``scale`` (factor).
-        args: its numbers.
-        seed: of the random ones; the same seed gives the same shard.
-    """
-
-    name: str
-    args: tuple[float, ...] = ()
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateEntry:
-    """One piece of an optimizer's state: what `optimizer` keeps under `key` for one variable."""
-
-    variable: int
-    key: str
-    value: Tensor | float | int | bool | None
 
 
 @dataclass(slots=True)
@@ -121,9 +100,9 @@ class VariableStore:
         """Refuse this incarnation of the worker, and earlier ones, from now on."""
         self._ledger.fence(worker, incarnation)
 
-    def forget_closures(self, closures: Iterable[int]) -> None:
-        """These exactly-once closures are finished and need not be remembered."""
-        self._ledger.forget_closures(closures)
+    def finish_closures(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Refuse late writes of these closures, given as ranges (first, behind the last)."""
+        self._ledger.finish_closures(ranges)
 
     # Variables.
 
@@ -386,31 +365,6 @@ def _check_ids(stored: StoredVariable, ids: Tensor) -> None:
         raise ValueError(
             f"row id {bad!r} is out of range for {stored.name!r}: expected 0 <= id < "
             f"{stored.tensor.shape[0]}."
-        )
-
-
-def initialise(tensor: Tensor, operation: InitOp) -> None:
-    """Run one initialisation in place."""
-    generator = torch.Generator().manual_seed(operation.seed)
-    name, args = operation.name, operation.args
-    if name == "zeros":
-        tensor.zero_()
-    elif name == "fill":
-        tensor.fill_(args[0])
-    elif name == "uniform":
-        tensor.uniform_(args[0], args[1], generator=generator)
-    elif name == "normal":
-        tensor.normal_(args[0], args[1], generator=generator)
-    elif name == "trunc_normal":
-        torch.nn.init.trunc_normal_(tensor, args[0], args[1], args[2], args[3], generator=generator)
-    elif name == "fill_row":
-        tensor[int(args[0])].fill_(args[1])
-    elif name == "scale":
-        tensor.mul_(args[0])
-    else:
-        raise ValueError(
-            f"unknown initialisation {name!r}: expected zeros, fill, uniform, normal, "
-            "trunc_normal, fill_row or scale."
         )
 
 

@@ -182,10 +182,10 @@ class WorkerObjects:
     def acknowledged(self, *, wait: bool) -> int:
         """How many of them are done with, in the order they were made; all of them after `wait`."""
         if wait:
-            self._client.settle()
-        elif not self._client.outbox.is_settled:
+            self._client.wait_for_writes()
+        elif not self._client.outbox.is_idle:
             self._client.progress()
-        return self._client.outbox.settled
+        return self._client.outbox.acknowledged
 
     def late_failure(self, number: int) -> Exception | None:
         """What went wrong with a closure's writes after it was left; taken out."""
@@ -213,7 +213,9 @@ class WorkerObjects:
             requires_grad=definition.requires_grad,
             as_table=definition.as_table,
         )
-        if self._strategy.num_replicas_in_sync > 1:
+        if self._strategy.num_replicas_in_sync == 1:
+            self._variables.keep_gradient_in_slot(parameter)
+        else:
             name = definition.description.name
             if isinstance(parameter, TableParameter):
                 self._all_managed.append(ReplicatedTable(parameter, self._strategy, name))

@@ -22,7 +22,7 @@ class LazyReadTensor(Tensor):
 
     Example:
         >>> import torch
-        >>> from stratagem._ps.worker.lazy_value import LazyReadTensor
+        >>> from stratagem._ps.client.lazy_value import LazyReadTensor
         >>> late = LazyReadTensor(torch.Size([2]), torch.float32, lambda: torch.ones(2))
         >>> late + 1, late.tolist()
         (tensor([2., 2.]), [1.0, 1.0])

@@ -1,0 +1,228 @@
+"""Shared memory from which parameter servers on this host read what a client writes.
+
+Two kinds of memory, both owned by the client and mapped by the servers:
+
+- *Halves*: most values are copied here when they are sent. While servers read one half, the next
+  writes are copied into the other one.
+- *Gradient slots*: each holds the gradient of one parameter for as long as the parameter exists.
+  Large gradients stay in their slots (`GradientSlot.take`), so that sending them copies nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Final, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._wire import codec, shm
+from stratagem._wire.messages import SegmentRef, TensorRef
+
+SMALLEST_SEGMENT_BYTES: Final = 1 << 22
+
+_CACHED_VIEWS: Final = 16384
+
+
+class _Memory:
+    """Segments in which entries are placed one after the other."""
+
+    def __init__(self, numbers: Iterator[int], on_change: Callable[[], None]) -> None:
+        self._numbers = numbers
+        self._on_change = on_change
+        self._room = 0  # of all segments together
+        self.segments: list[shm.Segment] = []
+        self.used_bytes = 0
+
+    def place(self, size: int) -> tuple[shm.Segment, int]:
+        """Return a segment and the offset of `size` free bytes in it."""
+        self.used_bytes += size
+        if self.segments:
+            offset = self.segments[-1].take(size)
+            if offset is not None:
+                return self.segments[-1], offset
+        # As large as all before it, so that there are few.
+        room = max(SMALLEST_SEGMENT_BYTES, self._room, size + shm.ENTRY_BYTES)
+        self._room += room
+        self.segments.append(shm.Segment(next(self._numbers), room, writable_by_peers=True))
+        self._on_change()
+        offset = self.segments[-1].take(size)
+        assert offset is not None
+        return self.segments[-1], offset
+
+    def reset(self) -> bool:
+        """Free all entries; True if segments were closed, for one that is as large as all of them."""
+        self.used_bytes = 0
+        if len(self.segments) == 1:
+            self.segments[0].reset()
+            return False
+        self.close()
+        self._on_change()
+        return True
+
+    def close(self) -> None:
+        """Release the memory; tensors over it stay valid."""
+        for segment in self.segments:
+            segment.close()
+        self.segments.clear()
+
+
+@final
+class GradientSlot:
+    """Memory of one gradient, at a place that servers know.
+
+    Attributes:
+        ref: how messages name the place.
+        address: where it begins in this process.
+    """
+
+    __slots__ = ("_dtype", "_in_use", "_memory", "_shape", "address", "place", "ref", "view")
+
+    def __init__(
+        self, segment: shm.Segment, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.place = (segment, offset)
+        self.view = segment.tensor(offset, shape, dtype)
+        """Tensor over the memory, for copying into it."""
+        self.address = self.view.data_ptr()
+        self.ref = _ref(segment, offset, shape, dtype)
+        self._memory = segment.buffer(offset, self.view.nbytes)
+        self._shape = shape
+        self._dtype = dtype
+        self._in_use: weakref.ref[memoryview] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """False while a tensor that `take` returned, or a view of it, is alive."""
+        return self._in_use is None or self._in_use() is None
+
+    def take(self) -> Tensor:
+        """Return a tensor over the memory; the slot is not free until the tensor is gone."""
+        memory = self._memory[:]  # the tensor alone keeps this object alive
+        self._in_use = weakref.ref(memory)
+        return torch.frombuffer(memory, dtype=self._dtype).view(self._shape)
+
+    def holds(self, gradient: Tensor) -> bool:
+        """Return whether a gradient of the slot's shape is the content of this memory."""
+        return gradient.data_ptr() == self.address and gradient.is_contiguous()
+
+
+@final
+class SendBuffers:
+    """All memory that one client shares with servers. Not thread-safe.
+
+    Attributes:
+        current: which half is being filled, 0 or 1.
+        generation: changes when all memory was replaced (`retire`); slots of earlier generations must not
+            be used again.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self.current = 0
+        self.generation = 0
+        self._halves = (self._new_memory(), self._new_memory())
+        self._slots = self._new_memory()
+        self._free_slots: dict[int, list[tuple[shm.Segment, int]]] = {}  # by their bytes
+        self._retired: list[_Memory] = []
+        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._refs: tuple[SegmentRef, ...] | None = None
+
+    def prepare(self) -> None:
+        """Create the first segment, so that servers can be asked whether they can map it."""
+        self._halves[self.current].place(0)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes placed in the current half."""
+        return self._halves[self.current].used_bytes
+
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, TensorRef]:
+        """Place a tensor in the current half: return the tensor, and how messages name it."""
+        segment, offset = self._halves[self.current].place(shm.bytes_for(shape, dtype))
+        # Steps place the same shapes in the same order: tensors over the memory are kept.
+        key = (segment.number, offset, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _CACHED_VIEWS:
+                self._views.clear()
+            view = self._views[key] = segment.tensor(offset, shape, dtype)
+        return view, _ref(segment, offset, shape, dtype)
+
+    def new_slot(self, shape: tuple[int, ...], dtype: torch.dtype) -> GradientSlot:
+        """Return memory for one parameter's gradient."""
+        size = shm.bytes_for(shape, dtype)
+        free = self._free_slots.get(size)
+        return GradientSlot(*(free.pop() if free else self._slots.place(size)), shape, dtype)
+
+    def free_slot(self, slot: GradientSlot) -> None:
+        """Take back the memory of a slot for others of its size, unless a tensor over it is alive."""
+        if slot.is_free and slot.place[0] in self._slots.segments:
+            self._free_slots.setdefault(slot.view.nbytes, []).append(slot.place)
+
+    def reset(self) -> None:
+        """Begin again at the start of the current half: servers have read everything in it."""
+        half = self._halves[self.current]
+        if half.segments and half.reset():
+            self._views.clear()
+
+    def switch(self) -> None:
+        """Go on with the other half, from its start: servers have read everything in it."""
+        self.current = 1 - self.current
+        self.reset()
+
+    def retire(self) -> None:
+        """Use new memory from now on: a server may still read what the present memory holds.
+
+        The memory stays announced until `release_retired`, so that writes can be repeated from it.
+        """
+        if not any(memory.used_bytes for memory in (*self._halves, self._slots)):
+            return
+        self._retired += [*self._halves, self._slots]
+        self._halves = (self._new_memory(), self._new_memory())
+        self._slots = self._new_memory()
+        self._free_slots.clear()
+        self._views.clear()
+        self.generation += 1
+        self.prepare()
+
+    def release_retired(self) -> None:
+        """Release retired memory: no write will be repeated from it."""
+        if self._retired:
+            for memory in self._retired:
+                memory.close()
+            self._retired.clear()
+            self._forget_refs()
+
+    def refs(self) -> tuple[SegmentRef, ...]:
+        """How servers on this host find the memory; the same object until that changes."""
+        if self._refs is None:
+            memories = (*self._retired, *self._halves, self._slots)
+            self._refs = tuple(one.ref() for memory in memories for one in memory.segments)
+        return self._refs
+
+    def _new_memory(self) -> _Memory:
+        return _Memory(self._numbers, self._forget_refs)
+
+    def _forget_refs(self) -> None:
+        self._refs = None
+
+    def close(self) -> None:
+        """Release everything. May be called again."""
+        self._views.clear()
+        self.release_retired()
+        for memory in (*self._halves, self._slots):
+            memory.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<SendBuffers {len(self.refs())} segments, generation {self.generation}>"
+
+
+def _ref(
+    segment: shm.Segment, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> TensorRef:
+    return TensorRef(codec.dtype_name(dtype), shape, segment=segment.number, offset=offset)

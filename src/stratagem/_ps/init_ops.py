@@ -1,0 +1,66 @@
+"""Initialisations that a parameter server runs on its shard, so that a huge table is never sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stratagem._ps.placement import Description
+from stratagem._ps.types import InitOp
+
+SEEDS: Final = 1 << 62
+"""Seeds are below this."""
+
+
+def initialise(tensor: Tensor, operation: InitOp) -> None:
+    """Run one initialisation in place.
+
+    Its name is ``zeros``, ``fill`` (value), ``uniform`` (low, high), ``normal`` (mean, std), ``trunc_normal``
+    (mean, std, low, high), ``fill_row`` (row, value) or ``scale`` (factor).
+
+    Example:
+        >>> value = torch.empty(2)
+        >>> initialise(value, InitOp("fill", (3.0,)))
+        >>> value
+        tensor([3., 3.])
+    """
+    generator = torch.Generator().manual_seed(operation.seed)
+    name, args = operation.name, operation.args
+    if name == "zeros":
+        tensor.zero_()
+    elif name == "fill":
+        tensor.fill_(args[0])
+    elif name == "uniform":
+        tensor.uniform_(args[0], args[1], generator=generator)
+    elif name == "normal":
+        tensor.normal_(args[0], args[1], generator=generator)
+    elif name == "trunc_normal":
+        torch.nn.init.trunc_normal_(tensor, args[0], args[1], args[2], args[3], generator=generator)
+    elif name == "fill_row":
+        tensor[int(args[0])].fill_(args[1])
+    elif name == "scale":
+        tensor.mul_(args[0])
+    else:
+        raise ValueError(
+            f"unknown initialisation {name!r}: expected zeros, fill, uniform, normal, "
+            "trunc_normal, fill_row or scale."
+        )
+
+
+def shard_recipe(recipe: Sequence[InitOp], where: Description, index: int) -> list[InitOp]:
+    """Return a table's recipe for one of its shards: seeds of its own, no rows of other shards."""
+    begin = where.layout.offsets[index]
+    end = begin + where.shards[index].rows
+    mine = []
+    for operation in recipe:
+        if operation.name == "fill_row":
+            row = int(operation.args[0])
+            if begin <= row < end:
+                mine.append(InitOp("fill_row", (float(row - begin), operation.args[1])))
+        else:
+            seed = (operation.seed + index * 0x9E3779B97F4A7C15) % SEEDS
+            mine.append(InitOp(operation.name, operation.args, seed))
+    return mine

@@ -1,0 +1,59 @@
+"""Types that clients, parameter servers and the coordinator share.
+
+Plain data, no behaviour. Clients and the coordinator import them from here, never from `_ps/server`.
+Small records that also travel in messages are defined in `_wire/messages.py` and named again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from torch import Tensor
+
+from stratagem._wire.messages import GroupSpec as GroupSpec
+from stratagem._wire.messages import InitOp as InitOp
+from stratagem._wire.messages import Setting as Setting
+from stratagem._wire.messages import WriteId as WriteId
+
+TRANSFER_BYTES: Final = 1 << 26
+"""Values larger than this travel in pieces, so that neither side holds much more than the value."""
+
+HyperparameterValue: TypeAlias = float | int | bool | str | Sequence[float | None] | None
+Hyperparameters: TypeAlias = Mapping[str, HyperparameterValue]
+"""Settings of an optimizer or of one of its parameter groups, by name."""
+
+StateValue: TypeAlias = Tensor | float | int | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """Gradient of one variable on one server: dense, or rows (unique ids and their values)."""
+
+    variable: int
+    values: Tensor
+    ids: Tensor | None = None
+    sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """One value that an optimizer keeps under `key` for one variable."""
+
+    variable: int
+    key: str
+    value: StateValue
+
+
+def row_pieces(rows: int, nbytes: int, piece_bytes: int | None = None) -> list[tuple[int, int]]:
+    """Return (start, count) of the row ranges in which `nbytes` bytes of `rows` rows travel.
+
+    A piece has at most `piece_bytes` bytes, by default `TRANSFER_BYTES`, or is one row.
+
+    Example:
+        >>> row_pieces(10, 400, piece_bytes=160)
+        [(0, 4), (4, 4), (8, 2)]
+    """
+    step = max(1, (piece_bytes or TRANSFER_BYTES) * rows // max(1, nbytes))
+    return [(start, min(step, rows - start)) for start in range(0, rows, step)]

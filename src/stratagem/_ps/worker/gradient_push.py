@@ -1,0 +1,327 @@
+"""Gradients of a worker's parameters, and how one optimizer step sends them to the servers.
+
+The gradient of a dense parameter has a slot in shared memory (`client/send_buffers.py`). A large gradient moves
+there as soon as autograd has accumulated it: ``parameter.grad`` then is a tensor over the slot, later backward
+passes add to it in place, and a step sends it without a copy. Small gradients are copied into their slots
+by the step, all in one call. Rows of tables, sparse gradients, shards and gradients that the user still holds
+from an earlier step are copied when they are sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem._core.torch_patches import private_api
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.client.send_buffers import GradientSlot
+from stratagem._ps.client.write_batch import SlotGradient, WriteBatch
+from stratagem._ps.optimizer_settings import Settings
+from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.types import Gradient
+from stratagem.errors import ForeignParameterError
+
+IN_PLACE_BYTES: Final = 1 << 17
+"""From this size on a gradient stays in its slot; a smaller one is copied in less time than the hook takes."""
+
+_KEPT_BATCHES: Final = 4
+"""Batches kept of every optimizer: steps of one model may alternate between a few sets of gradients."""
+
+
+@final
+class DenseParameter:
+    """A parameter used as a whole: the leaf that functions see, and the slot of its gradient.
+
+    Attributes:
+        remote: the variable on the servers.
+        leaf: the worker's parameter. On the servers' host it lies over their memory (`is_live`), elsewhere
+            it is a copy.
+        version: the leaf's version counter when its value was last known to be the servers'.
+    """
+
+    __slots__ = ("__weakref__", "_generation", "_slot", "is_live", "leaf", "remote", "version")
+
+    def __init__(self, remote: RemoteVariable, *, requires_grad: bool) -> None:
+        self.remote = remote
+        mapped = remote.mapped if len(remote.places) == 1 else None
+        self.is_live = mapped is not None
+        data = remote.read() if mapped is None else mapped[0].tensor
+        self.leaf = nn.Parameter(data, requires_grad=requires_grad)
+        self.version = self.leaf._version
+        self._slot: GradientSlot | None = None
+        self._generation = -1
+
+    def refresh(self) -> None:
+        """Take over the servers' values if the leaf is a copy and they have changed."""
+        if not self.is_live and self.remote.versions() != self.remote.seen:
+            self.remote.read_into(self.leaf.data)
+
+    def undo_write(self) -> bool:
+        """Restore the servers' value if the function wrote into the leaf; return whether it did."""
+        if self.leaf._version == self.version:
+            return False
+        self.version = self.leaf._version
+        if self.is_live:
+            assert self.remote.mapped is not None
+            self.remote.mapped[0].refresh()
+        else:
+            self.remote.forget_seen()  # the next refresh reads it again
+        return True
+
+    def undo_hidden_write(self) -> bool:
+        """As `undo_write`, for a write that no version counts, as through ``leaf.data``; asks the kernel."""
+        mapped = self.remote.mapped if self.is_live else None
+        if mapped is None or not mapped[0].is_overwritten():
+            return False
+        mapped[0].refresh()
+        return True
+
+    # -- the gradient's slot ------------------------------------------------------------------
+
+    def keep_gradient_in_slot(self) -> None:
+        """Move large gradients of the leaf into the slot whenever autograd has accumulated one."""
+        if self.leaf.nbytes < IN_PLACE_BYTES or self.slot() is None:
+            return
+        reference = weakref.ref(self)  # the leaf, which this object holds, holds the hook
+
+        def accumulated(_: Tensor) -> None:
+            dense = reference()
+            if dense is not None:
+                dense._move_into_slot()
+
+        needed = self.leaf.requires_grad
+        self.leaf.requires_grad_()  # torch takes hooks for no other; it may be unfrozen later
+        self.leaf.register_post_accumulate_grad_hook(accumulated)
+        self.leaf.requires_grad_(needed)
+
+    def slot(self) -> GradientSlot | None:
+        """Return the slot of the gradient; None if the variable is cut or its server maps no memory."""
+        outbox = self.remote.client.outbox
+        if self._slot is None or self._generation != outbox.buffers.generation:
+            places = self.remote.places
+            if len(places) > 1 or not self.leaf.numel():
+                return None
+            if not outbox.destinations[places[0].server].shares_memory:
+                return None
+            self._slot = outbox.buffers.new_slot(tuple(self.leaf.shape), self.leaf.dtype)
+            self._generation = outbox.buffers.generation
+        return self._slot
+
+    def _move_into_slot(self) -> None:
+        grad, slot = self.leaf.grad, self.slot()
+        if grad is None or slot is None or slot.holds(grad):
+            return
+        if slot.is_free and self.fits(grad):
+            into = slot.take()
+            into.copy_(grad)
+            self.leaf.grad = into
+
+    def fits(self, grad: Tensor) -> bool:
+        """Return whether the slot can hold the gradient: neither sparse nor part of a graph."""
+        return (
+            grad.layout is torch.strided
+            and grad.dtype is self.leaf.dtype
+            and not grad.requires_grad
+        )
+
+    def leave_slot(self) -> None:
+        """Copy the gradient out of the slot, which is not used again: a server may still read it."""
+        slot, grad = self._slot, self.leaf.grad
+        if slot is not None and grad is not None and slot.holds(grad):
+            self.leaf.grad = grad.clone()
+        self._slot = None
+
+    def release(self) -> None:
+        """Give the slot back: the parameter is gone."""
+        if self._slot is not None:
+            self.remote.client.outbox.buffers.free_slot(self._slot)
+            self._slot = None
+
+    def gradients(self) -> Iterator[tuple[int, Gradient | SlotGradient]]:
+        """Yield what each server gets of the leaf's gradient."""
+        grad, places = self.leaf.grad, self.remote.places
+        assert grad is not None
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            yield from row_gradients(self.remote, grad.indices()[0], grad.values(), sparse=True)
+        elif self._slot is not None and self._slot.holds(grad):
+            yield places[0].server, SlotGradient(places[0].variable, self._slot)
+        else:
+            for place, part in zip(places, self.remote.cut(grad), strict=True):
+                yield place.server, Gradient(variable=place.variable, values=part)
+
+
+class PreparedStep(NamedTuple):
+    """A filled batch, and the variables it writes."""
+
+    batch: WriteBatch
+    touched: list[RemoteVariable]
+
+
+class _KeptStep(NamedTuple):
+    """A step whose gradients all lie in slots: what it was made for, and the step itself."""
+
+    key: list[int]
+    settings: Settings
+    step: PreparedStep
+
+
+@final
+class StepBuilder:
+    """Builds the batches of optimizer steps, and keeps those that can be sent again.
+
+    Args:
+        client: this worker's connections to the servers.
+        dense: dense parameters by the id of their leaves.
+        tables: tables by their ids, each with its variable.
+    """
+
+    def __init__(
+        self,
+        client: PsClient,
+        dense: dict[int, DenseParameter],
+        tables: dict[int, tuple[TableParameter, RemoteVariable]],
+    ) -> None:
+        self._client = client
+        self._dense = dense
+        self._tables = tables
+        self._kept: dict[int, list[_KeptStep]] = {}  # by optimizer, the latest first
+
+    def forget(self) -> None:
+        """Forget all batches: parameters have changed."""
+        self._kept.clear()
+
+    def build(
+        self, number: int, optimizer: Optimizer, settings: Settings, *, alone: bool
+    ) -> PreparedStep:
+        """Return the batch of one step.
+
+        Args:
+            number: the optimizer's number on the servers.
+            optimizer: whose parameters' gradients are sent.
+            settings: those that differ from the servers', for this step.
+            alone: the caller adds nothing to the batch.
+        """
+        key = self._bring_into_slots(optimizer)
+        if key is not None and alone:
+            for known in self._kept.get(number, ()):
+                if known.key == key and known.settings == settings:
+                    return known.step
+        step = PreparedStep(self._client.batch(), [])
+        by_server: dict[int, list[Gradient | SlotGradient]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                remote = self._add(parameter, by_server, in_slots=key is not None)
+                if remote is not None:
+                    step.touched.append(remote)
+        for server, gradients in by_server.items():
+            step.batch.push(server, number, gradients, settings)
+        if key is not None and alone:
+            kept = self._kept.setdefault(number, [])
+            kept.insert(0, _KeptStep(key, settings, step))
+            del kept[_KEPT_BATCHES:]
+        return step
+
+    def _bring_into_slots(self, optimizer: Optimizer) -> list[int] | None:
+        """Copy gradients into their slots; return the parameters' ids, or None if one has no slot."""
+        key: list[int] = []
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                dense = self._dense.get(id(parameter))
+                if dense is None:
+                    return None
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                slot = dense.slot()
+                if slot is None:
+                    return None
+                key.append(id(parameter))
+                if not slot.holds(grad):
+                    if not slot.is_free or grad.layout is not torch.strided:
+                        return None
+                    if grad.dtype is not parameter.dtype:
+                        return None
+                    to.append(slot.view)
+                    source.append(grad.detach() if grad.requires_grad else grad)
+        if to:
+            private_api.foreach_copy_(to, source)
+        return key
+
+    def _add(
+        self,
+        parameter: Any,
+        by_server: dict[int, list[Gradient | SlotGradient]],
+        *,
+        in_slots: bool,
+    ) -> RemoteVariable | None:
+        dense = self._dense.get(id(parameter))
+        pieces: Iterator[tuple[int, Gradient | SlotGradient]]
+        if dense is not None:
+            if parameter.grad is None:
+                return None
+            remote = dense.remote
+            if in_slots:
+                slot, place = dense.slot(), remote.places[0]
+                assert slot is not None
+                by_server.setdefault(place.server, []).append(SlotGradient(place.variable, slot))
+                return remote
+            pieces = dense.gradients()
+        else:
+            known = self._tables.get(id(parameter))
+            if known is None:
+                if parameter.grad is None:
+                    return None
+                raise ForeignParameterError(
+                    f"a parameter of shape {tuple(parameter.shape)} that is on no parameter server "
+                    "got a gradient inside a scheduled function: its update would be lost with "
+                    "the function. Create the module inside `with strategy.scope():`."
+                )
+            table, remote = known
+            if table.grad is None:
+                return None
+            pieces = table_gradients(table, remote)
+        for server, gradient in pieces:
+            by_server.setdefault(server, []).append(gradient)
+        return remote
+
+
+def table_gradients(
+    table: TableParameter, remote: RemoteVariable
+) -> Iterator[tuple[int, Gradient]]:
+    """Yield what each server gets of a table's gradient.
+
+    Shards without a row get an empty gradient: their optimizer's step count and moments move too.
+    """
+    ids, values = table.gradient.ids(), table.gradient.value()
+    assert values is not None
+    if ids is not None:
+        yield from row_gradients(remote, ids, values, sparse=table.gradient.sparse)
+        return
+    for place, part in zip(remote.places, remote.cut(values), strict=True):
+        yield place.server, Gradient(variable=place.variable, values=part)
+
+
+def row_gradients(
+    remote: RemoteVariable, ids: Tensor, values: Tensor, *, sparse: bool
+) -> Iterator[tuple[int, Gradient]]:
+    """Yield sorted unique rows, cut along the shards."""
+    cuts = remote.layout.cut_sorted(ids)
+    for place, offset, (begin, end) in zip(remote.places, remote.layout.offsets, cuts, strict=True):
+        yield (
+            place.server,
+            Gradient(
+                variable=place.variable,
+                values=values[begin:end],
+                ids=ids[begin:end] - offset,
+                sparse=sparse,
+            ),
+        )

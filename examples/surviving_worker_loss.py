@@ -1,7 +1,7 @@
 """Workers are killed while they train, and nothing is lost or counted twice.
 
-Schedules additions to one variable, kills a worker every now and then, and shows the sum: with
-`exactly_once=True` it is the number of additions, whatever happened.
+Schedules additions to one variable, kills a worker every now and then, and shows the sum: it is the
+number of additions, whatever happened.
 
     python examples/surviving_worker_loss.py
     python examples/surviving_worker_loss.py --additions 20000
@@ -47,7 +47,7 @@ def main(additions: int = ADDITIONS) -> tuple[float, int]:
             killer.start()
             try:
                 for _ in range(additions):
-                    coordinator.schedule(add_one, exactly_once=True)
+                    coordinator.schedule(add_one)
                 coordinator.join()
             finally:
                 finished.set()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import torch
+from waiting import wait_until
 
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
@@ -29,3 +34,19 @@ def add_one(client: PsClient) -> None:
     batch = client.batch()
     batch.assign(0, 1, "add", torch.ones(2))
     client.send(batch)
+
+
+def stop(pid: int) -> None:
+    """Send SIGSTOP and wait until the process has really stopped."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> set[str]:
+        try:
+            return {
+                (task / "stat").read_text().rpartition(")")[2].split()[0]
+                for task in Path(f"/proc/{pid}/task").iterdir()
+            }
+        except OSError:  # a thread that has just ended
+            return set()
+
+    wait_until(lambda: states() == {"T"})

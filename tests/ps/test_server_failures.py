@@ -13,11 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from one_server import CHIEF, STEADY, WORKER, W, add_one, listed
+from one_server import CHIEF, STEADY, WORKER, W, add_one, listed, stop
 from waiting import wait_until
 
 import stratagem as sg
@@ -29,22 +28,6 @@ from stratagem.config import ClusterOptions
 from stratagem.errors import NotFoundError, ParameterServerLost
 
 LIMIT_S = 20.0
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and waits until the process has really stopped."""
-    os.kill(pid, signal.SIGSTOP)
-
-    def states() -> set[str]:
-        try:
-            return {
-                (task / "stat").read_text().rpartition(")")[2].split()[0]
-                for task in Path(f"/proc/{pid}/task").iterdir()
-            }
-        except OSError:  # a thread that has just ended
-            return set()
-
-    wait_until(lambda: states() == {"T"})
 
 
 # Sessions.
@@ -182,32 +165,11 @@ def test_a_server_whose_address_somebody_else_has_now_is_lost(
                 watching.check_servers(ClusterOptions())
 
 
-SERVER = """
-import sys
-from stratagem._ps.server.loop import ParameterServer
-server = ParameterServer("127.0.0.1:0", task="/job:ps/task:0")
-print(server.address, flush=True)
-server.serve()
-"""
-
-
-@pytest.fixture
-def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its address."""
-    child = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        yield child, child.stdout.readline().strip()
-    finally:
-        child.kill()
-        child.communicate(timeout=LIMIT_S)
-
-
 def test_a_killed_server_is_lost_with_its_variables_named(
-    process: tuple[subprocess.Popen[str], str],
+    server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
     """While a request is outstanding; never a hang. What was mapped can still be looked at."""
-    child, address = process
+    child, address = server_process
     with PsClient([("/job:ps/task:0", address)], CHIEF) as client:
         client.create(W, "layer/weight", value=torch.ones(2))
         (mapped,) = client.map([W])
@@ -229,10 +191,10 @@ def test_a_killed_server_is_lost_with_its_variables_named(
 
 
 def test_a_stopped_server_fails_pings_in_time(
-    process: tuple[subprocess.Popen[str], str],
+    server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
     """SIGSTOP: its sockets are open, but nobody is there."""
-    child, address = process
+    child, address = server_process
     with PsClient([("/job:ps/task:0", address)], CHIEF) as client:
         assert client.ping(0, timeout_s=LIMIT_S).busy_s == 0.0
         stop(child.pid)
@@ -241,10 +203,10 @@ def test_a_stopped_server_fails_pings_in_time(
 
 
 def test_a_server_that_is_not_there_is_said_to_be_gone_not_slow(
-    process: tuple[subprocess.Popen[str], str],
+    server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
     """Refused at once: no word of a limit that nobody waited for."""
-    child, address = process
+    child, address = server_process
     with PsClient([("/job:ps/task:0", address)], CHIEF) as client:
         client.create(W, "w", value=torch.ones(2))
         child.kill()
@@ -258,10 +220,10 @@ def test_a_server_that_is_not_there_is_said_to_be_gone_not_slow(
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "bytes"])
 @pytest.mark.parametrize("applied", [True, False], ids=["applied before", "applied after"])
 def test_writes_stay_unacknowledged_when_ctrl_c_ends_the_wait(
-    process: tuple[subprocess.Popen[str], str], shared: bool, applied: bool
+    server_process: tuple[subprocess.Popen[str], str], shared: bool, applied: bool
 ) -> None:
     """Their slots are not filled anew while the server may read them; each counts once."""
-    child, address = process
+    child, address = server_process
     with PsClient([("/job:ps/task:0", address)], STEADY, shared_memory=shared) as client:
         client.create(W, "w", value=torch.zeros(2))
         link = client._connections[0]
@@ -299,10 +261,10 @@ def test_writes_stay_unacknowledged_when_ctrl_c_ends_the_wait(
 
 
 def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
-    process: tuple[subprocess.Popen[str], str],
+    server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
     """Hundreds of interruptions, wherever they strike in the wait."""
-    _, address = process
+    _, address = server_process
     draw, armed, struck = random.Random(11), threading.Event(), []
     main = threading.main_thread().ident
     assert main is not None
@@ -346,10 +308,10 @@ def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
 
 
 def test_a_failed_ping_ends_the_wait_for_a_reply(
-    process: tuple[subprocess.Popen[str], str],
+    server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
     """A request waits for a stopped server; the ping of another thread finds out, long before."""
-    child, address = process
+    child, address = server_process
     with PsClient([("/job:ps/task:0", address)], CHIEF) as client, ThreadPoolExecutor(1) as pool:
         client.create(W, "w", value=torch.ones(2))
         stop(child.pid)
@@ -362,10 +324,10 @@ def test_a_failed_ping_ends_the_wait_for_a_reply(
 
 
 def test_a_worker_killed_leaves_server_and_others_unharmed(
-    process: tuple[subprocess.Popen[str], str],
+    server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
     """A real worker process, killed while it pushes as fast as it can."""
-    _, address = process
+    _, address = server_process
     pusher = (
         "import torch, sys\n"
         "from stratagem._ps.client.ps_client import PsClient\n"

@@ -94,8 +94,8 @@ class StrategyOnCoordinator(Protocol):
     def check_servers(self, options: ClusterOptions) -> None:
         """One look at every server, to be repeated; raises ParameterServerLost if one counts as lost."""
 
-    def forget_closures(self, closures: Sequence[int]) -> None:
-        """These exactly-once closures are finished: nobody will repeat their writes."""
+    def finish_closures(self, closures: Sequence[int]) -> None:
+        """Let servers refuse late writes of these closures, which are finished. Never waits."""
 
     def close(self, options: ClusterOptions | None = None) -> None:
         """Ends the session on the servers."""
@@ -201,7 +201,7 @@ class PlainOnCoordinator:
     def check_servers(self, options: ClusterOptions) -> None:
         """There are no servers to ask."""
 
-    def forget_closures(self, closures: Sequence[int]) -> None:
+    def finish_closures(self, closures: Sequence[int]) -> None:
         """There are no servers to tell."""
 
     def close(self, options: ClusterOptions | None = None) -> None:

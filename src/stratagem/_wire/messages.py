@@ -486,7 +486,7 @@ class Run(Message, frozen=True):
     closure: int
     function: bytes
     arguments: Packed | None = None
-    exactly_once: bool = False
+    exactly_once: bool = True
     resource: int = 0
 
 

@@ -202,7 +202,7 @@ class ClusterCoordinator(Owner):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
-        exactly_once: bool = False,
+        exactly_once: bool = True,
     ) -> RemoteValue:
         """Puts a call of `fn` in the queue; the next free worker runs it.
 
@@ -213,9 +213,9 @@ class ClusterCoordinator(Owner):
             fn: any callable, lambdas and functions of ``__main__`` included.
             args: its positional arguments, as they are now.
             kwargs: its keyword arguments.
-            exactly_once: if the worker is lost and the call is repeated elsewhere, writes to
-                variables that were already applied are not applied again. The function must make
-                the same writes in the same order each time.
+            exactly_once: if a worker is lost and the call is repeated on another one, servers do not apply
+                writes to variables again that they have applied. The function must make its writes in
+                the same order each time. False: such writes count twice.
 
         Raises:
             TypeError: `fn` is not callable, or asynchronous (``async def``), `args` no tuple or list, `kwargs` no mapping, or one of them

@@ -111,7 +111,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._resource_numbers = itertools.count(1)
         self._released: deque[int] = deque()
-        self._once_done: list[int] = []
+        self._finished_numbers: list[int] = []  # that servers have not been told
         self._server_reports: dict[str, int] = {}
         self._deadlines = 0
         self._timers = {
@@ -327,6 +327,7 @@ class Engine:
                 # What runs waits for that server, or is about to: nobody should wait with it.
                 for number in self.queue.abandon():
                     self._closures.pop(number).value._fail(error)
+                    self._finished_numbers.append(number)
             self.changed.notify_all()
 
     def no_workers(self, waited_s: float) -> None:
@@ -351,10 +352,10 @@ class Engine:
             self._locked_do(self.queue.rebalance())
             released = self._locked_released()
             least_loaded_worker = self.queue.least_loaded_worker()
-            once_done, self._once_done = self._once_done, []
+            finished, self._finished_numbers = self._finished_numbers, []
         self.sender.forget(self.links, released)
-        if once_done:
-            self.views.forget_closures(once_done)
+        if finished:
+            self.views.finish_closures(finished)
         if least_loaded_worker is not None:
             self.pump(self.links[least_loaded_worker])
 
@@ -382,8 +383,7 @@ class Engine:
     def _locked_complete(self, message: messages.Finished, frame: Frame, arrived: float) -> None:
         closure = self._closures.pop(message.closure)
         closure.value._set(message.value, frame)
-        if closure.exactly_once:
-            self._once_done.append(closure.number)
+        self._finished_numbers.append(closure.number)
         if not closure.resource:
             timers = self._timers
             timers["queue"].record(closure.sent_at - closure.scheduled_at + message.waited_s)
@@ -415,8 +415,7 @@ class Engine:
             return
         del self._closures[message.closure]
         closure.value._fail(error)
-        if closure.exactly_once:
-            self._once_done.append(closure.number)  # else servers would remember it for ever
+        self._finished_numbers.append(closure.number)
         if closure.resource:
             return  # it concerns nobody until somebody uses it (CCO-25)
         self._counters["failed"].add()
@@ -446,8 +445,7 @@ class Engine:
         closure = self._closures.pop(action.closure, None)
         if closure is None:
             return
-        if closure.exactly_once:
-            self._once_done.append(closure.number)
+        self._finished_numbers.append(closure.number)
         if action.fate is Fate.ABORTED:
             closure.value._abort(_aborted(lost))
         elif action.fate is Fate.CANCELLED:

@@ -327,8 +327,8 @@ class ObjectHandles:
         """One look at every server; raises ParameterServerLost if one counts as lost."""
         self._variables.client.check_servers(options)
 
-    def forget_closures(self, closures: Sequence[int]) -> None:
-        """These exactly-once closures are finished: nobody will repeat their writes."""
+    def finish_closures(self, closures: Sequence[int]) -> None:
+        """Let servers refuse late writes of these closures, which are finished. Never waits."""
         if not self._variables.closed:
             self._variables.client.finish_closures(closures)
 

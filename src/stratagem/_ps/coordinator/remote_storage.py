@@ -27,12 +27,12 @@ from stratagem._core.variables import (
     VariableRequest,
     Write,
 )
+from stratagem._ps.client.lazy_value import LazyReadTensor
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.placement import Description
 from stratagem._ps.rows import sort_ids
 from stratagem._ps.tables.sharded_variable import ShardedVariable
-from stratagem._ps.client.lazy_value import LazyReadTensor
 
 _OPERATION = {"assign": "set", "assign_add": "add", "assign_sub": "sub"}
 

@@ -192,6 +192,7 @@ class StepBuilder:
         self._dense = dense
         self._tables = tables
         self._kept: dict[int, list[_KeptStep]] = {}  # by optimizer, the latest first
+        self._generation = 0  # of the slots that kept batches name
 
     def forget(self) -> None:
         """Forget all batches: parameters have changed."""
@@ -208,6 +209,9 @@ class StepBuilder:
             settings: those that differ from the servers', for this step.
             alone: the caller adds nothing to the batch.
         """
+        if self._generation != self._client.outbox.buffers.generation:
+            self._generation = self._client.outbox.buffers.generation
+            self._kept.clear()
         key = self._bring_into_slots(optimizer)
         if key is not None and alone:
             for known in self._kept.get(number, ()):

@@ -1,4 +1,4 @@
-"""`Owner`: whoever creates something that must be closed is a context manager, and closes it."""
+"""`Owner`: base class of everything that must be closed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Self, final
 
 
 class Owner(ABC):
-    """Owns threads, processes, sockets or memory; the end of a ``with`` block gives them back."""
+    """Owner of threads, processes, sockets or memory; a ``with`` block releases them at its end."""
 
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Give back everything that is owned; calling it again does nothing."""
+        """Release everything that is owned; a second call does nothing."""
 
     @final
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""The ``stratagem`` command: words in, exit code out.
+"""The ``stratagem`` command: parse the arguments, run one command, return an exit code.
 
-Exit codes: 0 done; 1 the work failed; 2 the command line was wrong; 3 `doctor` found a problem;
-130 stopped by Ctrl-C. Errors are one readable line; ``--debug`` shows the traceback.
+Exit codes: 0 success; 1 the command failed; 2 wrong arguments; 3 `doctor` found a problem; 130 stopped by
+Ctrl-C. An error is one line of text; ``--debug`` shows the traceback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_INTERRUPTED
     except SystemExit:
         raise
-    except Exception as error:  # whatever it is, a person at a terminal wants a sentence
+    except Exception as error:  # one readable line, whatever the error is
         if options.debug:
             raise
         note = "".join(f"\n  {line}" for line in getattr(error, "__notes__", ()))
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Our own words are taken out; what is left over belongs to the script of `train` alone."""
-    # Everything after "--" is the script's, even words that look like ours.
+    """Parse our own arguments; unknown ones are for the script of `train`, else an error."""
+    # Everything after "--" is for the script, even if it looks like an option of ours.
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     ours, separator, rest = arguments[:cut], arguments[cut : cut + 1], arguments[cut + 1 :]
     parser = _parser()
@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="stratagem",
         description="Train one ordinary PyTorch step on one device, many devices, or a cluster.",
         epilog=(
-            "exit codes: 0 done, 1 the work failed, 2 wrong command line, "
-            "3 doctor found a problem, 130 Ctrl-C"
+            "exit codes: 0 success, 1 failure, 2 wrong arguments, 3 doctor found a problem, "
+            "130 stopped by Ctrl-C"
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -130,20 +130,30 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "train",
         _train,
-        summary="run a script with the strategy made for it (sg.auto_strategy() picks it up)",
+        summary="run a script with a strategy, which sg.auto_strategy() returns in the script",
         examples=(
             "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
             "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 --epochs 3\n"
-            "words that are not ours, and all words after --, go to the script"
+            "options that stratagem does not know, and everything after --, go to the script"
         ),
     )
-    parser.add_argument("script", help="the Python file to run as __main__")
-    parser.add_argument("--strategy", choices=("one", "central", "mirrored", "ps"), default="one")
+    parser.add_argument("script", help="Python file to run as __main__")
     parser.add_argument(
-        "--replicas", type=_positive, default=0, help="replicas of central and mirrored (all GPUs)"
+        "--strategy",
+        choices=("one", "central", "mirrored", "ps"),
+        default="one",
+        help="one device, central storage, mirrored, or parameter servers (default: one)",
     )
-    parser.add_argument("--workers", type=_positive, default=2, help="workers of ps (2)")
-    parser.add_argument("--ps", type=_positive, default=2, help="parameter servers of ps (2)")
+    parser.add_argument(
+        "--replicas",
+        type=_positive,
+        default=0,
+        help="number of replicas for central and mirrored (default: all GPUs, else 2)",
+    )
+    parser.add_argument("--workers", type=_positive, default=2, help="workers for ps (default: 2)")
+    parser.add_argument(
+        "--ps", type=_positive, default=2, help="parameter servers for ps (default: 2)"
+    )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -165,7 +175,7 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "server",
         _server,
-        summary="serve one task of a cluster until it is told to stop",
+        summary="run one task of a cluster until it is stopped",
         examples=(
             "  TF_CONFIG='{...}' stratagem server\n"
             "  stratagem server --job ps --index 0 \\\n"
@@ -174,7 +184,9 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--job", choices=("worker", "ps"), help="default: TF_CONFIG's task type")
     parser.add_argument("--index", type=int, help="default: TF_CONFIG's task index")
-    parser.add_argument("--cluster", help="JSON of job -> addresses; default: TF_CONFIG's cluster")
+    parser.add_argument(
+        "--cluster", help="JSON object of jobs and addresses; default: TF_CONFIG's cluster"
+    )
 
 
 def _server(options: argparse.Namespace) -> int:
@@ -188,14 +200,16 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "demo",
         _demo,
-        summary="train a click-through model on a local cluster, with a live picture",
+        summary="train a click-through model on a local cluster, with a live view",
         examples="  stratagem demo\n  stratagem demo --seconds 20 --plain",
     )
-    parser.add_argument("--seconds", type=_positive, default=60, help="about how long (60)")
-    parser.add_argument("--workers", type=_positive, default=2)
-    parser.add_argument("--ps", type=_positive, default=2)
-    parser.add_argument("--output", default="demo-output", help="folder for model and picture")
-    parser.add_argument("--plain", action="store_true", help="lines instead of a live picture")
+    parser.add_argument("--seconds", type=_positive, default=60, help="training time (default: 60)")
+    parser.add_argument("--workers", type=_positive, default=2, help="default: 2")
+    parser.add_argument("--ps", type=_positive, default=2, help="parameter servers (default: 2)")
+    parser.add_argument(
+        "--output", default="demo-output", help="folder for the files (default: demo-output)"
+    )
+    parser.add_argument("--plain", action="store_true", help="print lines instead of a live view")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -217,7 +231,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "doctor",
         _doctor,
-        summary="check this machine and say what to do",
+        summary="check this machine and suggest remedies",
         examples="  stratagem doctor",
     )
 
@@ -235,15 +249,19 @@ def _add_top(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "top",
         _top,
-        summary="watch a running cluster",
+        summary="show the state of a running cluster",
         examples=(
             "  stratagem top\n"
             '  stratagem top --cluster \'{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}\''
         ),
     )
-    parser.add_argument("--cluster", help="JSON of job -> addresses; default: TF_CONFIG's cluster")
-    parser.add_argument("--once", action="store_true", help="print one picture and stop")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between pictures (1)")
+    parser.add_argument(
+        "--cluster", help="JSON object of jobs and addresses; default: TF_CONFIG's cluster"
+    )
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between updates (default: 1)"
+    )
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -1,17 +1,19 @@
-"""Option objects, and the only place that reads the environment.
+"""Option objects, and the only code that reads environment variables.
 
-Every option object is frozen, keyword-only and checks itself. Precedence everywhere:
-an explicit argument, then the environment, then the default stated here.
+Every option object is frozen, takes keyword arguments only and checks its values. An explicit argument
+wins over the environment, and the environment wins over the default.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -19,7 +21,7 @@ ENVIRONMENT_PREFIX = "STRATAGEM_"
 
 
 def environment(name: str, default: str | None = None) -> str | None:
-    """Value of one environment variable, read anew at every call.
+    """Return the value of an environment variable, read at every call.
 
     Example:
         >>> from stratagem import config
@@ -30,7 +32,7 @@ def environment(name: str, default: str | None = None) -> str | None:
 
 
 def seconds_from_environment(name: str, default: float) -> float:
-    """A duration in seconds from the environment; refuses what is not a positive number."""
+    """Return a duration in seconds from the environment; refuse anything but a positive number."""
     text = environment(name)
     if text is None or text == "":
         return default
@@ -46,8 +48,19 @@ def seconds_from_environment(name: str, default: float) -> float:
     return value
 
 
+def _bytes_from_environment(name: str, default: int, *, least: int) -> int:
+    """Return a size in bytes from the environment; refuse anything below `least`."""
+    text = environment(name, str(default))
+    if text is None or not text.isdecimal() or int(text) < least:
+        raise ValueError(
+            f"{name}={text!r} is not a usable size: expected a number of bytes of at least {least}, "
+            f"such as {default}. Unset it to use the default."
+        )
+    return int(text)
+
+
 class InputReplicationMode(enum.Enum):
-    """How many input pipelines one worker has.
+    """Number of input pipelines of one worker.
 
     Example:
         >>> from stratagem.config import InputReplicationMode
@@ -59,12 +72,12 @@ class InputReplicationMode(enum.Enum):
     """One pipeline feeds all replicas of a worker."""
 
     PER_REPLICA = "PER_REPLICA"
-    """Each replica has a pipeline of its own."""
+    """Each replica has its own pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """How `distribute_dataset` and `distribute_datasets_from_function` feed the replicas.
+    """Options of `distribute_dataset` and `distribute_datasets_from_function`.
 
     Example:
         >>> import stratagem as sg
@@ -73,18 +86,18 @@ class InputOptions:
     """
 
     fetch_to_device: bool | None = True
-    """Move each part to its replica's device in the background; False leaves it on the host.
-    None, tf.distribute's way to say "the default", becomes True."""
+    """Copy each part to its replica's device in the background; False leaves it on the host. None
+    means True, as in tf.distribute."""
 
     replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     """PER_REPLICA: `dataset_fn` is called once per replica (from-function input only)."""
 
     place_dataset_on_device: bool = False
-    """Kept for tf.distribute's contract; needs PER_REPLICA and fetch_to_device=False."""
+    """Accepted for tf.distribute; requires PER_REPLICA and fetch_to_device=False."""
 
     per_replica_buffer_size: int = 1
-    """Steps prepared ahead in a thread; 0 prepares each step when it is asked for. One hides a
-    pipeline as slow as the step; more only helps when its speed varies."""
+    """Steps that a thread prepares ahead; 0 prepares each step on demand. One step hides a pipeline
+    that is as slow as the training step; more steps help only when its speed varies."""
 
     def __post_init__(self) -> None:
         if self.fetch_to_device is None:
@@ -93,32 +106,30 @@ class InputOptions:
         size: object = self.per_replica_buffer_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
-                f"per_replica_buffer_size={size!r} is no number of steps: expected 0 or more"
+                f"per_replica_buffer_size={size!r} is not a number of steps: expected 0 or more"
             )
 
 
 def input_timeout_s() -> float:
-    """How long the next element of a dataset may take before it is an error.
+    """Return the time limit for the next element of a dataset (``STRATAGEM_INPUT_TIMEOUT_S``).
 
-    Ten minutes: longer than opening a large remote file, shorter than a night. Set
-    ``STRATAGEM_INPUT_TIMEOUT_S`` to change it.
+    Ten minutes by default: longer than opening a large remote file takes.
     """
     return seconds_from_environment("STRATAGEM_INPUT_TIMEOUT_S", 600.0)
 
 
 def replica_timeout_s() -> float:
-    """How long a replica waits for the others in a collective before it is an error.
+    """Return the time limit of a collective among replicas (``STRATAGEM_REPLICA_TIMEOUT_S``).
 
-    Ten minutes: longer than any sane first step (compilation included), shorter than a night.
-    Set ``STRATAGEM_REPLICA_TIMEOUT_S`` to change it.
+    Ten minutes by default: longer than a first step takes, compilation included.
     """
     return seconds_from_environment("STRATAGEM_REPLICA_TIMEOUT_S", 600.0)
 
 
 def log_as_environment_says() -> None:
-    """With ``STRATAGEM_LOG=debug`` (info, warning, error) set, print our log records to stderr.
+    """Print log records to stderr if ``STRATAGEM_LOG`` names a level (debug, info, warning, error).
 
-    Called when a strategy, cluster or server is made; without the variable nothing happens.
+    Strategies, clusters and servers call this when they are created.
     """
     level = environment("STRATAGEM_LOG")
     if level:
@@ -126,26 +137,25 @@ def log_as_environment_says() -> None:
 
 
 class _ToStandardError(logging.Handler):
-    """Writes to what ``sys.stderr`` is by then: notebooks and test runners replace it, and close the old one."""
+    """Handler that looks up ``sys.stderr`` for each record, since notebooks and test runners replace it."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(f"{self.format(record)}\n")
-        except Exception:  # noqa: BLE001 - as every handler: logging must not end the program
+        except Exception:  # noqa: BLE001 - logging must not end the program
             self.handleError(record)
 
 
 def set_up_logging(level: str) -> None:
-    """Print the records of the ``stratagem`` logger (the one documented namespace) to stderr.
+    """Print the records of the ``stratagem`` logger to stderr.
 
-    Without being asked to, Stratagem as a library leaves logging to the program.
+    Without this call, Stratagem leaves logging to the program.
     """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ValueError(
-            f"log level {level!r} (STRATAGEM_LOG) is not known; expected debug, info, warning "
-            "or error."
+            f"unknown log level {level!r} (STRATAGEM_LOG): expected debug, info, warning or error."
         )
     logger = logging.getLogger("stratagem")
     logger.setLevel(number)
@@ -156,19 +166,17 @@ def set_up_logging(level: str) -> None:
 
 
 def session_lease_s() -> float:
-    """How long parameter servers keep a strategy's variables after its coordinator is gone.
+    """Return how long servers keep variables without their coordinator (``STRATAGEM_SESSION_LEASE_S``).
 
-    One minute: a coordinator whose network failed for a moment finds them again. Set
-    ``STRATAGEM_SESSION_LEASE_S`` to change it.
+    One minute by default: enough for a short network failure.
     """
     return seconds_from_environment("STRATAGEM_SESSION_LEASE_S", 60.0)
 
 
 def server_wait_s() -> float:
-    """How long a strategy that is being made waits for parameter servers that do not answer yet.
+    """Return how long a new strategy waits for its parameter servers (``STRATAGEM_SERVER_WAIT_S``).
 
-    One minute, for all of them together: a fleet that is just being started needs a while. Set
-    ``STRATAGEM_SERVER_WAIT_S`` to change it.
+    One minute by default, for all servers together: a cluster may still be starting.
 
     Example:
         >>> from stratagem import config
@@ -179,47 +187,32 @@ def server_wait_s() -> float:
 
 
 def wire_timeout_s() -> float:
-    """How long one request to another task may take before it is an error.
+    """Return the time limit of one request to another task (``STRATAGEM_WIRE_TIMEOUT_S``).
 
-    One minute: a request moves at most a gigabyte and runs one optimizer step. Set
-    ``STRATAGEM_WIRE_TIMEOUT_S`` to change it.
+    One minute by default: a request moves at most a gigabyte and runs one optimizer step.
     """
     return seconds_from_environment("STRATAGEM_WIRE_TIMEOUT_S", 60.0)
 
 
 def frame_bytes() -> int:
-    """How many bytes of tensors a parameter server takes in one message.
+    """Return how many bytes of tensors a server accepts in one message (``STRATAGEM_FRAME_BYTES``).
 
-    1 GiB: what a peer can make a server set aside. Steps that write more over a connection come in
-    several messages; only a single variable (or shard) larger than this needs more. Set
-    ``STRATAGEM_FRAME_BYTES`` for the servers to change it.
+    1 GiB by default: the memory that one peer can make a server allocate. A step that writes more is
+    sent in several messages. Raise the limit only for a single variable or shard that is larger.
     """
-    text = environment("STRATAGEM_FRAME_BYTES", str(1 << 30))
-    if text is None or not text.isdecimal() or int(text) < 1 << 16:
-        raise ValueError(
-            f"STRATAGEM_FRAME_BYTES={text!r} is not a usable size: expected a number of bytes of at "
-            "least 65536, such as 1073741824."
-        )
-    return int(text)
+    return _bytes_from_environment("STRATAGEM_FRAME_BYTES", 1 << 30, least=1 << 16)
 
 
 def remote_table_bytes() -> int:
-    """From which size on a tensor made under a parameter-server scope is not built here.
+    """Return the size from which servers initialise a parameter (``STRATAGEM_REMOTE_TABLE_BYTES``).
 
-    1 GiB: what any coordinator has; above it a parameter is initialised on the servers, shard by
-    shard. Set ``STRATAGEM_REMOTE_TABLE_BYTES`` to change it.
+    1 GiB by default. The coordinator never holds a larger parameter; each server initialises its shard.
     """
-    text = environment("STRATAGEM_REMOTE_TABLE_BYTES", str(1 << 30))
-    if text is None or not text.isdecimal() or int(text) == 0:
-        raise ValueError(
-            f"STRATAGEM_REMOTE_TABLE_BYTES={text!r} is not a size: expected a positive number of "
-            "bytes, such as 1073741824."
-        )
-    return int(text)
+    return _bytes_from_environment("STRATAGEM_REMOTE_TABLE_BYTES", 1 << 30, least=1)
 
 
 def shared_memory_allowed() -> bool:
-    """Whether tasks on one host may share memory; ``STRATAGEM_SHARED_MEMORY=0`` forces sockets.
+    """Return whether tasks on one host may share memory; ``STRATAGEM_SHARED_MEMORY=0`` forbids it.
 
     Example:
         >>> from stratagem import config
@@ -230,7 +223,7 @@ def shared_memory_allowed() -> bool:
 
 
 def _switch(name: str, purpose: str) -> bool:
-    """A switch of the environment that is on unless it is turned off."""
+    """Return whether a switch of the environment is on, which is the default."""
     text = environment(name, "1")
     if text not in ("0", "1"):
         raise ValueError(
@@ -240,9 +233,9 @@ def _switch(name: str, purpose: str) -> bool:
 
 
 def cluster_key_text() -> str | None:
-    """The cluster's key from ``STRATAGEM_CLUSTER_KEY`` or the file ``STRATAGEM_CLUSTER_KEY_FILE``.
+    """Return the cluster key from ``STRATAGEM_CLUSTER_KEY`` or the file ``STRATAGEM_CLUSTER_KEY_FILE``.
 
-    None when neither is set. A key never stands on a command line, where every user could read it.
+    None when neither is set. There is no command-line option, since every user could read it there.
     """
     text = environment("STRATAGEM_CLUSTER_KEY")
     path = environment("STRATAGEM_CLUSTER_KEY_FILE")
@@ -268,12 +261,12 @@ def cluster_key_text() -> str | None:
 
 
 def set_environment(name: str, value: str) -> None:
-    """Sets one environment variable of this process (CUDA_VISIBLE_DEVICES from Slurm's ranks)."""
+    """Set an environment variable of this process (CUDA_VISIBLE_DEVICES from Slurm's ranks)."""
     os.environ[name] = value
 
 
 def _number_from_environment(names: tuple[str, ...], default: float) -> float:
-    """First of several settings that is set, as a number that is not negative."""
+    """Return the first of several variables that is set, as a number that is not negative."""
     for name in names:
         text = environment(name)
         if text is None or text == "":
@@ -293,10 +286,10 @@ def _number_from_environment(names: tuple[str, ...], default: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """Limits and sizes of a coordinator and its tasks.
+    """Limits of a coordinator and its tasks.
 
-    `ClusterOptions.from_environment()` reads each field from ``STRATAGEM_<FIELD>`` and, where
-    tf.distribute had a setting for it, from that name.
+    `ClusterOptions.from_environment()` reads each field from ``STRATAGEM_<FIELD>``, and from
+    tf.distribute's variable where there is one.
 
     Example:
         >>> from stratagem.config import ClusterOptions
@@ -305,47 +298,47 @@ class ClusterOptions:
     """
 
     heartbeat_s: float = 0.5
-    """How often tasks say that they live: a fraction of the limit, too rare to cost anything."""
+    """Seconds between heartbeats of a task; a small fraction of the limit."""
 
     heartbeat_limit_s: float = 4.0
-    """Silence after which a task counts as lost; with the checks' own delay it stays under 5 s."""
+    """Seconds without a heartbeat after which a task counts as lost; detection takes under 5 s."""
 
     busy_limit_s: float = 60.0
-    """Silence of a task on this host that is borne while its process computes: native code that
-    keeps Python's lock (GIL) for long silences it. 0 bears none."""
+    """Seconds without a heartbeat that are allowed while the task's process, on this host, uses the
+    processor: native code that holds the GIL blocks heartbeats. 0 allows none."""
 
     connect_timeout_s: float = 30.0
-    """How long a connection attempt to one task may take, its start-up included."""
+    """Seconds that connecting to one task may take, its start included."""
 
     worker_wait_s: float = 3600.0
-    """How long closures wait when no worker at all is there (FLT-3), before it is an error."""
+    """Seconds that closures wait while no worker is connected."""
 
     restart_pause_s: float = 0.25
-    """Pause between attempts to reach a lost worker; a fork server needs about 0.1 s."""
+    """Seconds between attempts to reconnect to a lost worker; a fork server needs about 0.1 s."""
 
     queue_limit: int = 262_144
-    """Closures queued before `schedule` waits; 0 means no limit (CCO-12)."""
+    """Queued closures at which `schedule` waits; 0 means no limit."""
 
     poison_limit: int = 3
-    """Losses in a row after which a closure is not tried again."""
+    """Workers lost in a row with a closure after which it is not retried."""
 
     transient_ps_failures: int = 3
-    """Reports of one server's failure at which it is raised instead of retried (FLT-10)."""
+    """Failure reports about one server at which the failure is raised instead of retried."""
 
     transient_timeouts: int = -1
-    """Deadlines missed before it is raised (FLT-11); -1 means a tenth of the workers."""
+    """Missed deadlines before one is raised; -1 means a tenth of the workers."""
 
     watchdog_s: float = 0.0
-    """Time without a finished closure after which stacks are logged; 0 is off (WDG-1)."""
+    """Seconds without a finished closure after which all stacks are logged; 0 disables this."""
 
     start_delay_s: float = 0.0
-    """Worker i starts taking closures after i times this (CCO-3)."""
+    """Worker i starts to take closures after i times this many seconds."""
 
     start_delay_max_s: float = 0.0
     """Upper limit of that delay; 0 means none."""
 
     close_timeout_s: float = 10.0
-    """How long `close` waits for threads and tasks before it stops waiting."""
+    """Seconds that `close` waits for threads and tasks."""
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "heartbeat_limit_s", "connect_timeout_s", "worker_wait_s"):
@@ -360,43 +353,30 @@ class ClusterOptions:
 
     @classmethod
     def from_environment(cls) -> ClusterOptions:
-        """Options as the environment sets them."""
-        default = cls()
+        """Return the options that the environment sets."""
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            names = (f"STRATAGEM_{field.name.upper()}", *_TF_NAMES.get(field.name, ()))
+            default = getattr(cls, field.name)
+            found[field.name] = type(default)(_number_from_environment(names, default))
+        return cls(**found)
 
-        def number(field: str, *others: str) -> float:
-            return _number_from_environment(
-                (f"STRATAGEM_{field.upper()}", *others), getattr(default, field)
-            )
 
-        return cls(
-            heartbeat_s=number("heartbeat_s"),
-            heartbeat_limit_s=number("heartbeat_limit_s"),
-            busy_limit_s=number("busy_limit_s"),
-            connect_timeout_s=number("connect_timeout_s"),
-            worker_wait_s=number("worker_wait_s"),
-            restart_pause_s=number("restart_pause_s"),
-            queue_limit=int(number("queue_limit")),
-            poison_limit=int(number("poison_limit")),
-            transient_ps_failures=int(
-                number("transient_ps_failures", "TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES")
-            ),
-            transient_timeouts=int(
-                number("transient_timeouts", "TF_COORDINATOR_IGNORE_TRANSIENT_TIMEOUTS")
-            ),
-            watchdog_s=number("watchdog_s", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT"),
-            start_delay_s=number("start_delay_s", "TF_COORDINATOR_SCHEDULE_START_DELAY"),
-            start_delay_max_s=number(
-                "start_delay_max_s", "TF_COORDINATOR_SCHEDULE_START_DELAY_MAX"
-            ),
-            close_timeout_s=number("close_timeout_s"),
-        )
+# Variables of tf.distribute that set a field of `ClusterOptions`.
+_TF_NAMES = {
+    "transient_ps_failures": ("TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES",),
+    "transient_timeouts": ("TF_COORDINATOR_IGNORE_TRANSIENT_TIMEOUTS",),
+    "watchdog_s": ("TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT",),
+    "start_delay_s": ("TF_COORDINATOR_SCHEDULE_START_DELAY",),
+    "start_delay_max_s": ("TF_COORDINATOR_SCHEDULE_START_DELAY_MAX",),
+}
 
 
 def optimizer_modules() -> tuple[str, ...]:
-    """Modules beside ``torch.optim`` from which parameter servers may import optimizer classes.
+    """Return the modules from which servers may import optimizers (``STRATAGEM_OPTIMIZER_MODULES``).
 
-    From ``STRATAGEM_OPTIMIZER_MODULES``, separated by commas; none by default, because importing a
-    module runs its code.
+    Names separated by commas, in addition to ``torch.optim``. None by default, because importing a module
+    runs its code.
 
     Example:
         >>> from stratagem import config
@@ -408,7 +388,7 @@ def optimizer_modules() -> tuple[str, ...]:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ValueError(
-                f"STRATAGEM_OPTIMIZER_MODULES={text!r} names {name!r}, which is no module: expected "
+                f"STRATAGEM_OPTIMIZER_MODULES={text!r} names {name!r}, which is not a module name: expected "
                 f"dotted names separated by commas, such as 'mylab.optimizers'."
             )
     return names

@@ -1,55 +1,54 @@
-"""Every exception Stratagem raises of its own.
+"""Exceptions that Stratagem defines.
 
-The tree (a class in brackets is the builtin it also is, so that code written against
-tf.distribute's or Python's own types keeps working)::
+The tree. A class in brackets is a builtin that the exception also inherits from, so that code
+written for Python's or tf.distribute's exception types keeps working::
 
     StratagemError
-    ├── ContextError                [RuntimeError]   called in the wrong context, scopes mixed
+    ├── ContextError                [RuntimeError]   call in the wrong context, or mixed scopes
     │   └── StrategyMismatch        [RuntimeError]   an object of one strategy used under another
-    ├── MisuseError                 [RuntimeError]   something an object does not support, such as copying a strategy
+    ├── MisuseError                 [RuntimeError]   an unsupported operation, such as copying a strategy
     ├── WrongArgumentType           [TypeError, AssertionError]  an argument of a type that is not accepted
-    ├── ReplicaError                                 something about the replicas of one run
-    │   ├── ReplicaMismatch         [RuntimeError]   replicas met in different places, or not at all
+    ├── ReplicaError                                 failure among the replicas of one run
+    │   ├── ReplicaMismatch         [RuntimeError]   replicas called different collectives
     │   │   └── UnequalStructures   [AssertionError] replicas returned different structures
-    │   └── ReplicaTimeout          [TimeoutError]   a replica did not arrive within the limit
-    ├── DeviceNotFound              [ValueError]     a device that does not exist here
-    ├── ForeignParameterError       [RuntimeError]   a parameter no strategy looks after, trained in a replica
+    │   └── ReplicaTimeout          [TimeoutError]   a replica missed a collective's time limit
+    ├── DeviceNotFound              [ValueError]     unknown device
+    ├── ForeignParameterError       [RuntimeError]   an unmanaged parameter was trained in a replica
     ├── UnsupportedOptimizer        [NotImplementedError]  the optimizer cannot run under this strategy
-    ├── DataError                                    input that cannot be read or cut
+    ├── DataError                                    unreadable or indivisible input
     │   ├── CorruptRecord           [ValueError]     names the file and the record
-    │   ├── MissingFile             [FileNotFoundError]  a file, or a pattern that matches none
+    │   ├── MissingFile             [FileNotFoundError]  missing file, or a pattern without matches
     │   ├── ColumnError             [ValueError]     names the file and the column
-    │   ├── UnequalRows             [ValueError]     a batch that cannot be cut into rows
-    │   ├── ShardingError           [ValueError]     a dataset that cannot be shared as asked
+    │   ├── UnequalRows             [ValueError]     a batch that cannot be split by rows
+    │   ├── ShardingError           [ValueError]     the auto-shard policy does not fit the dataset
     │   ├── EndOfData               [StopIteration]  get_next() after the last element
-    │   └── InputTimeout            [TimeoutError]   the next element did not come within the limit
+    │   └── InputTimeout            [TimeoutError]   the next element missed its time limit
     ├── CheckpointError                              saving or restoring a checkpoint failed
     │   ├── CheckpointCorrupt       [ValueError]     a file is missing or damaged
     │   ├── CheckpointMismatch      [ValueError]     the checkpoint does not fit the objects
     │   ├── CheckpointBusy                           another manager uses the directory
     │   └── CheckpointTimeout       [TimeoutError]   a save did not end within the limit
-    ├── WireError                                    between processes
-    │   ├── ProtocolError                            bytes that are not our protocol, or another version
-    │   ├── AuthenticationError     [PermissionError]  the other side did not prove the cluster key
-    │   ├── ConnectionLost          [ConnectionError]  the other side is gone
-    │   └── DeadlineExceeded        [TimeoutError]   no reply within the limit
-    ├── ClusterError                                 about the tasks of a cluster
+    ├── WireError                                    failure between processes
+    │   ├── ProtocolError                            foreign bytes, or another protocol version
+    │   ├── AuthenticationError     [PermissionError]  the peer did not prove the cluster key
+    │   ├── ConnectionLost          [ConnectionError]  the peer closed the connection
+    │   └── DeadlineExceeded        [TimeoutError]   no reply within the time limit
+    ├── ClusterError                                 failure of a task of the cluster
     │   ├── UnavailableError                         a task cannot be reached
-    │   │   ├── WorkerLost                           a worker died or stopped answering
+    │   │   ├── WorkerLost                           a worker died or stopped responding
     │   │   ├── WorkerBusy                           a worker serves another coordinator
-    │   │   └── ParameterServerLost                  a parameter server died or stopped answering
+    │   │   └── ParameterServerLost                  a parameter server died or stopped responding
     │   ├── StartupError                             a task did not become ready
-    │   ├── WriteFenced                              a write of a worker that was declared lost
-    │   └── NotFoundError           [LookupError]    a name the other side does not know
-    └── ClosureError                                 about one scheduled closure
-        ├── ClosureCancelled                         cancelled because another closure failed
-        │   └── ClosureAborted                       its worker was lost (resources)
+    │   ├── WriteFenced                              a write from a worker that was declared lost
+    │   └── NotFoundError           [LookupError]    a name that the peer does not know
+    └── ClosureError                                 failure of one scheduled closure
+        ├── ClosureCancelled                         cancelled after another closure failed
+        │   └── ClosureAborted                       the worker that held the resource was lost
         ├── ClosureInputError                        an input of the closure failed to build
-        ├── ClosurePoisonous                         lost with several workers in a row
-        └── RemoteError                              an exception of a type we cannot rebuild here
+        ├── ClosurePoisonous                         several workers in a row were lost with it
+        └── RemoteError                              a remote exception of an unknown type
 
-Errors are data first: each class that knows facts carries them as attributes, and its text is made
-from them. Build the exception where the fact is known; nobody looks inside a message string.
+An exception carries its facts as attributes. Code reads the attributes, never the message text.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from typing_extensions import override
 
 
 class StratagemError(Exception):
-    """Base of every exception of Stratagem's own.
+    """Base class of all exceptions that Stratagem defines.
 
     Example:
         >>> import stratagem as sg
@@ -71,14 +70,14 @@ class StratagemError(Exception):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        # Facts are keyword arguments of the constructors; pickle would call them without.
+        # Constructors take facts as keyword arguments; the default pickling would leave them out.
         return _restore, (type(self), self.args, self.__dict__)
 
 
 def _restore(
     kind: type[StratagemError], args: tuple[Any, ...], facts: dict[str, Any]
 ) -> StratagemError:
-    """The exception again, on the other side of a process border."""
+    """Rebuild an exception that was pickled in another process."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(facts)
@@ -86,11 +85,11 @@ def _restore(
 
 
 class ContextError(StratagemError, RuntimeError):
-    """A call that does not fit the context (scope, replica, cross-replica) it was made in."""
+    """A call made in the wrong context: scope, replica or cross-replica."""
 
 
 class StrategyMismatch(ContextError):
-    """An object that belongs to one strategy was used under another."""
+    """An object of one strategy was used under another strategy."""
 
 
 class MisuseError(StratagemError, RuntimeError):
@@ -102,11 +101,11 @@ class WrongArgumentType(StratagemError, TypeError, AssertionError):
 
 
 class ReplicaError(StratagemError):
-    """Something went wrong among the replicas of one run."""
+    """Failure among the replicas of one run."""
 
 
 class ReplicaMismatch(ReplicaError, RuntimeError):
-    """Replicas took different ways: they met in different places, or one never came."""
+    """Replicas called different collectives, or one replica skipped a collective."""
 
 
 class UnequalStructures(ReplicaMismatch, AssertionError):
@@ -114,12 +113,12 @@ class UnequalStructures(ReplicaMismatch, AssertionError):
 
 
 class ReplicaTimeout(ReplicaError, TimeoutError):
-    """A replica did not arrive where the others wait.
+    """A replica did not reach a collective within the time limit.
 
     Attributes:
-        waiting: replica numbers that wait.
-        missing: replica numbers that have not arrived.
-        limit_s: how long they waited, in seconds.
+        waiting: replica ids that wait in the collective.
+        missing: replica ids that have not reached it.
+        limit_s: the time limit, in seconds.
     """
 
     def __init__(
@@ -136,15 +135,15 @@ class DeviceNotFound(StratagemError, ValueError):
 
 
 class ForeignParameterError(StratagemError, RuntimeError):
-    """A parameter that no strategy looks after is being trained in a replica."""
+    """A replica trains a parameter that was created outside the strategy's scope."""
 
 
 class UnsupportedOptimizer(StratagemError, NotImplementedError):
-    """This optimizer cannot run under this strategy, or on a sharded variable."""
+    """The optimizer cannot run under this strategy, or on a sharded variable."""
 
 
 class DataError(StratagemError):
-    """Input that cannot be read or cut."""
+    """Input that cannot be read or divided among replicas."""
 
 
 class CorruptRecord(DataError, ValueError):
@@ -152,7 +151,7 @@ class CorruptRecord(DataError, ValueError):
 
     Attributes:
         path: the file.
-        record: number of the record in it, from 0.
+        record: the record's number in the file, from 0.
     """
 
     def __init__(self, message: str, *, path: str, record: int) -> None:
@@ -162,7 +161,7 @@ class CorruptRecord(DataError, ValueError):
 
 
 class MissingFile(DataError, FileNotFoundError):
-    """A file that does not exist, or a pattern that matches none.
+    """A file that does not exist, or a pattern that matches no file.
 
     Attributes:
         path: the file or pattern.
@@ -188,11 +187,11 @@ class ColumnError(DataError, ValueError):
 
 
 class UnequalRows(DataError, ValueError):
-    """A batch that cannot be cut into rows: its tensors disagree in length, or have no rows."""
+    """A batch that cannot be split by rows: its tensors have different lengths, or no rows."""
 
 
 class ShardingError(DataError, ValueError):
-    """A dataset that cannot be shared among the workers in the way that was asked for."""
+    """A dataset that cannot be divided among workers with the requested policy."""
 
 
 class EndOfData(DataError, StopIteration):
@@ -200,7 +199,7 @@ class EndOfData(DataError, StopIteration):
 
 
 class InputTimeout(DataError, TimeoutError):
-    """The next element did not come within the limit."""
+    """The next element did not arrive within the time limit."""
 
 
 class CheckpointError(StratagemError):
@@ -259,34 +258,34 @@ class CheckpointTimeout(CheckpointError, TimeoutError):
 
 
 class WireError(StratagemError):
-    """Something went wrong between two processes."""
+    """Failure of the communication between two processes."""
 
 
 class ProtocolError(WireError):
-    """Bytes that are not our protocol, or another version of it."""
+    """The peer sent bytes that are not our protocol, or speaks another version."""
 
 
 class AuthenticationError(WireError, PermissionError):
-    """The other side did not prove that it has the cluster's key."""
+    """The peer did not prove that it has the cluster key."""
 
 
 class ConnectionLost(WireError, ConnectionError):
-    """The other side is gone."""
+    """The connection was closed by the peer or by the network."""
 
 
 class DeadlineExceeded(WireError, TimeoutError):
-    """No reply came within the limit."""
+    """No reply arrived within the time limit."""
 
 
 class ClusterError(StratagemError):
-    """About the tasks of a cluster."""
+    """Failure of a task of the cluster."""
 
 
 class UnavailableError(ClusterError):
     """A task cannot be reached.
 
     Attributes:
-        task: its name, such as ``/job:worker/task:1``.
+        task: the task's name, such as ``/job:worker/task:1``.
     """
 
     def __init__(self, message: str, *, task: str) -> None:
@@ -295,15 +294,15 @@ class UnavailableError(ClusterError):
 
 
 class WorkerLost(UnavailableError):
-    """A worker died or stopped answering."""
+    """A worker died or stopped responding."""
 
 
 class WorkerBusy(UnavailableError):
     """A worker serves another coordinator.
 
     Attributes:
-        coordinator: the name of that one.
-        heard_s: how long ago the worker last heard of it, in seconds.
+        coordinator: the name of that coordinator.
+        heard_s: seconds since the worker last received a message from it.
     """
 
     def __init__(self, message: str, *, task: str, coordinator: str, heard_s: float) -> None:
@@ -313,10 +312,10 @@ class WorkerBusy(UnavailableError):
 
 
 class ParameterServerLost(UnavailableError):
-    """A parameter server died or stopped answering.
+    """A parameter server died or stopped responding.
 
     Attributes:
-        variables: names of the variables (or shards) it held.
+        variables: names of the variables (or shards) that the server held.
     """
 
     def __init__(self, message: str, *, task: str, variables: Sequence[str] = ()) -> None:
@@ -329,26 +328,29 @@ class StartupError(ClusterError):
 
 
 class WriteFenced(ClusterError):
-    """A write was refused: its worker was declared lost, and its work may have been given to another."""
+    """A server refused a write because its worker was declared lost.
+
+    Another worker may already have repeated the work.
+    """
 
 
 class NotFoundError(ClusterError, LookupError):
-    """The other side does not know this name."""
+    """The peer does not know this name."""
 
 
 class ClosureError(StratagemError):
-    """About one scheduled closure."""
+    """Failure of one scheduled closure."""
 
 
 class ClosureCancelled(ClosureError):
-    """The closure was cancelled because another one failed; schedule it again if it still matters."""
+    """The closure was cancelled because another closure failed. Schedule it again if needed."""
 
 
 class ClosureAborted(ClosureCancelled):
-    """The worker holding this resource was lost.
+    """The worker that held this resource was lost.
 
     Attributes:
-        original_exception: what was seen of the loss.
+        original_exception: the error that revealed the loss.
     """
 
     def __init__(self, message: str, *, original_exception: BaseException | None = None) -> None:
@@ -360,7 +362,7 @@ class ClosureInputError(ClosureError):
     """An input of the closure (a per-worker resource) failed to build on its worker.
 
     Attributes:
-        original_exception: why it failed; never itself a ClosureInputError.
+        original_exception: the reason; never itself a ClosureInputError.
     """
 
     def __init__(self, message: str, *, original_exception: BaseException) -> None:
@@ -371,11 +373,11 @@ class ClosureInputError(ClosureError):
 
 
 class ClosurePoisonous(ClosureError):
-    """The closure was lost together with several workers in a row and is not tried again.
+    """Several workers in a row were lost while they ran the closure; it is not retried.
 
     Attributes:
-        closure: its description.
-        workers: the workers lost with it, in order.
+        closure: the closure's description.
+        workers: the lost workers, in order.
     """
 
     def __init__(self, message: str, *, closure: str, workers: Sequence[str]) -> None:
@@ -385,12 +387,12 @@ class ClosurePoisonous(ClosureError):
 
 
 class RemoteError(ClosureError):
-    """An exception raised in another process whose type cannot be rebuilt here.
+    """An exception from another process whose type cannot be rebuilt in this one.
 
     Attributes:
         type_name: qualified name of the remote type.
-        task: where it was raised.
-        remote_traceback: its traceback as text.
+        task: the task that raised it.
+        remote_traceback: the remote traceback as text.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Checks that users can run on their own models.
 
-`assert_equivalent` trains a model once plainly and once under a strategy and says where the two part, and
-why they may. It knows strategies only by their public face.
+`assert_equivalent` trains a model with plain PyTorch and under a strategy, and compares the weights. If they
+differ, its error names the place and likely reasons. It uses only the public interface of strategies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Equivalence", "assert_equivalent"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Equivalence:
-    """What `assert_equivalent` found when both ways agreed.
+    """Result of `assert_equivalent` when both trainings agree.
 
     Example:
         >>> import stratagem as sg
@@ -33,10 +33,10 @@ class Equivalence:
     """
 
     steps: int
-    """How many batches were trained on."""
+    """Number of batches."""
 
     replicas: int
-    """Replicas of the strategy."""
+    """Number of replicas of the strategy."""
 
     largest_difference: float
     """Largest absolute difference of any value after any step."""
@@ -57,24 +57,24 @@ def assert_equivalent(
     seed: int = 0,
     compare_buffers: bool | None = None,
 ) -> Equivalence:
-    """Train once plainly and once under ``strategy``, and compare the weights after every step.
+    """Train with plain PyTorch and under ``strategy``; compare the weights after every step.
 
     Args:
         model_fn: builds the model.
         optimizer_fn: builds the optimizer (or a tuple of them) for a model.
         step_fn: one training step, ``step_fn(model, optimizer, batch)``, from ``zero_grad`` to
             ``step``. Under the strategy it runs in every replica.
-        batches: global batches: tensors, or nests of tensors whose first dimension is the rows.
+        batches: global batches: tensors, or nests of tensors whose first dimension counts rows.
         strategy: the strategy to check.
-        rtol: relative tolerance. The default leaves room for sums taken in another order.
+        rtol: relative tolerance. The default allows for sums in another order.
         atol: absolute tolerance.
-        seed: given to ``torch.manual_seed`` before each model is built and each training starts.
-        compare_buffers: whether buffers (running statistics) count; by default only with one
-            replica, since several replicas keep statistics of their own rows.
+        seed: passed to ``torch.manual_seed`` before each model is built and each training starts.
+        compare_buffers: whether to compare buffers (running statistics); by default only with one
+            replica, since each replica has statistics of its own rows.
 
     Raises:
-        AssertionError: naming the first step, the parameter and the largest difference where the
-            two part, with advice on the likely reason.
+        AssertionError: the weights differ. The message names the first step, the parameter, the largest
+            difference and likely reasons.
 
     Example:
         >>> import torch, stratagem as sg
@@ -97,11 +97,11 @@ def assert_equivalent(
     size = strategy.num_replicas_in_sync
     if compare_buffers is None:
         compare_buffers = size == 1
-    plain = _Training(model_fn, optimizer_fn, seed)
+    plain = _TrainedModel(model_fn, optimizer_fn, seed)
     with strategy.scope():
-        ours = _Training(model_fn, optimizer_fn, seed)
+        ours = _TrainedModel(model_fn, optimizer_fn, seed)
     if not plain.is_lazy():
-        # The same start even if model_fn draws numbers that the seed does not govern.
+        # Equal initial weights even if model_fn draws numbers that the seed does not control.
         ours.model.load_state_dict(plain.model.state_dict())
 
     def distributed(batch: Any) -> None:
@@ -125,7 +125,7 @@ def assert_equivalent(
                 got.to(wanted.device), wanted, rtol=rtol, atol=atol, equal_nan=True
             ):
                 raise AssertionError(
-                    _parted(number, name, got, wanted, strategy)
+                    _difference_text(number, name, got, wanted, strategy)
                     + _advice(ours.model, expected, strategy)
                 )
     return Equivalence(
@@ -133,8 +133,8 @@ def assert_equivalent(
     )
 
 
-class _Training:
-    """A model with its optimizer."""
+class _TrainedModel:
+    """A model and its optimizer."""
 
     def __init__(
         self, model_fn: Callable[[], nn.Module], optimizer_fn: Callable[[nn.Module], Any], seed: int
@@ -149,7 +149,7 @@ class _Training:
 
 @dataclasses.dataclass(frozen=True)
 class _After:
-    """What plain training looked like after one step."""
+    """State of plain training after one step."""
 
     state: dict[str, Tensor]
     buffers: frozenset[str]
@@ -157,7 +157,7 @@ class _After:
 
 
 def _train_plainly(
-    training: _Training, step_fn: Callable[[nn.Module, Any, Any], Any], batches: list[Any]
+    training: _TrainedModel, step_fn: Callable[[nn.Module, Any, Any], Any], batches: list[Any]
 ) -> Iterator[_After]:
     for batch in batches:
         step_fn(training.model, training.optimizer, batch)
@@ -173,7 +173,7 @@ def _train_plainly(
 
 
 def _cut(batch: Any, size: int) -> Any:
-    """A global batch as ``size`` parts: rows in order, sizes differing by at most one."""
+    """Split a global batch into ``size`` parts: rows in order, sizes that differ by at most one."""
     from stratagem._core.torch_patches.private_api import pytree
     from stratagem._core.values import PerReplica
 
@@ -200,32 +200,34 @@ def _apart(got: Tensor, wanted: Tensor) -> Tensor:
     return (got.to(wanted.device, wide) - wanted.to(wide)).abs().nan_to_num(torch.inf)
 
 
-def _parted(number: int, name: str, got: Tensor, wanted: Tensor, strategy: Strategy) -> str:
+def _difference_text(
+    number: int, name: str, got: Tensor, wanted: Tensor, strategy: Strategy
+) -> str:
     apart = _apart(got, wanted)
     place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
     at = tuple(place)
     return (
-        f"training under {strategy!r} parts from plain training at step {number} (of rows counted "
-        f"from 0): {name!r} differs by up to {_difference(got, wanted):.3g}, at {place} where it is "
+        f"training under {strategy!r} differs from plain training at step {number} (counted from 0): "
+        f"{name!r} differs by up to {_difference(got, wanted):.3g}, at {place}, where it is "
         f"{got[at].item():.6g} and plain training has {wanted[at].item():.6g}."
     )
 
 
 def _advice(model: nn.Module, expected: _After, strategy: Strategy) -> str:
-    """Likely reasons, the most telling first."""
+    """Return likely reasons, the most specific first."""
     size = strategy.num_replicas_in_sync
     hints = []
     ratio = _gradient_ratio(model, expected)
     if ratio is not None and size > 1 and abs(ratio * size - 1) < 0.05:
         hints.append(
-            f"gradients are 1/{size} of plain training's: the loss looks like a sum over rows "
-            "(reduction='sum'), while replicas are averaged by rows. Use a mean loss, or "
+            f"gradients are 1/{size} of plain training's: the loss seems to be a sum over rows "
+            "(reduction='sum'), but the strategy averages over rows. Use a mean loss, or "
             'gradient_aggregation="sum".'
         )
     elif ratio is not None and size > 1 and abs(ratio / size - 1) < 0.05:
         hints.append(
             f"gradients are {size} times plain training's: gradient_aggregation="
-            f"{strategy.gradient_aggregation!r} adds up replicas. With a mean loss use "
+            f"{strategy.gradient_aggregation!r} adds the replicas' gradients. With a mean loss use "
             '"mean", or divide the loss by the number of replicas.'
         )
     kinds = {
@@ -236,13 +238,13 @@ def _advice(model: nn.Module, expected: _After, strategy: Strategy) -> str:
     if kinds and size > 1:
         hints.append(
             f"{', '.join(sorted(kinds))} normalises with the statistics of each replica's own rows "
-            "(see docs/same-numbers.md). nn.SyncBatchNorm takes those of the whole batch; GroupNorm or "
+            "(see docs/same-numbers.md). nn.SyncBatchNorm uses those of the whole batch; GroupNorm and "
             "LayerNorm do not depend on other rows."
         )
     if size > 1 and any(
         isinstance(each, _DropoutNd) and each.p > 0 and each.training for each in model.modules()
     ):
-        hints.append("dropout draws other numbers in each replica. Compare with p=0 or eval().")
+        hints.append("dropout draws different numbers in each replica. Compare with p=0 or eval().")
     if not hints:
         hints.append(
             "does the loss couple rows of the batch (contrastive losses, batch statistics, weights "
@@ -253,7 +255,7 @@ def _advice(model: nn.Module, expected: _After, strategy: Strategy) -> str:
 
 
 def _gradient_ratio(model: nn.Module, expected: _After) -> float | None:
-    """Typical size of our gradients over plain training's, if there are gradients to compare."""
+    """Return the ratio of our gradients' norm to plain training's, None without gradients."""
     ours = torch.tensor(0.0, dtype=torch.float64)
     plain = torch.tensor(0.0, dtype=torch.float64)
     for name, parameter in model.named_parameters():

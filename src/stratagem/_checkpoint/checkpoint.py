@@ -131,7 +131,7 @@ class Checkpoint:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{path.parent} cannot be created: {error}.") from error
-        snapshot = Snapshot.take(self, None, allow_pickle=allow_pickle)
+        snapshot = ObjectSnapshot.take(self, None, allow_pickle=allow_pickle)
         order = SaveOrder(step=step, serial=1, metrics=metrics, name=path.name)
         return snapshot.write(CheckpointDirectory(path.parent), order, show=True)
 
@@ -224,7 +224,7 @@ class HostCopies:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ObjectSnapshot:
     """The state of a checkpoint's objects at one moment, ready to be written."""
 
     apart: TakenApart
@@ -235,7 +235,7 @@ class Snapshot:
     @classmethod
     def take(
         cls, checkpoint: Checkpoint, copies: HostCopies | None, *, allow_pickle: bool
-    ) -> Snapshot:
+    ) -> ObjectSnapshot:
         """Collect the state; with `copies` training may go on afterwards, else it must wait."""
         if current_replica() is not None:
             raise ContextError(

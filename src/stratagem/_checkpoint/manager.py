@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from stratagem import metrics as counters
 from stratagem._checkpoint import evaluations
-from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, Snapshot, restore_objects
+from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot, restore_objects
 from stratagem._checkpoint.checkpoint_writer import SaveOrder
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
 from stratagem._checkpoint.manifest import NAME
@@ -294,7 +294,7 @@ class CheckpointManager(Owner):
         handle = SaveHandle(step)
         numbers = {name: float(value) for name, value in metrics.items()}
         order = SaveOrder(step=step, serial=self._serial + 1, metrics=numbers, final=final)
-        snapshot = Snapshot.take(
+        snapshot = ObjectSnapshot.take(
             self._checkpoint, None if wait else self._copies, allow_pickle=self._allow_pickle
         )
         handle.paused_s = time.monotonic() - handle._began
@@ -316,7 +316,7 @@ class CheckpointManager(Owner):
         return handle
 
     def _write(
-        self, snapshot: Snapshot, order: SaveOrder, handle: SaveHandle, *, show: bool = False
+        self, snapshot: ObjectSnapshot, order: SaveOrder, handle: SaveHandle, *, show: bool = False
     ) -> None:
         try:
             saved = snapshot.write(self._directory, order, show=show)

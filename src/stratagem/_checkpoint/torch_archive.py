@@ -104,7 +104,7 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     )
     tensor = _Tensor(rebuild, (mark, 0, shape, tuple(reversed(strides)), *rest))
     text = io.BytesIO()
-    _Pickler(text, protocol=2).dump(tensor)
+    _ArchivePickler(text, protocol=2).dump(tensor)
     return text.getvalue()
 
 
@@ -132,7 +132,7 @@ class _Tensor:
         return self._parts
 
 
-class _Pickler(pickle.Pickler):
+class _ArchivePickler(pickle.Pickler):
     @override
     def persistent_id(self, obj: Any) -> Any:
         return obj.identity if isinstance(obj, _Storage) else None

@@ -1,1 +1,1 @@
-"""What each sub-command of ``stratagem`` does; `cli.py` only parses the words."""
+"""Implementation of the ``stratagem`` commands; `cli.py` parses their arguments."""

@@ -1,4 +1,4 @@
-"""``stratagem doctor``: is this machine fit to train on, and if not, what to do."""
+"""``stratagem doctor``: check this machine and suggest remedies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Finding", "Verdict", "examine", "report"]
 
 
 class Verdict(Enum):
-    """How a check came out."""
+    """Result of a check."""
 
     GOOD = "ok"
     WARNING = "warning"
@@ -33,7 +33,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing looked at: what was found, and what to do about it."""
+    """Result of one check, with a remedy if there is a problem."""
 
     subject: str
     verdict: Verdict
@@ -41,16 +41,16 @@ class Finding:
     remedy: str = ""
 
 
-# A coordinator with 50 workers holds a few descriptors for each; this leaves ample room.
+# A coordinator holds a few descriptors per worker; this is enough for some hundred workers.
 _OPEN_FILES_WANTED = 1024
-# Below this, a laptop-sized model with two servers already competes with the page cache.
+# With less, even a small model with two servers competes with the page cache.
 _MEMORY_WANTED_BYTES = 2 << 30
-# Connecting to oneself takes a fraction of a millisecond; this is for sandboxes that swallow packets.
+# Connecting to this machine takes less than a millisecond; some sandboxes drop the packets.
 _CONNECT_LIMIT_S = 3.0
 
 
 def examine() -> list[Finding]:
-    """Run every check; a check that itself fails is reported as a problem, never hidden.
+    """Run every check; a check that raises is reported as a problem.
 
     Example:
         >>> findings = examine()
@@ -61,7 +61,7 @@ def examine() -> list[Finding]:
     for check in _CHECKS:
         try:
             findings += check()
-        except Exception as error:  # noqa: BLE001 (whatever a check raises is a finding)
+        except Exception as error:  # noqa: BLE001 - reported as a problem
             findings.append(
                 Finding(
                     subject=check.__name__.lstrip("_"),
@@ -74,7 +74,7 @@ def examine() -> list[Finding]:
 
 
 def report(console: Console) -> int:
-    """Print the findings as a table; 0 when nothing is broken, 3 otherwise."""
+    """Print the findings as a table; return 3 if there is a problem, else 0."""
     findings = examine()
     table = Table(title="stratagem doctor")
     for column in ("what", "verdict", "found", "what to do"):
@@ -127,21 +127,21 @@ def _inside_torch() -> Finding:
     good = not lacking
     replaced = all(instead for _, _, instead in lacking)
     return Finding(
-        subject="torch's inside",
+        subject="torch internals",
         verdict=Verdict.GOOD if good else Verdict.WARNING if replaced else Verdict.BAD,
-        found="everything needed is there"
+        found="all required names exist"
         if good
         else "missing: " + ", ".join(f"{path} ({purpose})" for path, purpose, _ in lacking),
         remedy=""
         if good
-        else "Everything works, some of it slower."
+        else "Everything works, but parts are slower."
         if replaced
-        else f"Use a release of torch that was tried ({private_api.TRIED}), or a newer Stratagem.",
+        else f"Use a tested release of torch ({private_api.TRIED}), or a newer Stratagem.",
     )
 
 
 def _shared_memory() -> Iterator[Finding]:
-    # Parameters live in memfd segments: they count against memory, not against the size of /dev/shm.
+    # Parameters are stored in memfd segments, which do not count against the size of /dev/shm.
     from stratagem._wire import shm
 
     try:
@@ -150,8 +150,8 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding(
             subject="shared memory",
             verdict=Verdict.WARNING,
-            found=f"no memfd here ({error})",
-            remedy="Parameters will travel over sockets; use Linux 3.17 or newer to avoid copies.",
+            found=f"memfd is not available ({error})",
+            remedy="Parameters are sent over sockets; use Linux 3.17 or newer to avoid copies.",
         )
         return
     free = _available_memory_bytes()
@@ -162,7 +162,7 @@ def _shared_memory() -> Iterator[Finding]:
         found=f"memfd works, {free / 1e9:.1f} GB of memory available",
         remedy=""
         if good
-        else "Parameters and optimizer state must fit: free memory or add servers.",
+        else "Parameters and optimizer state must fit in memory: free some, or add servers.",
     )
 
 
@@ -214,7 +214,7 @@ def _clock() -> Iterator[Finding]:
         subject="clock",
         verdict=Verdict.GOOD if good else Verdict.WARNING,
         found=f"resolution {info.resolution:g} s, year {year}",
-        remedy="" if good else "Set the machine's clock: deadlines and logs depend on it.",
+        remedy="" if good else "Set the machine's clock; deadlines and logs depend on it.",
     )
 
 

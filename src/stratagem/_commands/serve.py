@@ -1,4 +1,4 @@
-"""``stratagem server``: serve one task of a cluster in the foreground."""
+"""``stratagem server``: run one task of a cluster in the foreground."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cluster_from", "serve"]
 
 
 def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
-    """Start the task's server and stay until it is stopped (Ctrl-C, SIGTERM)."""
+    """Run the task until it is stopped (Ctrl-C, SIGTERM)."""
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec
     from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
     from stratagem._cluster.launch.task_server import Server
@@ -22,11 +22,10 @@ def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
     index = resolver.task_id if index is None else index
     if job not in ("worker", "ps"):
         raise ValueError(
-            f"which task to serve? job={job!r}; give --job worker or --job ps (or set TF_CONFIG's "
-            "task)"
+            f"unknown task: job={job!r}. Give --job worker or --job ps, or set TF_CONFIG's task."
         )
     with Server(spec, job_name=job, task_index=index) as server:
-        # Whoever started us may wait for this line: it is said when the port is open.
+        # The program that started us may wait for this line: the port is open now.
         sys.stdout.write(f"serving /job:{job}/task:{index} at {server.target}\n")
         sys.stdout.flush()
         server.join()
@@ -34,7 +33,7 @@ def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
 
 
 def cluster_from(text: str | None) -> dict[str, list[str]]:
-    """The cluster described by ``--cluster``, else by TF_CONFIG.
+    """Return the cluster that ``--cluster`` describes, else TF_CONFIG's.
 
     Example:
         >>> cluster_from('{"ps": ["localhost:2222"]}')
@@ -44,7 +43,7 @@ def cluster_from(text: str | None) -> dict[str, list[str]]:
     if text is None:
         text, source = config.environment("TF_CONFIG"), "TF_CONFIG"
         if not text:
-            raise ValueError("which cluster? Give --cluster JSON or set TF_CONFIG.")
+            raise ValueError("no cluster is given. Give --cluster JSON or set TF_CONFIG.")
     try:
         described = json.loads(text)
     except json.JSONDecodeError as error:
@@ -53,7 +52,7 @@ def cluster_from(text: str | None) -> dict[str, list[str]]:
         described = described.get("cluster", {})
     if not isinstance(described, dict) or not described:
         raise ValueError(
-            f"{source} describes no cluster: {text[:80]!r}; expected a JSON object of job -> list "
+            f"{source} describes no cluster: {text[:80]!r}; expected a JSON object of jobs and lists "
             'of addresses, such as {"ps": ["localhost:2222"], "worker": ["localhost:2223"]}'
         )
     return described

@@ -1,4 +1,4 @@
-"""``stratagem top``: ask every task of a running cluster what it does, and show it."""
+"""``stratagem top``: show the state of every task of a running cluster."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stratagem.errors import WireError
 
 __all__ = ["look", "watch"]
 
-# A busy worker answers strangers once a second; two more for a loaded machine.
+# A busy worker answers new connections once a second; the rest is for loaded machines.
 _ANSWER_LIMIT_S = 3.0
 
 
 def watch(*, cluster: str | None, once: bool, interval_s: float) -> int:
-    """Show the cluster until Ctrl-C; 1 if no task answered at the first look."""
+    """Show the cluster until Ctrl-C; return 1 if no task answers at first."""
     if not interval_s > 0:
         raise ValueError(f"--interval {interval_s!r}: expected a positive number of seconds")
     spec = ClusterSpec(cluster_from(cluster))
@@ -36,7 +36,7 @@ def watch(*, cluster: str | None, once: bool, interval_s: float) -> int:
 
 
 def look(spec: ClusterSpec, *, elapsed_s: float) -> Picture:
-    """One picture of the cluster; a task that does not answer is shown as such."""
+    """Return a picture of the cluster now; it also shows tasks that do not answer."""
     workers = [
         _worker(index, spec.task_address("worker", index)) for index in _indices(spec, "worker")
     ]
@@ -57,10 +57,12 @@ def _indices(spec: ClusterSpec, job: str) -> list[int]:
 
 
 def _ask(address: str, *, greet: bool) -> dict[str, object] | None:
-    """The task's own numbers, or None if it does not answer."""
+    """Return the figures that a task reports, or None if it does not answer."""
     try:
         with connect(address, key=cluster_key(), timeout_s=_ANSWER_LIMIT_S) as channel:
-            if greet:  # a parameter server wants to know what a connection is for
+            if (
+                greet
+            ):  # a parameter server expects a first message that says what the connection is for
                 channel.request(messages.Hello(purpose="control"), timeout_s=_ANSWER_LIMIT_S)
             reply = channel.request(messages.AskStats(), timeout_s=_ANSWER_LIMIT_S).message
     except WireError:

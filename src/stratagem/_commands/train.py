@@ -1,4 +1,4 @@
-"""``stratagem train``: run a user's script with the strategy made for it."""
+"""``stratagem train``: run a user's script with the strategy that the command line names."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def run_script(
     workers: int,
     ps: int,
 ) -> None:
-    """Run `script` as ``__main__`` while `sg.auto_strategy()` answers with the strategy asked for."""
+    """Run `script` as ``__main__``; `sg.auto_strategy()` returns the strategy in it."""
     path = Path(script)
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no script {script!r} (looked in {Path.cwd()}); give the path of a Python file"
+            f"no script {script!r} (current folder: {Path.cwd()}); expected the path of a Python file"
         )
     saved = sys.argv, sys.path[:]
     with (
@@ -49,7 +49,7 @@ def run_script(
 
 @contextmanager
 def open_strategy(name: str, *, replicas: int, workers: int, ps: int) -> Iterator[Strategy]:
-    """The strategy called `name`; whatever it needs (a cluster) is closed again.
+    """Create the strategy called `name`, with its cluster if it needs one; close both at the end.
 
     Example:
         >>> with open_strategy("central", replicas=2, workers=1, ps=1) as strategy:
@@ -84,14 +84,13 @@ def open_strategy(name: str, *, replicas: int, workers: int, ps: int) -> Iterato
 
 
 def _devices(replicas: int) -> list[str]:
-    """One GPU a replica where there are GPUs, else as many logical CPUs."""
+    """Return one device per replica: GPUs if there are any, else logical CPUs."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = replicas or gpus or 2
     if gpus and count > gpus:
         raise ValueError(
-            f"{count} replicas asked for, but this machine has {gpus} GPUs; "
-            f"use --replicas {gpus} or fewer"
+            f"--replicas {count}: this machine has {gpus} GPUs. Use --replicas {gpus} or fewer."
         )
     return [f"{'gpu' if gpus else 'cpu'}:{i}" for i in range(count)]

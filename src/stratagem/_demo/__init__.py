@@ -1,1 +1,1 @@
-"""The demonstration behind ``make demo``: a click-through model on a local cluster, watched live."""
+"""Demonstration behind ``make demo``: a click-through model on a local cluster, with a live view."""

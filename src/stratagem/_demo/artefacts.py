@@ -1,4 +1,4 @@
-"""The files the demonstration leaves: a plain PyTorch model and a picture of the curves."""
+"""Files that the demonstration writes: a plain PyTorch model and a picture of the curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from stratagem._demo.clicks import WideAndDeep
 
 __all__ = ["draw_curves", "predict_without_stratagem", "save_model"]
 
-_PREDICT_LIMIT_S = 60.0
+_PREDICT_LIMIT_S = 120.0
+
+Points = Sequence[tuple[float, float]]
 
 
 def save_model(model: nn.Module, path: Path) -> Path:
@@ -26,9 +28,9 @@ def save_model(model: nn.Module, path: Path) -> Path:
 
 
 def predict_without_stratagem(
-    saved: Path, *, shape: tuple[int, int, int], ids: Tensor, dense: Tensor
+    saved: Path, *, sizes: dict[str, int], ids: Tensor, dense: Tensor
 ) -> float:
-    """One prediction, made by a Python process that cannot import Stratagem.
+    """Return a prediction of a new Python process in which Stratagem cannot be imported.
 
     The process gets the model's source, which is ordinary PyTorch, and the file; nothing else.
     """
@@ -39,8 +41,7 @@ sys.modules["stratagem"] = None  # any attempt to import it would fail
 import torch
 from torch import Tensor, nn
 {source}
-categories, fields, dense = {shape!r}
-model = WideAndDeep(num_categories=categories, num_fields=fields, num_dense=dense)
+model = WideAndDeep(**{sizes!r})
 model.load_state_dict(torch.load({str(saved)!r}, weights_only=True))
 model.eval()
 with torch.no_grad():
@@ -51,34 +52,49 @@ print(json.dumps(torch.sigmoid(logit).item()))
 
 
 def draw_curves(
-    times_s: Sequence[float],
-    losses: Sequence[float],
-    marks: Sequence[tuple[float, str]],
-    path: Path,
+    losses: Points, aucs: Points, *, best_auc: float, marks: Sequence[tuple[float, str]], path: Path
 ) -> Path | None:
-    """Loss against time as a PNG, the marks as dashed lines; None where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
+    """Draw loss and AUC against time as a PNG; return None where matplotlib is missing.
+
+    Args:
+        losses: time in seconds and loss of each step.
+        aucs: time in seconds and AUC of each evaluation.
+        best_auc: the best AUC that any model can reach.
+        marks: time in seconds and description of each event; listed in the legend.
+        path: the file to write.
+    """
+    if importlib.util.find_spec("matplotlib") is None or not losses:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.5))
+    figure = Figure(figsize=(9, 6.5))
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.plot(times_s, losses, color="0.8", linewidth=0.5, label="loss of each step")
-    width = max(1, len(losses) // 100)
-    smooth = [
-        sum(losses[max(0, i - width) : i + 1]) / (i - max(0, i - width) + 1)
-        for i in range(len(losses))
-    ]
-    axes.plot(times_s, smooth, color="tab:blue", label=f"mean of {width + 1} steps")
-    for when, what in marks:
-        axes.axvline(when, color="tab:red", linestyle="--", linewidth=1)
-        axes.annotate(what, (when, max(smooth)), rotation=90, va="top", fontsize=7)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("loss (binary cross-entropy)")
-    axes.set_title("Asynchronous training on a local cluster")
-    axes.legend(loc="upper right")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    times, values = zip(*losses, strict=True)
+    upper.plot(times, values, color="0.8", linewidth=0.5, label="one step")
+    width = max(1, len(values) // 100)
+    totals = torch.tensor((0.0, *values), dtype=torch.float64).cumsum(0)
+    if len(values) > width:
+        means = (totals[width:] - totals[:-width]) / width
+        upper.plot(times[width - 1 :], means, color="tab:blue", label=f"mean of {width} steps")
+    upper.set_ylabel("loss (binary cross-entropy)")
+    if aucs:
+        times, values = zip(*aucs, strict=True)
+        label = f"held-out rows (last: {values[-1]:.3f})"
+        lower.plot(times, values, color="tab:green", marker=".", label=label)
+    lower.axhline(best_auc, color="0.4", linewidth=1, label=f"best possible: {best_auc:.3f}")
+    lower.set_ylabel("AUC")
+    lower.set_xlabel("seconds of training")
+    for axes in (upper, lower):
+        for (when, what), style in zip(marks, ("--", ":", "-.", "--"), strict=False):
+            caption = f"{when:.1f} s: {what}" if axes is lower else None
+            axes.axvline(when, color="tab:red", linestyle=style, linewidth=1, label=caption)
+        axes.grid(alpha=0.3)
+    # Legends stand outside the axes, where they cover no curve.
+    upper.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)
+    lower.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8, frameon=False)
+    upper.set_title("Click-through model, asynchronous training", loc="left", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     return path

@@ -1,11 +1,13 @@
-"""Clicks with a known structure: the data and the model of the demonstration.
+"""Data and model of the demonstration: clicks with a known structure.
 
-Who clicks is drawn from a formula we chose, so the best score any model can reach is known: the AUC of
-the formula's own probabilities. Nothing here knows of strategies; the model is ordinary PyTorch.
+Labels are drawn from a formula, so the best score that any model can reach is known: the AUC of the
+formula's own probabilities. This module is ordinary PyTorch and uses no strategy.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +21,10 @@ class Clicks:
     """A table of impressions.
 
     Attributes:
-        ids: one category per field, already offset into one shared vocabulary, ``[rows, fields]``.
+        ids: one category per field, offset into one shared vocabulary, ``[rows, fields]``.
         dense: continuous features, ``[rows, dense]``.
-        label: 1.0 where a click happened, ``[rows]``.
-        probability: the formula's own probability of a click, ``[rows]``.
+        label: 1.0 for a click, else 0.0, ``[rows]``.
+        probability: the formula's probability of a click, ``[rows]``.
     """
 
     ids: Tensor
@@ -31,12 +33,19 @@ class Clicks:
     probability: Tensor
 
     def best_auc(self) -> float:
-        """The AUC of a model that knows the formula: nobody can do better, on average."""
+        """Return the AUC of the formula: no model is better, on average."""
         return auc(self.probability, self.label)
 
 
 class ClickWorld:
-    """The formula: every category has a main effect and a small taste vector; tastes interact.
+    """The formula: each category has a main effect and a small taste vector; tastes interact.
+
+    Args:
+        vocabulary: number of categories of each field.
+        dense: number of continuous features.
+        taste: length of the taste vectors.
+        exponent: popularity falls as 1 / rank ** exponent.
+        seed: of the effects and tastes.
 
     Example:
         >>> world = ClickWorld(vocabulary=(50, 20), seed=1)
@@ -53,6 +62,7 @@ class ClickWorld:
         vocabulary: tuple[int, ...] = (2000, 1000, 500, 200, 100, 50, 20, 10),
         dense: int = 4,
         taste: int = 3,
+        exponent: float = 1.0,
         seed: int = 0,
     ) -> None:
         if len(vocabulary) < 2 or min(vocabulary) < 2:
@@ -67,16 +77,15 @@ class ClickWorld:
         self._main = torch.randn(total, generator=generator) * 0.6
         self._taste = torch.randn(total, taste, generator=generator) * 0.35
         self._dense_weight = torch.randn(dense, generator=generator) * 0.5
-        # Popularity falls as 1/rank, as in every catalogue; the rare tail is what makes tables large.
-        self._popularity = [1.0 / torch.arange(1, size + 1) for size in vocabulary]
+        self._popularity = [torch.arange(1, size + 1) ** -exponent for size in vocabulary]
 
     @property
     def num_categories(self) -> int:
-        """Rows an embedding table needs to cover all fields."""
+        """Number of rows of an embedding table for all fields."""
         return sum(self.vocabulary)
 
     def sample(self, rows: int, *, seed: int) -> Clicks:
-        """Draw `rows` impressions; the same seed draws the same rows."""
+        """Draw impressions; the same seed draws the same rows."""
         generator = torch.Generator().manual_seed(seed)
         columns = [
             torch.multinomial(weights, rows, replacement=True, generator=generator)
@@ -85,12 +94,24 @@ class ClickWorld:
         ids = torch.stack(columns, dim=1) + self.offsets
         dense = torch.randn(rows, len(self._dense_weight), generator=generator)
         tastes = self._taste[ids]
-        # Sum over all pairs of fields of their tastes' products, by the usual identity.
+        # Sum over all pairs of fields of the products of their tastes, by the usual identity.
         pairs = 0.5 * (tastes.sum(1).square() - tastes.square().sum(1)).sum(1)
         logit = self._main[ids].sum(1) + pairs + dense @ self._dense_weight - 1.0
         probability = torch.sigmoid(logit)
         label = torch.bernoulli(probability, generator=generator)
         return Clicks(ids=ids, dense=dense, label=label, probability=probability)
+
+    def stream(self, batch: int, *, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield fresh batches (ids, dense, label) without end."""
+        for number in itertools.count():
+            # One large draw is cheaper than many small ones.
+            drawn = self.sample(64 * batch, seed=seed + number)
+            yield from zip(
+                drawn.ids.split(batch),
+                drawn.dense.split(batch),
+                drawn.label.split(batch),
+                strict=True,
+            )
 
 
 class WideAndDeep(nn.Module):
@@ -120,7 +141,7 @@ class WideAndDeep(nn.Module):
         )
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        """Log-odds of a click, one per row."""
+        """Return the log-odds of a click, one per row."""
         wide = self.wide(ids).squeeze(-1).sum(1) + self.wide_dense(dense).squeeze(-1)
         features = torch.cat([self.embedding(ids).flatten(1), dense], dim=1)
         logits: Tensor = wide + self.deep(features).squeeze(-1)
@@ -128,7 +149,7 @@ class WideAndDeep(nn.Module):
 
 
 def auc(score: Tensor, label: Tensor) -> float:
-    """Area under the ROC curve: how often a click outranks a non-click (ties count half).
+    """Return the area under the ROC curve: how often a click outranks a non-click (ties: half).
 
     Example:
         >>> auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0.0, 0.0, 1.0, 1.0]))
@@ -140,9 +161,7 @@ def auc(score: Tensor, label: Tensor) -> float:
         raise ValueError(
             f"AUC needs clicks and non-clicks; got {positives} clicks in {label.numel()} rows."
         )
-    ordered, inverse, counts = torch.unique(score.double(), return_inverse=True, return_counts=True)
-    del ordered
-    last_rank = counts.cumsum(0).double()
-    mean_rank = last_rank - (counts.double() - 1) / 2
+    _, inverse, counts = torch.unique(score.double(), return_inverse=True, return_counts=True)
+    mean_rank = counts.cumsum(0).double() - (counts.double() - 1) / 2
     rank_sum = float(mean_rank[inverse][label > 0.5].sum())
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)

@@ -1,15 +1,16 @@
-"""One minute of training on this machine alone: two workers, two servers, and a death on purpose.
+"""Demonstration: a minute of training on this machine, and a killed worker.
 
-The order of events: start a local cluster, train the click model asynchronously, kill a worker half way
-and watch it come back, evaluate against the best possible score, write the model as a plain PyTorch
-file, load that file in a process that never imports Stratagem, draw the curves, leave nothing behind.
+Steps: start a local cluster, train the click model asynchronously, kill a worker half way and watch it
+come back, compare the AUC with the best possible one, write the model as a plain PyTorch file, load that
+file in a process that cannot import Stratagem, draw the curves. Ctrl-C ends the training early; the files
+are written all the same.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,87 +28,76 @@ from stratagem._core.user_contexts import InputContext
 from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
-from stratagem._demo.view import Picture, View, open_view
-from stratagem._demo.watching import ClusterObserver
+from stratagem._demo.observer import ClusterObserver
+from stratagem._demo.view import Curve, LinesView, Picture, View, open_view
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["DemoOptions", "run_demo"]
 
+# 1.26 million rows of 17 numbers: 86 MB, and as much optimizer state.
+VOCABULARY = (1_000_000, 200_000, 50_000, 10_000, 2_000, 500, 100, 20)
+WIDTH = 16
 BATCH = 512
 LEARNING_RATE = 0.05
-ROWS_PER_WORKER = 400_000
-ROWS_HELD_OUT = 50_000
-# Enough closures ahead that no worker waits, few enough that the count of steps stays honest.
-STEPS_AHEAD = 100
+ROWS_HELD_OUT = 20_000
+# The evaluations during the training use fewer rows, to take little time from it.
+ROWS_EVALUATED = 5_000
+# Enough closures ahead that no worker waits, few enough that the step count stays accurate.
+STEPS_AHEAD = 40
 LOOK_EVERY_S = 0.1
+EVALUATE_EVERY_S = 2.0
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the command line can change."""
+    """Options of the command line."""
 
     seconds: int = 60
     workers: int = 2
     ps: int = 2
     output: str = "demo-output"
     plain: bool = False
-    rows_per_worker: int = ROWS_PER_WORKER
+    vocabulary: tuple[int, ...] = VOCABULARY
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """What has happened so far; the picture and the curves are made from it."""
+    """Events so far; the picture and the curves are drawn from it."""
 
     started_at: float
-    losses: list[float] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    aucs: list[tuple[float, float]] = field(default_factory=list)
     steps_of: Counter[int] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
-    total_steps: int = 0
+    interrupted: bool = False
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since training began."""
         return time.monotonic() - self.started_at
 
-    def mark(self, note: str) -> None:
-        """Something worth a line in the picture and a line on the curve."""
-        self.marks.append((self.elapsed_s, note))
-        self.notes.append(f"{self.elapsed_s:5.1f} s  {note}")
-
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the whole demonstration; returns the exit code."""
+    """Run the demonstration; return the exit code."""
     torch.manual_seed(0)
-    world = ClickWorld(seed=0)
-    held_out = world.sample(ROWS_HELD_OUT, seed=999)
-    output = Path(options.output)
-    with open_view(plain=options.plain or config.environment("CI") is not None) as view:
-        view.say(f"starting {options.workers} workers and {options.ps} parameter servers …")
-        with LocalCluster(workers=options.workers, ps=options.ps) as cluster:
-            # Both tables (15 kB and 124 kB) are cut into one shard per server; layers stay whole.
-            partitioner = MinSizePartitioner(min_shard_bytes=4 << 10, max_shards=options.ps)
-            strategy = ParameterServerStrategy(cluster.resolver, partitioner)
-            with strategy, ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    model = WideAndDeep(
-                        num_categories=world.num_categories,
-                        num_fields=len(world.vocabulary),
-                        num_dense=held_out.dense.shape[1],
-                    )
-                    optimizer = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE)
-                eyes = ClusterObserver(cluster, coordinator)
-                trainer = _Trainer(options, cluster, coordinator, view, eyes)
-                progress = trainer.train(world, model, optimizer)
-                eyes.close()
-                _report(view, world, held_out, model, progress, output)
-    view.say("every process is gone; nothing is left but the files above")
-    return 0
+    plain = options.plain or config.environment("CI") is not None
+    view = open_view(plain=plain)
+    view.say(f"starting {options.workers} workers and {options.ps} parameter servers …")
+    with LocalCluster(workers=options.workers, ps=options.ps) as cluster:
+        # Tables are split into one shard per server; layers stay whole.
+        partitioner = MinSizePartitioner(min_shard_bytes=16 << 10, max_shards=options.ps)
+        strategy = ParameterServerStrategy(cluster.resolver, partitioner)
+        with strategy, ClusterCoordinator(strategy) as coordinator:
+            training = _Training(options, cluster, coordinator, view)
+            progress = training.train()
+            training.write_files(Path(options.output))
+    view.say("all processes have ended; only the files above are left")
+    return INTERRUPTED if progress.interrupted else 0
 
 
-class _Trainer:
-    """Keeps the queue filled, the picture fresh, and kills one worker half way."""
+class _Training:
+    """One run: model, data, live view, and the worker that is killed half way."""
 
     def __init__(
         self,
@@ -115,135 +105,191 @@ class _Trainer:
         cluster: LocalCluster,
         coordinator: ClusterCoordinator,
         view: View,
-        eyes: ClusterObserver,
     ) -> None:
         self._options = options
         self._cluster = cluster
         self._coordinator = coordinator
         self._view = view
-        self._eyes = eyes
-        self._waiting: list[RemoteValue] = []
-        self._victim: int | None = None  # pid of the worker we killed
-        self._victim_is_back = False
+        self._world = ClickWorld(vocabulary=options.vocabulary, exponent=1.2, seed=0)
+        self._held_out = self._world.sample(ROWS_HELD_OUT, seed=999)
+        self._sizes = {
+            "num_categories": self._world.num_categories,
+            "num_fields": len(options.vocabulary),
+            "num_dense": self._held_out.dense.shape[1],
+            "width": WIDTH,
+        }
+        view.say(f"creating a model with {self._sizes['num_categories']:,} embedding rows …")
+        with coordinator.strategy.scope():
+            self._model = WideAndDeep(**self._sizes)
+            optimizer = torch.optim.Adagrad(self._model.parameters(), lr=LEARNING_RATE)
+        # Counted once: asking a model for its parameters fetches their values from the servers.
+        self._size = sum(parameter.numel() for parameter in self._model.parameters())
+        self._step = _make_step(self._model, optimizer)
+        self._evaluate = _make_evaluation(self._model, self._held_out)
+        self._best = self._held_out.best_auc()
+        self._progress = Progress(started_at=time.monotonic())
+        self._steps: list[RemoteValue] = []
+        self._evaluations: list[RemoteValue] = []
+        self._killed = self._came_back = False
 
-    def train(self, world: ClickWorld, model: nn.Module, optimizer: Any) -> Progress:
-        """Train for about ``options.seconds``."""
-        rows = self._options.rows_per_worker
+    def train(self) -> Progress:
+        """Train for about ``options.seconds``, or until Ctrl-C."""
+        world = self._world
 
         def dataset_fn(context: InputContext) -> Dataset:
-            # Every worker draws rows of its own: same world, another seed.
-            clicks = world.sample(rows, seed=1 + context.input_pipeline_id)
-            dataset = Dataset.from_tensor_slices((clicks.ids, clicks.dense, clicks.label))
-            return dataset.shuffle(seed=context.input_pipeline_id).repeat().batch(BATCH)
-
-        def step(iterator: Any) -> tuple[int, torch.Tensor]:
-            ids, dense, label = next(iterator)
-            optimizer.zero_grad()
-            loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), label)
-            loss.backward()
-            optimizer.step()
-            return int(get_current_worker_index()), loss.detach()
+            seed = 1_000_000 * (1 + context.input_pipeline_id)
+            return Dataset.from_generator(lambda: world.stream(BATCH, seed=seed))
 
         iterators = iter(self._coordinator.create_per_worker_dataset(dataset_fn))
-        self._view.say("every worker draws its own clicks …")
-        for _ in range(10 * self._options.workers):  # the first steps wait for the rows to be drawn
-            self._coordinator.schedule(step, args=(iterators,))
-        self._coordinator.join(timeout_s=120)
-        progress = Progress(started_at=time.monotonic())
-        seconds = self._options.seconds
-        while progress.elapsed_s < seconds:
-            while len(self._waiting) < STEPS_AHEAD:
-                self._waiting.append(self._coordinator.schedule(step, args=(iterators,)))
-            self._look(progress, seconds)
-            if progress.elapsed_s > seconds / 2 and self._victim is None:
-                self._kill_a_worker(progress)
-            time.sleep(LOOK_EVERY_S)
-        self._coordinator.join(timeout_s=60)
-        self._look(progress, seconds)
-        progress.total_steps = len(progress.losses)
-        self._view.show(self._picture(progress))
+        self._view.say("each worker draws its own clicks …")
+        for _ in range(10 * self._options.workers):  # the first steps also set up the workers
+            self._coordinator.schedule(self._step, args=(iterators,))
+        self._coordinator.join(timeout_s=300)
+        progress = self._progress = Progress(started_at=time.monotonic())
+        observer = ClusterObserver(self._cluster, self._coordinator)
+        with self._view:
+            try:
+                while progress.elapsed_s < self._options.seconds:
+                    while len(self._steps) < STEPS_AHEAD:
+                        value = self._coordinator.schedule(self._step, args=(iterators,))
+                        self._steps.append(value)
+                    self._evaluate_now_and_then()
+                    self._kill_half_way(observer)
+                    self._view.show(self._picture(observer))
+                    time.sleep(LOOK_EVERY_S)
+                    self._collect()
+            except KeyboardInterrupt:
+                progress.interrupted = True
+            self._coordinator.join(timeout_s=120)
+            self._collect()
+            self._view.show(self._picture(observer, finished=True))
+        observer.close()
+        if progress.interrupted:
+            self._view.say("stopped by Ctrl-C; saving the model so far (Ctrl-C again to skip) …")
         return progress
 
-    def _look(self, progress: Progress, seconds: float) -> None:
-        """Take in the finished steps and redraw."""
-        still_waiting: list[RemoteValue] = []
-        for value in self._waiting:
-            if value.status is RemoteValueStatus.NOT_READY:
-                still_waiting.append(value)
-                continue
+    def _collect(self) -> None:
+        """Take the results of finished steps and evaluations."""
+        progress = self._progress
+        for value in _finished(self._steps):
             worker, loss = value.fetch()
-            progress.losses.append(float(loss))
-            progress.times_s.append(progress.elapsed_s)
+            progress.losses.append((progress.elapsed_s, float(loss)))
             progress.steps_of[worker] += 1
-        self._waiting = still_waiting
-        # How many steps it will be is not known; at the present pace, this many.
-        pace = len(progress.losses) / max(progress.elapsed_s, LOOK_EVERY_S)
-        progress.total_steps = max(len(progress.losses) + 1, round(pace * seconds))
-        self._watch_victim(progress)
-        self._view.show(self._picture(progress))
+        for value in _finished(self._evaluations):
+            progress.aucs.append((progress.elapsed_s, value.fetch()))
 
-    def _kill_a_worker(self, progress: Progress) -> None:
-        self._victim = self._cluster.pid("worker", 0)
-        self._cluster.kill_worker(0)
-        progress.mark("killed worker 0 on purpose (SIGKILL)")
-        self._view.say(progress.notes[-1])
+    def _evaluate_now_and_then(self) -> None:
+        last = self._progress.aucs[-1][0] if self._progress.aucs else -EVALUATE_EVERY_S
+        if not self._evaluations and self._progress.elapsed_s > last + EVALUATE_EVERY_S:
+            self._evaluations.append(self._coordinator.schedule(self._evaluate))
 
-    def _watch_victim(self, progress: Progress) -> None:
-        if self._victim is None or self._victim_is_back:
-            return
-        if self._eyes.worker_is_up(0) and self._eyes.life_of(0) > 1:
-            self._victim_is_back = True
-            progress.mark("worker 0 is back, and draws its rows again")
-            self._view.say(progress.notes[-1])
+    def _kill_half_way(self, observer: ClusterObserver) -> None:
+        if not self._killed and self._progress.elapsed_s > self._options.seconds / 2:
+            self._killed = True
+            self._cluster.kill_worker(0)
+            self._mark("worker 0 killed (SIGKILL)")
+        elif self._killed and not self._came_back and observer.has_restarted(0):
+            self._came_back = True
+            self._mark("worker 0 restarted and training again")
 
-    def _picture(self, progress: Progress) -> Picture:
-        mean, largest = self._eyes.staleness()
+    def _mark(self, what: str) -> None:
+        """Record an event, for the picture and for the curves."""
+        self._progress.marks.append((self._progress.elapsed_s, what))
+        if isinstance(self._view, LinesView):
+            self._view.say(f"{self._progress.elapsed_s:.1f} s: {what}")
+
+    def _picture(self, observer: ClusterObserver, *, finished: bool = False) -> Picture:
+        progress, done = self._progress, len(self._progress.losses)
+        elapsed_s = max(progress.elapsed_s, LOOK_EVERY_S)
+        mean, largest = observer.staleness()
         return Picture(
-            title="click-through model: asynchronous workers around parameter servers",
-            done_steps=len(progress.losses),
-            total_steps=progress.total_steps,
-            elapsed_s=progress.elapsed_s,
-            examples_per_s=len(progress.losses) * BATCH / max(progress.elapsed_s, 1e-9),
-            losses=progress.losses,
-            workers=self._eyes.workers(progress.steps_of),
-            servers=self._eyes.servers(),
+            title="Stratagem: click-through model, asynchronous workers and parameter servers",
+            subtitle=(
+                f"{self._size / 1e6:.1f} million parameters, "
+                f"{self._sizes['num_categories']:,} embedding rows, batches of {BATCH}; Ctrl-C stops"
+            ),
+            done_steps=done,
+            # The final number is unknown; at the current rate it will be this.
+            total_steps=done if finished else round(done / elapsed_s * self._options.seconds),
+            elapsed_s=elapsed_s,
+            examples_per_s=done * BATCH / elapsed_s,
+            curves=[
+                Curve(label="loss", values=[loss for _, loss in progress.losses]),
+                Curve(
+                    label="AUC",
+                    values=[value for _, value in progress.aucs],
+                    note=f"(best possible {self._best:.4f})",
+                ),
+            ],
+            workers=observer.workers(progress.steps_of),
+            servers=observer.servers(),
             staleness_mean=mean,
             staleness_max=largest,
-            notes=progress.notes,
+            notes=[f"{when:5.1f} s  {what}" for when, what in progress.marks],
         )
 
+    def write_files(self, output: Path) -> None:
+        """Evaluate, write the files, and show that plain PyTorch can use them."""
+        progress, held_out, say = self._progress, self._held_out, self._view.say
+        if not progress.losses:
+            say("no step was finished, so there is nothing to save")
+            return
+        with torch.no_grad():
+            reached = auc(self._model(held_out.ids, held_out.dense), held_out.label)
+        progress.aucs.append((progress.losses[-1][0], reached))
+        steps = len(progress.losses)
+        say(f"trained {steps:,} steps ({steps * BATCH:,} rows) in {progress.losses[-1][0]:.0f} s")
+        say(
+            f"AUC on {ROWS_HELD_OUT:,} held-out rows: {reached:.4f} (best possible {self._best:.4f})"
+        )
+        output.mkdir(parents=True, exist_ok=True)
+        saved = save_model(self._model, output / "model.pt")
+        say(f"wrote {saved}: an ordinary state_dict, {saved.stat().st_size / 1e6:.0f} MB")
+        probability = predict_without_stratagem(
+            saved, sizes=self._sizes, ids=held_out.ids[:1], dense=held_out.dense[:1]
+        )
+        say(
+            f"a process without Stratagem loaded it and predicts a click with p = {probability:.3f} "
+            f"(the true probability is {float(held_out.probability[0]):.3f})"
+        )
+        picture = draw_curves(
+            progress.losses,
+            progress.aucs,
+            best_auc=self._best,
+            marks=progress.marks,
+            path=output / "curves.png",
+        )
+        say(f"wrote {picture}" if picture else "no curves.png: matplotlib is not installed")
 
-def _report(
-    view: View,
-    world: ClickWorld,
-    held_out: Clicks,
-    model: nn.Module,
-    progress: Progress,
-    output: Path,
-) -> None:
-    """Evaluate, write the files, and prove that plain PyTorch can use them."""
-    with torch.no_grad():
-        reached = auc(model(held_out.ids, held_out.dense), held_out.label)
-    best = held_out.best_auc()
-    view.say(
-        f"trained {len(progress.losses):,} steps ({len(progress.losses) * BATCH:,} examples) "
-        f"in {progress.times_s[-1]:.0f} s"
-    )
-    view.say(f"AUC on {ROWS_HELD_OUT:,} held-out rows: {reached:.4f} (best possible {best:.4f})")
-    output.mkdir(parents=True, exist_ok=True)
-    saved = save_model(model, output / "model.pt")
-    view.say(f"wrote {saved}: an ordinary state_dict")
-    sample = held_out.ids[:1], held_out.dense[:1]
-    probability = predict_without_stratagem(
-        saved,
-        shape=(world.num_categories, len(world.vocabulary), held_out.dense.shape[1]),
-        ids=sample[0],
-        dense=sample[1],
-    )
-    view.say(
-        f"a process without Stratagem loaded it and predicts a click with p = {probability:.3f} "
-        f"(the formula says {float(held_out.probability[0]):.3f})"
-    )
-    picture = draw_curves(progress.times_s, progress.losses, progress.marks, output / "curves.png")
-    view.say(f"wrote {picture}" if picture else "no curves.png: matplotlib is not installed")
-    sys.stdout.flush()
+
+def _finished(values: list[RemoteValue]) -> list[RemoteValue]:
+    """Remove the finished values from a list and return them."""
+    done = [value for value in values if value.status is not RemoteValueStatus.NOT_READY]
+    values[:] = [value for value in values if value not in done]
+    return done
+
+
+def _make_step(model: nn.Module, optimizer: Any) -> Callable[[Any], tuple[int, torch.Tensor]]:
+    """Return the training step: ordinary PyTorch, run on a worker."""
+
+    def step(iterator: Any) -> tuple[int, torch.Tensor]:
+        ids, dense, label = next(iterator)
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), label)
+        loss.backward()
+        optimizer.step()
+        return int(get_current_worker_index()), loss.detach()
+
+    return step
+
+
+def _make_evaluation(model: nn.Module, held_out: Clicks) -> Callable[[], float]:
+    """Return a function that computes the held-out AUC on a worker."""
+    rows = slice(ROWS_EVALUATED)
+    ids, dense, label = held_out.ids[rows], held_out.dense[rows], held_out.label[rows]
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return auc(model(ids, dense), label)
+
+    return evaluate

@@ -1,7 +1,7 @@
-"""A live picture of a training cluster, for terminals that can draw and for logs that cannot.
+"""Live picture of a training cluster, for terminals and for log files.
 
-`Picture` is plain data: whoever trains fills one in and hands it to a `View`. `stratagem top` and the
-demonstration both look through this window.
+A `Picture` is plain data. The training program fills one in and passes it to a `View`. ``stratagem top``
+and the demonstration use it.
 """
 
 from __future__ import annotations
@@ -9,25 +9,34 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Protocol, Self, TextIO, final
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["LinesView", "LiveView", "Picture", "ServerRow", "View", "WorkerRow", "open_view"]
+__all__ = [
+    "Curve",
+    "LinesView",
+    "LiveView",
+    "Picture",
+    "ServerRow",
+    "View",
+    "WorkerRow",
+    "open_view",
+]
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_CHART_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRow:
-    """One worker as the coordinator sees it."""
+    """State of one worker."""
 
     name: str
     state: str
@@ -37,7 +46,7 @@ class WorkerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRow:
-    """One parameter server as it reports itself."""
+    """State of one parameter server."""
 
     name: str
     state: str
@@ -46,52 +55,59 @@ class ServerRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Values over time, with a label."""
+
+    label: str
+    values: Sequence[float]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Picture:
-    """Everything the window shows at one moment."""
+    """Everything that a view shows at one moment."""
 
     title: str
+    subtitle: str = ""
     done_steps: int
     total_steps: int
+    """Expected number of steps; 0 when unknown."""
+
     elapsed_s: float
     examples_per_s: float | None
-    """None where it is not known, as when watching somebody else's cluster."""
+    """None when unknown, as for the cluster of another program."""
 
-    losses: Sequence[float] = ()
+    curves: Sequence[Curve] = ()
     workers: Sequence[WorkerRow] = ()
     servers: Sequence[ServerRow] = ()
     staleness_mean: float | None = None
     staleness_max: float | None = None
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds to go at the present pace; None before the first step."""
+        """Seconds left at the current rate; None before the first step."""
         if self.done_steps == 0 or self.total_steps == 0:
             return None
         return self.elapsed_s * (self.total_steps - self.done_steps) / self.done_steps
 
 
 class View(Protocol):
-    """Where pictures are shown; a context manager so that the terminal is always given back."""
+    """Output for pictures; a context manager that restores the terminal at its end."""
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *failure: object) -> None: ...
 
     def show(self, picture: Picture) -> None:
-        """Replace what is shown."""
+        """Replace the picture."""
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print one line that stays."""
 
 
 def open_view(*, stream: TextIO | None = None, plain: bool = False) -> View:
-    """A drawing view on a terminal, plain lines anywhere else (pipes, CI, no colours)."""
+    """Return a live view on a terminal, plain lines elsewhere (pipes, CI, no colours)."""
     console = Console(file=stream or sys.stdout)
     if plain or not console.is_terminal or console.no_color or console.is_dumb_terminal:
         return LinesView(stream or sys.stdout)
@@ -100,33 +116,27 @@ def open_view(*, stream: TextIO | None = None, plain: bool = False) -> View:
 
 @final
 class LiveView:
-    """Draws the picture in place, a few times a second.
+    """View that redraws the picture in place.
 
     Example:
         >>> import io
         >>> from rich.console import Console
+        >>> picture = Picture(
+        ...     title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
+        ... )
         >>> with LiveView(Console(file=io.StringIO(), force_terminal=True)) as view:
-        ...     view.show(
-        ...         Picture(
-        ...             title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
-        ...         )
-        ...     )
+        ...     view.show(picture)
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=8, transient=False)
+        self._live = Live(console=console, refresh_per_second=8)
 
     def __enter__(self) -> LiveView:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._live.stop()
 
     def show(self, picture: Picture) -> None:
@@ -134,52 +144,46 @@ class LiveView:
         self._live.update(draw(picture))
 
     def say(self, line: str) -> None:
-        """Print a line above the picture."""
-        self._console.print(line, markup=False)
+        """Print a line above the picture, or below it after the end."""
+        self._console.print(line, markup=False, highlight=False)
 
 
 @final
 class LinesView:
-    """One line every few seconds, for logs.
+    """View that prints one line every few seconds, for logs.
 
     Example:
         >>> import sys
+        >>> picture = Picture(
+        ...     title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
+        ... )
         >>> with LinesView(sys.stdout) as view:
-        ...     view.show(
-        ...         Picture(
-        ...             title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
-        ...         )
-        ...     )
-        step 1/2 (50%), 8 examples/s, 1 s to go
+        ...     view.show(picture)
+        step 1 of 2 (50 %), 8 examples/s, 1 s left
     """
 
-    # Often enough to see it live, seldom enough for a CI log.
+    # Frequent enough to follow, rare enough for a CI log.
     _EVERY_S = 5.0
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last = float("-inf")
-        self._said_the_end = False
+        self._finished = False
 
     def __enter__(self) -> LinesView:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._stream.flush()
 
     def show(self, picture: Picture) -> None:
         """Print one line if the last one is old enough, or the work is done."""
         now = time.monotonic()
-        finished = picture.done_steps >= picture.total_steps > 0 and not self._said_the_end
+        finished = picture.done_steps >= picture.total_steps > 0 and not self._finished
         if now - self._last < self._EVERY_S and not finished:
             return
         self._last = now
-        self._said_the_end = finished
+        self._finished = finished
         self.say(one_line(picture))
 
     def say(self, line: str) -> None:
@@ -188,71 +192,94 @@ class LinesView:
 
 
 def one_line(picture: Picture) -> str:
-    """The picture as a sentence for a log."""
+    """Return the picture as one line for a log."""
     parts = [_steps(picture)]
     if picture.examples_per_s is not None:
         parts.append(f"{picture.examples_per_s:,.0f} examples/s")
-    if picture.losses:
-        parts.append(f"loss {picture.losses[-1]:.4f}")
+    parts += [f"{curve.label} {curve.values[-1]:.4f}" for curve in picture.curves if curve.values]
     if picture.staleness_mean is not None:
         parts.append(f"staleness {picture.staleness_mean:.1f}")
     parts += [f"{row.name} {row.state} {row.steps} steps" for row in picture.workers]
     parts += [
-        f"{row.name} {row.state} {row.held_bytes / 1e3:,.0f} kB {row.updates} updates"
+        f"{row.name} {row.state} {_size(row.held_bytes)} {row.updates} updates"
         for row in picture.servers
     ]
     if picture.remaining_s is not None:
-        parts.append(f"{picture.remaining_s:.0f} s to go")
+        parts.append(f"{picture.remaining_s:.0f} s left")
     return ", ".join(parts)
 
 
 def _steps(picture: Picture) -> str:
-    if picture.total_steps == 0:  # nobody knows where it ends
+    if picture.total_steps == 0:
         return f"{picture.done_steps} steps"
     share = 100 * picture.done_steps / picture.total_steps
-    return f"step {picture.done_steps}/{picture.total_steps} ({share:.0f}%)"
+    return f"step {picture.done_steps:,} of {picture.total_steps:,} ({share:.0f} %)"
+
+
+def _size(held: int) -> str:
+    return f"{held / 1e6:,.1f} MB" if held >= 1e6 else f"{held / 1e3:,.0f} kB"
 
 
 def draw(picture: Picture) -> Panel:
-    """The picture as a panel."""
-    rows = [] if picture.total_steps == 0 else [_progress(picture)]
-    if picture.losses:
-        rows.append(Group(Text(f"loss {picture.losses[-1]:.4f}"), _curve(picture.losses)))
-    tables = Table.grid(expand=True)
-    tables.add_row(_workers(picture), _servers(picture))
-    rows.append(Group(tables))
-    rows += [Group(Text(note, style="yellow")) for note in picture.notes[-4:]]
+    """Return the picture as a panel."""
+    rows: list[RenderableType] = []
+    if picture.subtitle:
+        rows.append(Text(picture.subtitle, style="dim"))
+    rows.append(Text(_summary(picture)))
+    if picture.total_steps:
+        rows.append(ProgressBar(total=picture.total_steps, completed=picture.done_steps))
+    curves = [curve for curve in picture.curves if curve.values]
+    if curves:
+        rows += [Text(), _beside([_chart(curve, picture.elapsed_s) for curve in curves])]
+    rows += [Text(), _beside([_workers(picture), _servers(picture)])]
+    rows += [Text(note, style="yellow") for note in picture.notes[-4:]]
     return Panel(Group(*rows), title=picture.title, border_style="cyan")
 
 
-def _progress(picture: Picture) -> Group:
-    remaining = picture.remaining_s
-    staleness = (
-        ""
-        if picture.staleness_mean is None
-        else f"   staleness {picture.staleness_mean:.1f} (max {picture.staleness_max or 0:.0f})"
-    )
-    text = Text(
-        f"step {picture.done_steps:,} of {picture.total_steps:,}   "
-        f"{picture.examples_per_s or 0:,.0f} examples/s   "
-        f"{'' if remaining is None else f'{remaining:.0f} s to go'}{staleness}"
-    )
-    bar = ProgressBar(total=max(picture.total_steps, 1), completed=picture.done_steps)
-    return Group(text, bar)
+def _beside(parts: Sequence[RenderableType]) -> Table:
+    table = Table.grid(expand=True, padding=(0, 1))
+    for _ in parts:
+        table.add_column(ratio=1)
+    table.add_row(*parts)
+    return table
 
 
-def _curve(values: Sequence[float], *, width: int = 72) -> Text:
-    """The curve as one line of blocks, averaged into `width` buckets."""
-    count = len(values)
-    buckets = [
-        values[i * count // width : max((i + 1) * count // width, i * count // width + 1)]
-        for i in range(min(width, count))
-    ]
-    means = [sum(bucket) / len(bucket) for bucket in buckets if bucket]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    blocks = (_BLOCKS[int((mean - low) / span * (len(_BLOCKS) - 1))] for mean in means)
-    return Text("".join(blocks), style="green")
+def _summary(picture: Picture) -> str:
+    parts = [_steps(picture)]
+    if picture.examples_per_s is not None:
+        parts.append(f"{picture.examples_per_s:,.0f} examples/s")
+    if picture.remaining_s:
+        parts.append(f"{picture.remaining_s:.0f} s left")
+    if picture.staleness_mean is not None:
+        parts.append(
+            f"staleness {picture.staleness_mean:.1f} updates (max {picture.staleness_max or 0:.0f})"
+        )
+    return "   ".join(parts)
+
+
+def _chart(curve: Curve, elapsed_s: float, *, width: int = 26) -> Text:
+    """Draw a curve in a few rows of blocks, with its current value, extremes and times."""
+    count = len(curve.values)
+    means = []
+    for column in range(width):  # mean of the values in the column; a short curve is stretched
+        low, high = column * count // width, (column + 1) * count // width
+        values = curve.values[low : max(high, low + 1)]
+        means.append(sum(values) / len(values))
+    lowest, highest = min(means), max(means)
+    span = (highest - lowest) or 1.0
+    levels = len(_BLOCKS) - 1
+    # One level at least, so that the smallest value is visible.
+    heights = [1 + round((mean - lowest) / span * (_CHART_ROWS * levels - 1)) for mean in means]
+    text = Text(f"{curve.label} {curve.values[-1]:.4f}", style="bold")
+    text.append(f"  {curve.note}\n" if curve.note else "\n", style="dim")
+    for row in reversed(range(_CHART_ROWS)):
+        label = {_CHART_ROWS - 1: f"{highest:.3f}", 0: f"{lowest:.3f}"}.get(row, "")
+        blocks = (_BLOCKS[min(max(height - row * levels, 0), levels)] for height in heights)
+        text.append(f"{label:>6} ┤", style="dim")
+        text.append(f"{''.join(blocks)}\n", style="green")
+    end = f"{elapsed_s:.0f} s"
+    text.append(f"{'':>6} └0 s{end:>{width - 3}}", style="dim")
+    return text
 
 
 def _workers(picture: Picture) -> Table:
@@ -260,21 +287,18 @@ def _workers(picture: Picture) -> Table:
     for column in ("name", "state", "steps", "restarts"):
         table.add_column(column)
     for row in picture.workers:
-        style = "green" if row.state == "running" else "bold red"
-        table.add_row(row.name, Text(row.state, style=style), f"{row.steps:,}", str(row.restarts))
+        table.add_row(row.name, _state(row.state), f"{row.steps:,}", str(row.restarts))
     return table
 
 
 def _servers(picture: Picture) -> Table:
     table = Table(title="parameter servers", expand=True)
-    for column in ("name", "state", "holds", "updates"):
+    for column in ("name", "state", "memory", "updates"):
         table.add_column(column)
     for row in picture.servers:
-        style = "green" if row.state == "running" else "bold red"
-        table.add_row(
-            row.name,
-            Text(row.state, style=style),
-            f"{row.held_bytes / 1e3:,.0f} kB",
-            f"{row.updates:,}",
-        )
+        table.add_row(row.name, _state(row.state), _size(row.held_bytes), f"{row.updates:,}")
     return table
+
+
+def _state(state: str) -> Text:
+    return Text(state, style="green" if state in ("running", "idle") else "bold red")

@@ -8,6 +8,7 @@ hooks (names with one underscore). `_core` calls the hooks of `StrategyHooks`; t
     _spread                whether variables have one copy per replica
     _between_graph         a flag of tf.distribute's ``extended`` (EXT-9)
     _run                   runs a function on the replicas; rarely overridden
+    _run_steps             runs the batches of `run_steps`
     _reduce, _gather, …    implement the public methods of the same name
     _colocated             held by colocate_vars_with (see `updates.py`)
     _arguments             constructor arguments, for deepcopy and repr
@@ -19,7 +20,7 @@ import functools
 import importlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, final
 
@@ -43,6 +44,7 @@ from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.torch_patches import compiling, module_members
 from stratagem._core.user_contexts import InputContext, ValueContext
 from stratagem._owner import Owner
+from stratagem._strategies import step_loop
 from stratagem.errors import ContextError, MisuseError
 
 GradientAggregation = Literal["mean", "sum"]
@@ -185,6 +187,24 @@ class Strategy(Owner):
                 "arguments, such as args=(batch,)."
             )
         return self._call_for_each_replica(fn, args, kwargs)
+
+    @final
+    def run_steps(
+        self, step: Callable[[Any], Any], dataset: Any, *, steps: int | None = None
+    ) -> Iterator[Any]:
+        """Call ``step(batch)`` for every global batch; yield the results in batch order.
+
+        On one machine each batch is one `run`. With parameter servers each batch is scheduled on a
+        worker, some batches ahead of the result that is yielded. Numbers that replicas return are
+        averaged over the rows of the batch.
+
+        Args:
+            step: the training step, a function of one batch.
+            dataset: any iterable of global batches.
+            steps: stop after this many batches; None: use all of them.
+        """
+        step_loop.check_arguments(step, steps)
+        return self._run_steps(step, dataset, steps)
 
     @final
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -354,6 +374,9 @@ class Strategy(Owner):
         else:
             calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
         return _merge(group, group.run(calls, self._threads), count.rows)
+
+    def _run_steps(self, step: Any, dataset: Any, steps: int | None) -> Iterator[Any]:
+        return step_loop.run_here(self, step, dataset, steps)
 
     @abstractmethod
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:

@@ -35,6 +35,7 @@ from stratagem._ps.coordinator.handles import ObjectHandles
 from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.placement import device_name
 from stratagem._ps.worker.worker_objects import PsWorkerSetup
+from stratagem._strategies import step_loop
 from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._strategies.worker_strategy import WorkerStrategy, caching, reduce_nest
 from stratagem._wire.handshake import ClusterKey
@@ -184,11 +185,8 @@ class ParameterServerStrategy(Strategy):
     @override
     def _scope_entered(self) -> AbstractContextManager[object]:
         if self._cluster_coordinator is None:
-            # Made, not started (PSS-5): it connects to the workers when it is first used. Found by
-            # name, since imports go down only.
-            importlib.import_module(
-                "stratagem._cluster.coordinator.coordinator"
-            ).ClusterCoordinator.of(self)
+            # Made, not started (PSS-5): it connects to the workers when it is first used.
+            _coordinator_class().of(self)
         return DeferredTables(config.remote_table_bytes())
 
     @override
@@ -240,6 +238,11 @@ class ParameterServerStrategy(Strategy):
         return super()._run(fn, args, kwargs)
 
     @override
+    def _run_steps(self, step: Any, dataset: Any, steps: int | None) -> Iterator[Any]:
+        coordinator = _coordinator_class()(self)
+        return step_loop.run_on_workers(coordinator, len(self._workers), step, dataset, steps)
+
+    @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
         return reduce_nest(self, op, value, axis)
 
@@ -260,6 +263,11 @@ class ParameterServerStrategy(Strategy):
         options: config.InputOptions | None,
     ) -> UnbuiltDataset:
         return UnbuiltDataset(distribute.distribute_datasets_from_function, dataset_fn, options)
+
+
+def _coordinator_class() -> Any:
+    """Return `ClusterCoordinator`, imported by name because its package is a higher layer."""
+    return importlib.import_module("stratagem._cluster.coordinator.coordinator").ClusterCoordinator
 
 
 class UnbuiltDataset:

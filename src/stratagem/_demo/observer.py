@@ -1,4 +1,4 @@
-"""Looks at a running local cluster and fills in the rows of the live picture."""
+"""Rows of the live picture, read from a running local cluster."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stratagem.errors import ParameterServerLost
 
 __all__ = ["ClusterObserver"]
 
-# Servers answer from numbers at most half a second old, so asking more often shows nothing new.
+# Servers update their figures every half second, so asking more often shows nothing new.
 _ASK_EVERY_S = 0.5
 _ASK_LIMIT_S = 2.0
 
 
 class ClusterObserver:
-    """What the coordinator and the servers say about themselves, as rows of a picture."""
+    """Reader of the state that coordinator and servers report about themselves."""
 
     def __init__(self, cluster: LocalCluster, coordinator: ClusterCoordinator) -> None:
         addresses = cluster.resolver.cluster_spec().job_tasks("ps")
@@ -34,19 +34,16 @@ class ClusterObserver:
         self._asked_at = float("-inf")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections to the servers."""
         self._control.close()
 
-    def worker_is_up(self, index: int) -> bool:
-        """Whether the coordinator has a line to the worker."""
-        return self._coordinator.workers[index].connected
-
-    def life_of(self, index: int) -> int:
-        """How many lives the worker has begun."""
-        return self._coordinator.workers[index].life
+    def has_restarted(self, index: int) -> bool:
+        """Return whether a worker was lost and is connected again."""
+        status = self._coordinator.workers[index]
+        return status.connected and status.life > 1
 
     def workers(self, steps_of: Mapping[int, int]) -> list[WorkerRow]:
-        """One row per worker."""
+        """Return one row per worker."""
         return [
             WorkerRow(
                 name=f"worker {status.index}",
@@ -58,14 +55,14 @@ class ClusterObserver:
         ]
 
     def servers(self) -> list[ServerRow]:
-        """One row per parameter server."""
+        """Return one row per parameter server."""
         if time.monotonic() - self._asked_at >= _ASK_EVERY_S:
             self._servers = [self._ask(number) for number in range(len(self._tasks))]
             self._asked_at = time.monotonic()
         return self._servers
 
     def staleness(self) -> tuple[float | None, float | None]:
-        """Mean and largest number of others' updates between a worker's read and its write."""
+        """Return mean and maximum of the updates by others between a worker's read and its write."""
         spread = self._coordinator.worker_metrics.distributions.get("ps.staleness")
         if spread is None or spread.count == 0:
             return None, None

@@ -1,0 +1,260 @@
+"""Snapshots of metrics: plain data that processes send, merge and show.
+
+`metrics` records the values and offers these classes under its own name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+__all__ = ["DistributionSnapshot", "Event", "Snapshot", "bucket_of", "merge"]
+
+# Layout of a distribution. A positive value v = m * 2**e (0.5 <= m < 1) falls into the octave e,
+# which is divided into eight equal parts, so a bucket is at most 1/8 of its lower edge wide:
+#
+#     bucket number = 1 + (e - LOWEST) * 8 + floor((m - 0.5) * 16)
+#
+# Bucket 0 holds everything <= 0. Octaves are clamped to 2**-40 (a picosecond, in seconds) and
+# 2**60 (an exabyte, in bytes), so there are at most 801 buckets, created on first use.
+_PARTS: Final = 8
+_LOWEST_OCTAVE: Final = -40
+_HIGHEST_OCTAVE: Final = 60
+_LAST_BUCKET: Final = (_HIGHEST_OCTAVE - _LOWEST_OCTAVE) * _PARTS
+_ABOVE_ALL: Final = 2.0**_HIGHEST_OCTAVE
+
+Number: TypeAlias = int | float
+Plain: TypeAlias = str | int | float | bool | None
+
+
+def bucket_of(value: float) -> int:
+    """Return the number of the bucket that counts a value.
+
+    Example:
+        >>> bucket_of(-1.0), bucket_of(1.0) == bucket_of(1.1), bucket_of(1.0) == bucket_of(1.2)
+        (0, True, False)
+    """
+    if not value > 0:
+        return 0
+    if value >= _ABOVE_ALL:
+        return _LAST_BUCKET
+    mantissa, octave = math.frexp(value)
+    if octave <= _LOWEST_OCTAVE:
+        return 1
+    return 1 + (octave - 1 - _LOWEST_OCTAVE) * _PARTS + int((mantissa - 0.5) * 2 * _PARTS)
+
+
+def _edges_of(bucket: int) -> tuple[float, float]:
+    """Return the lower and upper edge of a bucket."""
+    if bucket == 0:
+        return 0.0, 0.0
+    octave, part = divmod(bucket - 1, _PARTS)
+    base = math.ldexp(0.5, octave + 1 + _LOWEST_OCTAVE)
+    return base * (1 + part / _PARTS), base * (1 + (part + 1) / _PARTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributionSnapshot:
+    """Values of a distribution or timer at one moment.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> sizes = metrics.Registry().distribution("sizes")
+        >>> for value in (1, 2, 3, 100):
+        ...     sizes.record(value)
+        >>> seen = sizes.snapshot()
+        >>> seen.count, seen.mean, seen.minimum, seen.maximum
+        (4, 26.5, 1.0, 100.0)
+        >>> 2 <= seen.quantile(0.5) <= 3
+        True
+    """
+
+    count: int = 0
+    """Number of recorded values."""
+
+    total: float = 0.0
+    """Sum of the values."""
+
+    minimum: float = math.inf
+    """Smallest value, exact; infinity when empty."""
+
+    maximum: float = -math.inf
+    """Largest value, exact; minus infinity when empty."""
+
+    buckets: Mapping[int, int] = field(default_factory=dict)
+    """Number of values in each bucket."""
+
+    @property
+    def mean(self) -> float:
+        """Exact mean of the values; NaN when there are none."""
+        return self.total / self.count if self.count else math.nan
+
+    def quantile(self, fraction: float) -> float:
+        """Return the value below which `fraction` of the values lie, within 1/8 of its size.
+
+        NaN when there are no values.
+        """
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"got fraction={fraction!r}, expected a number from 0 to 1")
+        if self.count == 0:
+            return math.nan
+        rank = fraction * self.count
+        seen = 0
+        for bucket in sorted(self.buckets):
+            inside = self.buckets[bucket]
+            if seen + inside >= rank:
+                low, high = _edges_of(bucket)
+                guess = low + (high - low) * max(0.0, rank - seen) / inside
+                return min(max(guess, self.minimum), self.maximum)
+            seen += inside
+        return self.maximum
+
+    def merged(self, other: DistributionSnapshot) -> DistributionSnapshot:
+        """Return one snapshot of the values of both."""
+        buckets = dict(self.buckets)
+        for bucket, inside in other.buckets.items():
+            buckets[bucket] = buckets.get(bucket, 0) + inside
+        return DistributionSnapshot(
+            count=self.count + other.count,
+            total=self.total + other.total,
+            minimum=min(self.minimum, other.minimum),
+            maximum=max(self.maximum, other.maximum),
+            buckets=buckets,
+        )
+
+    def to_plain(self) -> list[Any]:
+        """Return a list that any codec can carry; empty when there are no values."""
+        if not self.count:  # the infinities of an empty distribution are not valid JSON
+            return []
+        # Pairs, because JSON turns dictionary keys into strings.
+        pairs = [[bucket, inside] for bucket, inside in sorted(self.buckets.items())]
+        return [self.count, self.total, self.minimum, self.maximum, pairs]
+
+    @staticmethod
+    def from_plain(plain: list[Any]) -> DistributionSnapshot:
+        """Return the snapshot that `to_plain` described."""
+        if not plain:
+            return DistributionSnapshot()
+        count, total, minimum, maximum, pairs = plain
+        return DistributionSnapshot(
+            count=count, total=total, minimum=minimum, maximum=maximum, buckets=dict(pairs)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One occurrence worth a log line, such as a lost worker or a written checkpoint.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> registry = metrics.Registry(source="worker 0")
+        >>> registry.event("worker lost", worker=1, reason="no heartbeat")
+        >>> [(e.source, e.name, e.facts) for e in registry.snapshot().events]
+        [('worker 0', 'worker lost', {'worker': 1, 'reason': 'no heartbeat'})]
+    """
+
+    time_s: float
+    """Seconds since 1970, by the clock of the process that recorded the event."""
+
+    source: str
+    """Task that recorded the event, such as ``worker 0``."""
+
+    name: str
+    """Description of the occurrence."""
+
+    facts: Mapping[str, Plain] = field(default_factory=dict)
+    """Values that belong to the occurrence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Contents of a registry at one moment.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> here = metrics.Registry(source="worker 0")
+        >>> here.counter("steps").add(3)
+        >>> again = metrics.Snapshot.from_plain(here.snapshot().to_plain())
+        >>> again.counters
+        {'steps': 3}
+    """
+
+    sources: tuple[str, ...] = ()
+    """Tasks whose values the snapshot holds."""
+
+    counters: Mapping[str, Number] = field(default_factory=dict)
+    timers: Mapping[str, DistributionSnapshot] = field(default_factory=dict)
+    distributions: Mapping[str, DistributionSnapshot] = field(default_factory=dict)
+
+    events: tuple[Event, ...] = ()
+    """Latest events, oldest first."""
+
+    events_dropped: int = 0
+    """Number of older events that were discarded."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return lists, dicts, numbers and strings only; `from_plain` reads them back."""
+        return {
+            "sources": list(self.sources),
+            "counters": dict(self.counters),
+            "timers": {name: seen.to_plain() for name, seen in self.timers.items()},
+            "distributions": {name: seen.to_plain() for name, seen in self.distributions.items()},
+            "events": [[e.time_s, e.source, e.name, dict(e.facts)] for e in self.events],
+            "events_dropped": self.events_dropped,
+        }
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Snapshot:
+        """Return the snapshot that `to_plain` described."""
+        read = DistributionSnapshot.from_plain
+        return Snapshot(
+            sources=tuple(plain["sources"]),
+            counters=dict(plain["counters"]),
+            timers={name: read(row) for name, row in plain["timers"].items()},
+            distributions={name: read(row) for name, row in plain["distributions"].items()},
+            events=tuple(
+                Event(time_s=at, source=source, name=name, facts=dict(facts))
+                for at, source, name, facts in plain["events"]
+            ),
+            events_dropped=plain["events_dropped"],
+        )
+
+
+def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """Return one snapshot of all: counts are added, events are ordered by time.
+
+    Give the latest snapshot of each process, since a snapshot counts from its process's start.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> workers = [metrics.Registry(source=f"worker {i}") for i in range(2)]
+        >>> for worker in workers:
+        ...     worker.counter("steps").add(10)
+        >>> metrics.merge(worker.snapshot() for worker in workers).counters
+        {'steps': 20}
+    """
+    sources: list[str] = []
+    counters: dict[str, Number] = {}
+    timers: dict[str, DistributionSnapshot] = {}
+    distributions: dict[str, DistributionSnapshot] = {}
+    events: list[Event] = []
+    dropped = 0
+    for one in snapshots:
+        sources.extend(one.sources)
+        for name, value in one.counters.items():
+            counters[name] = counters.get(name, 0) + value
+        for into, found in ((timers, one.timers), (distributions, one.distributions)):
+            for name, seen in found.items():
+                into[name] = into[name].merged(seen) if name in into else seen
+        events.extend(one.events)
+        dropped += one.events_dropped
+    return Snapshot(
+        sources=tuple(sources),
+        counters=counters,
+        timers=timers,
+        distributions=distributions,
+        events=tuple(sorted(events, key=lambda e: e.time_s)),
+        events_dropped=dropped,
+    )

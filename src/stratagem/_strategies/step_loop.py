@@ -1,0 +1,137 @@
+"""The loop behind `Strategy.run_steps`: one step function, every batch, any strategy.
+
+`run_here` runs each batch on the replicas of this process. `run_on_workers` schedules each batch on a
+worker of a parameter-server cluster. Both yield the results in batch order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from stratagem._core import context, values
+from stratagem.config import InputOptions
+
+if TYPE_CHECKING:
+    from stratagem._strategies.base import Strategy
+
+__all__ = ["check_arguments", "run_here", "run_on_workers"]
+
+Step = Callable[[Any], Any]
+
+# Batches in flight for each worker, and beyond that for all of them: a worker must never wait for
+# the program that consumes the results, and every batch in flight is held in memory.
+_AHEAD_PER_WORKER = 4
+_AHEAD = 16
+
+
+class Scheduler(Protocol):
+    """The part of `ClusterCoordinator` that the loop needs."""
+
+    def schedule(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Queue a call; return a value with a ``get()``."""
+
+    def join(self) -> None:
+        """Wait for every scheduled call."""
+
+
+def check_arguments(step: object, steps: object) -> None:
+    """Refuse a step that cannot be called and a number of steps that is not one."""
+    if not callable(step):
+        raise TypeError(
+            f"step={step!r} is a {type(step).__name__}, not callable: expected a function of one "
+            "batch, such as strategy.run_steps(step, dataset)."
+        )
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+        raise ValueError(
+            f"steps={steps!r} is not a number of steps: expected 0 or more, or None for all batches."
+        )
+
+
+def run_here(strategy: Strategy, step: Step, dataset: Any, steps: int | None) -> Iterator[Any]:
+    """Run every batch on the strategy's own replicas; yield one result per batch."""
+    iterator = iter(strategy.distribute_dataset(dataset))
+    try:
+        for batch in itertools.islice(iterator, steps):
+            yield _run_batch(strategy, step, batch)
+    finally:
+        close = getattr(iterator, "close", None)  # a plain iterator has nothing to close
+        if close is not None:
+            close()
+
+
+def run_on_workers(
+    coordinator: Scheduler, workers: int, step: Step, dataset: Any, steps: int | None
+) -> Iterator[Any]:
+    """Schedule every batch on some worker; yield the results in batch order.
+
+    A few batches are scheduled ahead of the result that is yielded. When the consumer stops early, the
+    loop waits for these batches, so that no update is under way after it.
+    """
+    from stratagem._data.dataset import as_dataset  # strategies load the input pipeline on use
+
+    limit = _AHEAD + _AHEAD_PER_WORKER * workers
+
+    def run_batch(batch: Any) -> Any:  # runs on a worker
+        return _run_batch_on_worker(step, batch)
+
+    waiting: deque[Any] = deque()
+    try:
+        with closing(iter(as_dataset(dataset))) as batches:
+            for batch in itertools.islice(batches, steps):
+                waiting.append(coordinator.schedule(run_batch, args=(batch,)))
+                if len(waiting) >= limit:
+                    yield waiting.popleft().get()
+        while waiting:
+            yield waiting.popleft().get()
+    except GeneratorExit:
+        coordinator.join()
+        raise
+    except Exception:
+        # The failed closure is the error that counts; join() waits for the rest and repeats it.
+        with suppress(Exception):
+            coordinator.join()
+        raise
+
+
+def _run_batch_on_worker(step: Step, batch: Any) -> Any:
+    """Run one batch on the replicas of the current worker."""
+    strategy = context.get_strategy()
+    devices = strategy._compute_devices
+    if len(devices) > 1 or devices[0].torch_device.type != "cpu":
+        options = InputOptions(per_replica_buffer_size=0)
+        with closing(iter(strategy.distribute_dataset([batch], options))) as parts:
+            batch = next(parts)
+    return _run_batch(strategy, step, batch)
+
+
+def _run_batch(strategy: Strategy, step: Step, batch: Any) -> Any:
+    """Run one distributed batch, and average numbers over its rows as one device would."""
+    result = strategy.run(step, args=(batch,))
+    if strategy.num_replicas_in_sync == 1:
+        return result
+    parts = (leaf for leaf in values.leaves(batch) if isinstance(leaf, values.PerReplica))
+    rows = next((part.rows for part in parts if part.rows is not None), None)
+    return values.map_leaves(lambda leaf: _mean_over_rows(leaf, rows), result)
+
+
+def _mean_over_rows(leaf: Any, rows: tuple[int, ...] | None) -> Any:
+    """Average numbers and tensors without dimensions; return anything else unchanged."""
+    if not isinstance(leaf, values.PerReplica):
+        return leaf
+    weights = rows or (1,) * len(leaf.values)
+    if not any(weights):
+        return leaf
+    # A replica without rows returns NaN or None, and has no weight.
+    present = [(part, n) for part, n in zip(leaf.values, weights, strict=True) if n]
+    if all(isinstance(part, int | float) for part, _ in present):
+        return sum(part * n for part, n in present) / sum(weights)
+    if all(isinstance(part, torch.Tensor) and part.ndim == 0 for part, _ in present):
+        here = present[0][0].device
+        return sum(part.to(here) * n for part, n in present) / sum(weights)
+    return leaf

@@ -1,62 +1,77 @@
-# Three commands for a newcomer: make demo, make test, make check. `make help` lists the rest.
-# Everything lives in .venv, made on first use; a stamp file keeps later runs from installing again.
+# Start with `make demo`, `make check test` or `make bench`; `make help` lists every target.
+# All targets share one virtual environment, .venv. Stamp files record what is installed in it,
+# so that the demo installs only what the demo needs and later runs install nothing.
 
-PYTHON ?= python3
-VENV   ?= .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-# Two test processes: more helps little on small machines and starves tests that start clusters.
-JOBS   ?= 2
-# What to test or benchmark, e.g. `make test TESTS=tests/data`, `make bench ONLY=embedding`.
-TESTS  ?=
-ONLY   ?=
+PYTHON  ?= python3
+VENV    ?= .venv
+BIN     := $(VENV)/bin
+RUNTIME := $(VENV)/.installed-runtime
+DEV     := $(VENV)/.installed-dev
+# Two test processes: more of them slow down the tests that start clusters.
+JOBS    ?= 2
+# A part of the tests or benchmarks: `make test TESTS=tests/data`, `make bench ONLY=embedding`.
+TESTS   ?=
+ONLY    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-nightly check format demo bench docs build clean
+.PHONY: help install test test-fast test-soak check format demo bench docs docs-serve build clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[dev]"
-	touch $@
+$(BIN)/python:
+	@echo "Creating the virtual environment $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
 
-install: $(STAMP) ## make .venv with the project (editable) and everything needed to work on it
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Stratagem, PyTorch and matplotlib into $(VENV) (about 1 GB, once; minutes on a slow line) ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --editable ".[demo]"
+	@touch $@
+	@echo "Installed. The command is $(BIN)/stratagem; 'source $(BIN)/activate' puts it on your PATH."
 
-test: $(STAMP) ## run the whole test suite, doctests and the documents' code included
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+$(DEV): $(RUNTIME)
+	@echo "Installing the development tools into $(VENV) (about 0.9 GB, once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[dev]"
+	@touch $@
 
-# The pure parts, by tens of thousands of orders of events; a quarter of an hour on two cores.
-ORDERS := tests/cluster/test_closures.py tests/ps/test_ledger.py tests/ps/test_store.py tests/core/test_partition.py
+install: $(DEV) ## create .venv with the package (editable) and all development tools
 
-test-nightly: $(STAMP) ## 50,000 random orders of events for every pure part, not thousands
-	$(BIN)/python -m pytest -n $(JOBS) --timeout 7200 --hypothesis-profile=nightly $(ORDERS)
+demo: $(RUNTIME) ## train for a minute on 2 workers and 2 parameter servers, with a live view
+	@$(BIN)/stratagem demo
 
-check: $(STAMP) ## ruff, mypy --strict, the architecture test
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test: $(DEV) ## run the fast and process tests, doctests and documentation examples (7 minutes)
+	$(PYTEST) -m "not soak" $(TESTS)
+
+test-fast: $(DEV) ## run only the tests that start no process (2 minutes)
+	$(PYTEST) -m fast $(TESTS)
+
+# PROFILE=bounded tries fewer random cases; .ci/run uses it.
+PROFILE ?= soak
+test-soak: $(DEV) ## run the long tests: fuzzing, memory, many random orders of events
+	$(PYTEST) -m "soak or scaled" --hypothesis-profile=$(PROFILE) --timeout 7200 $(TESTS)
+
+check: $(DEV) ## run ruff, mypy --strict and the architecture test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-format: $(STAMP) ## let ruff rewrite what it can
+format: $(DEV) ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: $(STAMP) ## a minute of training on 2 workers and 2 parameter servers, with a live view
-	$(BIN)/stratagem demo
-
-bench: $(STAMP) ## side by side with TensorFlow and with the limit (ONLY=row for one row)
+bench: $(DEV) ## compare with TensorFlow and with the machine's limit (ONLY=row for one row)
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
-docs: $(STAMP) ## build the HTML documents into site/, links checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open site/index.html"
+docs: $(DEV) ## build the HTML documentation into site/ and check its links
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Built: open site/index.html."
 
-build: $(STAMP) ## wheel and sdist into dist/
+build: $(DEV) ## build wheel and sdist into dist/
 	$(BIN)/python -m pip install --quiet build
 	$(BIN)/python -m build --outdir dist .
 
-clean: ## remove what can be made again
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+clean: ## remove everything that can be made again
+	rm -rf $(VENV) build dist site demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -1,3 +1,3 @@
-"""Loads the leak police, the guardian, the number of orders to try, gates and addresses for every test of the session."""
+"""Load the plugins of `tests/plugins` for every test of the session."""
 
-pytest_plugins = ["police", "guardian", "orders", "waiting", "addresses"]
+pytest_plugins = ["kinds", "police", "guardian", "warm_start", "orders", "waiting", "addresses"]

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import wait_until
+
+pytestmark = pytest.mark.process
 
 PLUGINS = Path(__file__).parent / "plugins"
 

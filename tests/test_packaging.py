@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,7 +24,7 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +49,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.mark.timeout(120)
 def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
     """Nothing of ``src`` is left out, and type checkers are told that we are typed."""
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -59,7 +60,6 @@ def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-@pytest.mark.timeout(120)
 def test_the_installed_package_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
     """``pip install`` gives a library and a command that do not need the clone."""
     target = tmp_path / "installed"
@@ -83,10 +83,11 @@ def test_the_installed_package_works_outside_the_repository(wheel: Path, tmp_pat
 
 
 def test_the_extras_are_named() -> None:
-    """Optional dependencies have names a user can ask for, and development has everything."""
+    """Every optional dependency is imported by some code, and development has all of them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert {"ray", "keras", "tensorboard", "parquet", "data", "docs", "dev"} <= extras.keys()
+    assert extras.keys() == {"parquet", "data", "demo", "docs", "dev"}
+    assert "stratagem[data,demo,docs,parquet]" in extras["dev"]
     needed = {"torch", "numpy", "msgspec", "cloudpickle", "rich"}
     assert needed <= {name.split(">")[0] for name in project["dependencies"]}
     assert project["scripts"] == {"stratagem": "stratagem.cli:main"}

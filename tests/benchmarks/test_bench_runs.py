@@ -28,7 +28,7 @@ def small(*names: str) -> tuple[rows.Row, ...]:
     return tuple(rows.tiny(ALL[name]) for name in names)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.soak
 def test_a_row_runs_and_does_the_plain_runs_work():
     """Ours and the limit give samples, the checks pass, and the peer that is not there is missing."""
     heard: list[str] = []
@@ -118,6 +118,7 @@ class Slower(limits.Embedding):
         self.optimizer.param_groups[0]["lr"] /= 2
 
 
+@pytest.mark.soak
 def test_the_row_of_hot_rows_notices_who_trains_wrongly():
     """At full size, as it is measured: such a side's last loss is not within the row's bounds."""
     row = ALL["hot_table"]
@@ -147,6 +148,7 @@ def test_a_cluster_row_does_what_it_says(name):
     assert all(check.passed for check in compare(name, {"ours": facts}, None))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "counts"), [("mlp", 2.0), ("central", 1.0), ("add", 2 * 2**17 / 1e9)]
 )
@@ -175,6 +177,7 @@ def test_quality_compares_the_same_examples():
     )
 
 
+@pytest.mark.process
 def test_a_side_that_cannot_do_a_row_says_why():
     with (
         SideProcess("limit") as process,
@@ -183,6 +186,7 @@ def test_a_side_that_cannot_do_a_row_says_why():
         process.ask("setup", timeout_s=60, row="no such", size={})
 
 
+@pytest.mark.process
 def test_a_side_that_is_killed_is_noticed_and_named():
     with SideProcess("limit") as process:
         process.ask("setup", timeout_s=60, row="mlp", size=MLP)
@@ -191,6 +195,7 @@ def test_a_side_that_is_killed_is_noticed_and_named():
             process.ask("sample", timeout_s=60, seconds=0.01)
 
 
+@pytest.mark.process
 def test_a_silent_side_is_not_waited_for_longer_than_told():
     with SideProcess("limit") as process:
         process.ask("setup", timeout_s=60, row="mlp", size=MLP)
@@ -198,6 +203,7 @@ def test_a_silent_side_is_not_waited_for_longer_than_told():
             process.ask("sample", timeout_s=0.2, seconds=30.0)
 
 
+@pytest.mark.process
 def test_a_side_that_breaks_down_while_measured_loses_its_samples():
     """Half a measurement is shown as missing: here the peer's Python is one without TensorFlow."""
     row = replace(small("one_device")[0], sides=(rows.TRACED, rows.EAGER), parity=None)
@@ -211,6 +217,7 @@ def test_when_time_is_over_the_rest_is_missing():
     assert all("were over" in (m.missing or "") for m in results.measurements)
 
 
+@pytest.mark.process
 def test_a_peer_that_cannot_be_installed_is_a_reason_not_a_crash(tmp_path: Path):
     in_the_way = tmp_path / "venv"
     in_the_way.write_text("a file where the environment should be")
@@ -218,7 +225,7 @@ def test_a_peer_that_cannot_be_installed_is_a_reason_not_a_crash(tmp_path: Path)
         environment.prepare(in_the_way)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.process
 def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--only", "input", "--tiny", "--no-peer", "--results", str(tmp_path)]
     assert command.main(arguments) == 0

@@ -165,6 +165,7 @@ with sg.CheckpointManager(sg.Checkpoint(model=model), directory) as manager:
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("limit", [100, 10_000, 500_000, 1_000_000])
 def test_a_file_that_cannot_grow(tmp_path: Path, limit: int) -> None:
     """The limit strikes in a frame, in the rows, in small files: the save fails, nothing is left."""
@@ -188,6 +189,7 @@ def _mounted(path: Path, size: int) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.process
 def test_a_full_disk(tmp_path: Path) -> None:
     """A disk with room for one checkpoint and a half: refused before writing, and while writing."""
     disk = tmp_path / "disk"

@@ -52,6 +52,7 @@ with sg.OneDeviceStrategy("cpu:0") as strategy:
 """
 
 
+@pytest.mark.process
 def test_beside_a_training_program(tmp_path: Path) -> None:
     """Checkpoints come and go quickly; what is evaluated is always whole, and the last one is."""
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)]) as trainer:

@@ -272,6 +272,7 @@ def test_foreign_files_and_directories_are_left_alone(tmp_path: Path, model: nn.
 # ------------------------------------------------------------------ whose directory it is
 
 
+@pytest.mark.process
 def test_two_managers_on_one_directory(tmp_path: Path, model: nn.Module) -> None:
     checkpoint = sg.Checkpoint(model=model)
     with sg.CheckpointManager(checkpoint, tmp_path) as manager:
@@ -287,6 +288,7 @@ def test_two_managers_on_one_directory(tmp_path: Path, model: nn.Module) -> None
         pass
 
 
+@pytest.mark.process
 def test_children_do_not_inherit_the_lock(tmp_path: Path, model: nn.Module) -> None:
     """A data loader's worker that survives its parent does not keep the next run out."""
     reader, writer = os.pipe()
@@ -355,6 +357,7 @@ print("not reached")
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("mode", "code", "steps"),
     [

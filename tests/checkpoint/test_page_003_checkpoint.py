@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 PROGRAM = """
@@ -82,6 +83,7 @@ def run(directory: Path, stop_in_epoch: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.process
 def test_the_example_of_page_003_resumes_at_the_right_epoch(tmp_path: Path) -> None:
     lines = run(tmp_path / "checkpoints", stop_in_epoch=2)
     assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1"]

@@ -45,6 +45,7 @@ print("read")
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "optimizer",
     ["Adam(model.parameters(), lr=0.5)", "Adagrad(model.parameters(), lr=0.5)"],

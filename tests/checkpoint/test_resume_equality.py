@@ -23,6 +23,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "optimizers", "stops"), RUNS)
 def test_a_resumed_run_equals_an_unbroken_one(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ def _run(*words: str, cwd=None, **options) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "stratagem", *words],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         cwd=cwd,
         **options,
     )
@@ -94,6 +95,14 @@ def test_train_gives_the_script_its_strategy_and_arguments(strategy, tmp_path, c
     assert capsys.readouterr().out.strip() == f"{name}Strategy ['--epochs', '3'] __main__"
 
 
+@pytest.mark.parametrize("strategy", ["one", "central", "mirrored"])
+def test_one_script_trains_under_every_strategy_of_one_machine(strategy, capsys):
+    """The example for any strategy; with parameter servers see test_cluster_commands.py."""
+    script = Path(__file__).parents[2] / "examples" / "any_strategy.py"
+    assert cli.main(["train", str(script), "--strategy", strategy, "--epochs", "3"]) == 0
+    assert float(capsys.readouterr().out.split()[-1]) > 0.8
+
+
 def test_words_after_two_dashes_are_the_scripts_even_if_they_look_like_ours(tmp_path, capsys):
     """A script may have its own --workers."""
     script = tmp_path / "script.py"
@@ -102,6 +111,7 @@ def test_words_after_two_dashes_are_the_scripts_even_if_they_look_like_ours(tmp_
     assert capsys.readouterr().out.strip() == "['data.csv', '--workers', '9']"
 
 
+@pytest.mark.process
 def test_a_failing_script_exits_with_1_and_says_why(tmp_path):
     """Through the real door: a process, an exit code, a line on stderr."""
     script = tmp_path / "broken.py"
@@ -147,6 +157,7 @@ def test_log_lines_go_to_what_standard_error_is_by_then(monkeypatch):
     assert sys.stderr.getvalue() == "W stratagem: a worker is lost\n"
 
 
+@pytest.mark.process
 def test_the_environment_turns_on_logging_in_a_program_of_your_own():
     """STRATAGEM_LOG=debug python my_program.py shows what we log; unset, nothing is printed."""
     program = (
@@ -159,7 +170,7 @@ def test_the_environment_turns_on_logging_in_a_program_of_your_own():
             [sys.executable, "-c", program],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=250,
             env={**os.environ, "STRATAGEM_LOG": level},
         )
         assert done.stderr == wanted

@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 import stratagem as sg
 from stratagem import cli
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -66,6 +69,14 @@ def test_train_with_parameter_servers_runs_the_script_on_a_cluster(tmp_path, cap
     assert capsys.readouterr().out.strip() == "45.0"
 
 
+def test_one_script_trains_with_parameter_servers_too(capsys):
+    """The script that test_cli.py runs under the other strategies, unchanged."""
+    script = Path(__file__).parents[2] / "examples" / "any_strategy.py"
+    words = ["train", str(script), "--strategy", "ps", "--workers", "2", "--ps", "2"]
+    assert cli.main([*words, "--epochs", "4"]) == 0
+    assert float(capsys.readouterr().out.split()[-1]) > 0.8
+
+
 def test_server_serves_until_ctrl_c(tmp_path):
     """`stratagem server` says where it serves and ends cleanly on SIGINT."""
     cluster = json.dumps({"ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]})
@@ -77,6 +88,6 @@ def test_server_serves_until_ctrl_c(tmp_path):
             assert process.stdout is not None
             assert process.stdout.readline().startswith("serving /job:ps/task:0 at ")
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) in (0, 130)
+            assert process.wait(60) in (0, 130)
         finally:
             process.kill()

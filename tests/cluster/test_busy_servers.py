@@ -17,6 +17,8 @@ from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 1.0
 OPTIONS = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=LIMIT_S)
 

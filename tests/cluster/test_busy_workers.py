@@ -18,6 +18,8 @@ from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._wire.process_probe import CpuProbe, own_process
 from stratagem.errors import ClosurePoisonous
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 30.0
 
 # A process that says who it is, then computes or sleeps: to be idle is what the second is for.

@@ -14,6 +14,8 @@ import torch
 import stratagem as sg
 from stratagem import metrics
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[sg.LocalCluster]:

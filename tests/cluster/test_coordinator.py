@@ -18,6 +18,8 @@ from stratagem._cluster.coordinator.coordinator import ClosureRecord
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValueStatus
 from stratagem.errors import ClosureCancelled, ClosureInputError, DeadlineExceeded
 
+pytestmark = pytest.mark.process
+
 
 class OwnError(Exception):
     """Defined in a module the workers cannot import."""

@@ -15,6 +15,8 @@ import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
 
+pytestmark = pytest.mark.process
+
 ADDITIONS = 10_000
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 import torch
 from torch import Tensor
 
 import stratagem as sg
 from stratagem.config import ClusterOptions
+
+pytestmark = pytest.mark.process
 
 LARGE = 64 << 20
 """More than a socket holds, so that sending it to a stopped process waits."""

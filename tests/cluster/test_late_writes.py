@@ -11,6 +11,8 @@ from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def cluster() -> Iterator[sg.LocalCluster]:

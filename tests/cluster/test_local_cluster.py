@@ -18,6 +18,8 @@ from stratagem import LocalCluster
 from stratagem.config import ClusterOptions
 from stratagem.errors import StartupError
 
+pytestmark = pytest.mark.process
+
 SRC = str(Path(__file__).parents[2] / "src")
 
 

@@ -6,6 +6,8 @@ from stratagem import ClusterCoordinator, LocalCluster, ParameterServerStrategy,
 from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_a_local_cluster_makes_its_own_key(monkeypatch, in_process):

@@ -29,6 +29,8 @@ from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
 
+pytestmark = pytest.mark.process
+
 SRC = str(Path(__file__).parents[2] / "src")
 KEY = "a key for the unplugged test"
 SPACE = f"sg{os.getpid() % 100_000}"

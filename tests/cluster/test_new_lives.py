@@ -16,6 +16,8 @@ import stratagem as sg
 from stratagem import LocalCluster
 from stratagem._cluster.contract import PlainOnCoordinator
 
+pytestmark = pytest.mark.process
+
 
 def test_a_new_life_sees_what_moved_before_it_began() -> None:
     """FLT-2: rates, train/eval, frozen parameters and new groups; the definitions are older than all that."""

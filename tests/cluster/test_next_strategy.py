@@ -12,6 +12,8 @@ import stratagem as sg
 from stratagem import LocalCluster
 from stratagem._cluster.contract import Applied, PlainOnCoordinator, PlainOnWorker
 
+pytestmark = pytest.mark.process
+
 
 def test_after_close_the_cluster_serves_the_next_and_old_variables_are_freed() -> None:
     """Issue 4, section 1."""

@@ -17,6 +17,8 @@ from waiting import wait_until
 
 from stratagem import ClusterCoordinator, LocalCluster
 
+pytestmark = pytest.mark.process
+
 STEP = 8 << 20
 SPARE = 64 << 20
 

@@ -23,6 +23,8 @@ from stratagem.errors import (
     StratagemError,
 )
 
+pytestmark = pytest.mark.process
+
 Connect = Callable[..., sg.ClusterCoordinator]
 
 

@@ -123,6 +123,7 @@ threading.Event().wait(60)
 """
 
 
+@pytest.mark.process
 def test_worker_outlives_a_killed_coordinator(connect: Callable[..., Any]) -> None:
     """Coordinator gone (SIGKILL): the server notices and waits for a new one."""
     with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
@@ -154,6 +155,7 @@ threading.Event().wait(60)
 """
 
 
+@pytest.mark.process
 def test_servers_free_what_a_killed_coordinator_left_after_a_time_that_can_be_set(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -12,6 +12,8 @@ from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost, UnavailableError
 
+pytestmark = pytest.mark.process
+
 OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
 
 

@@ -26,6 +26,8 @@ from stratagem.errors import (
     WorkerLost,
 )
 
+pytestmark = pytest.mark.process
+
 
 def hurt_once(mark: str, how: str) -> str:
     """Runs on a worker: does something fatal at the first call, nothing at the second."""

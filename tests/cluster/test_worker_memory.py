@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from stratagem import ClusterCoordinator, LocalCluster
+
+pytestmark = pytest.mark.process
 
 
 def test_large_blocks_come_from_memory_the_process_keeps(

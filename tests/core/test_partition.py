@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from orders import examples
+from orders import tries
 
 import stratagem as sg
 from stratagem._core.partition import Partitioner, ShardLayout, number_of_shards, shard_sizes
@@ -21,7 +21,7 @@ def test_div_rule_gives_first_shards_the_extra_rows(rows, shards, sizes):
     assert shard_sizes(rows, shards) == sizes
 
 
-@settings(deadline=None, max_examples=examples(2000))
+@tries(2000)
 @given(st.integers(1, 10_000), st.integers(1, 50))
 def test_shards_cover_all_rows_once_and_differ_by_at_most_one(rows, shards):
     """PRT-2 for any numbers."""
@@ -32,7 +32,7 @@ def test_shards_cover_all_rows_once_and_differ_by_at_most_one(rows, shards):
     assert sizes == sorted(sizes, reverse=True)
 
 
-@settings(deadline=None, max_examples=examples(2000))
+@tries(2000)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
 def test_every_row_is_found_in_its_shard(sizes, data):
     """`locate` and `cut_sorted` agree with walking over the shards."""
@@ -79,7 +79,7 @@ def test_min_size_partitioner_keeps_its_promise():
             P.MinSizePartitioner(**bad)
 
 
-@settings(deadline=None, max_examples=examples(2000))
+@tries(2000)
 @given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 5000), st.integers(1, 40))
 def test_no_shard_is_smaller_than_the_minimum(rows, columns, minimum, most):
     """PRT-7 for any numbers: only an unsharded variable may be smaller."""

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 
+import pytest
 import torch
 from meeting import me, meet
 
@@ -177,6 +178,7 @@ def test_runs_of_several_threads_take_turns(two):
         ]
 
 
+@pytest.mark.process
 def test_interpreter_exit_is_not_held_up():
     """Idle lanes end with the program, quietly."""
     code = (
@@ -196,6 +198,7 @@ def test_interpreter_exit_is_not_held_up():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "7", "")
 
 
+@pytest.mark.process
 def test_a_forked_child_gets_threads_of_its_own(two):
     """Threads do not survive a fork: the child's first run makes new ones."""
     two.run(lambda: None)

@@ -105,6 +105,7 @@ def test_map_style_loader():
     assert len(as_dataset(loader)) == 3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("own_generator", [False, True])
 def test_shuffled_loader_resumes(workers, own_generator):
@@ -117,6 +118,7 @@ def test_shuffled_loader_resumes(workers, own_generator):
     resumes(build, after=3)
 
 
+@pytest.mark.process
 def test_iterable_loader_with_workers():
     loader = DataLoader(Stream(), batch_size=None, num_workers=1)
     assert [plain(b) for b in as_dataset(loader)] == [[0, 1], [2, 3], [4, 5], [6]]
@@ -140,6 +142,7 @@ def test_stateful_iterables_are_asked_for_their_position():
     assert fresh.made == 3
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stateful_data_loader(workers):

@@ -170,6 +170,7 @@ class Rows(TorchDataset):
         return index
 
 
+@pytest.mark.process
 def test_loader_processes_are_gone_after_close_error_and_end():
     loader = DataLoader(Rows(), batch_size=2, num_workers=2)
     iterator = iter(as_dataset(loader).prefetch(1))

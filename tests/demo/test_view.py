@@ -5,6 +5,7 @@ import io
 from rich.console import Console
 
 from stratagem._demo.view import (
+    Curve,
     LinesView,
     LiveView,
     Picture,
@@ -23,7 +24,7 @@ def _picture(done: int = 50) -> Picture:
         total_steps=100,
         elapsed_s=10.0,
         examples_per_s=1234.5,
-        losses=[0.9, 0.7, 0.5],
+        curves=[Curve(label="loss", values=[0.9, 0.7, 0.5], note="(smaller is better)")],
         workers=[
             WorkerRow(name="worker 0", state="running", steps=25),
             WorkerRow(name="worker 1", state="lost", steps=25, restarts=1),
@@ -43,11 +44,15 @@ def test_the_picture_shows_everything_a_user_asks_for():
     for wanted in (
         "step 50 of 100",
         "1,234 examples/s",
-        "10 s to go",
+        "10 s left",
         "loss 0.5000",
+        "(smaller is better)",
+        "0.900 ┤",
+        "0.500 ┤",
+        "└0 s",
         "worker 1",
         "lost",
-        "2,500 kB",
+        "2.5 MB",
         "staleness 1.2",
         "killed worker 1 on purpose",
     ):
@@ -57,7 +62,7 @@ def test_the_picture_shows_everything_a_user_asks_for():
 def test_one_line_says_the_same_for_a_log():
     """A log line carries step, speed, loss and each worker's state."""
     line = one_line(_picture())
-    assert line.startswith("step 50/100 (50%), 1,234 examples/s, loss 0.5000")
+    assert line.startswith("step 50 of 100 (50 %), 1,234 examples/s, loss 0.5000")
     assert "worker 1 lost 25 steps" in line
 
 
@@ -80,4 +85,35 @@ def test_lines_come_seldom_but_the_last_one_always():
             view.show(_picture(done=done))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[-1].startswith("step 100/100")
+    assert lines[-1].startswith("step 100 of 100")
+
+
+def test_the_chart_has_one_column_per_value_until_it_is_full():
+    """A falling curve ends at the lowest block; a long one is averaged into columns."""
+    for values in ([3.0, 2.0, 1.0], [float(n) for n in range(1000, 0, -1)]):
+        console = Console(file=io.StringIO(), width=60, color_system=None)
+        picture = Picture(
+            title="t",
+            done_steps=1,
+            total_steps=1,
+            elapsed_s=9.0,
+            examples_per_s=None,
+            curves=[Curve(label="loss", values=values)],
+        )
+        console.print(draw(picture))
+        rows = [line for line in console.file.getvalue().splitlines() if "┤" in line]
+        assert len(rows) == 4
+        assert rows[0].split("┤")[1].strip(" │")[0] == "█"
+        assert rows[-1].split("┤")[1].rstrip(" │")[-1] == "▁"
+
+
+def test_a_constant_curve_can_be_drawn():
+    """There is no division by the difference of equal values."""
+    console = Console(file=io.StringIO(), width=60, color_system=None)
+    console.print(draw(_picture(done=0)))
+    curve = Curve(label="loss", values=[1.0, 1.0])
+    picture = Picture(
+        title="t", done_steps=0, total_steps=0, elapsed_s=0.0, examples_per_s=None, curves=[curve]
+    )
+    console.print(draw(picture))
+    assert "1.000 ┤" in console.file.getvalue()

@@ -88,7 +88,7 @@ def runnable(page: Path) -> bool:
 
 
 # Pages with a cluster start processes, which takes seconds on a busy machine.
-@pytest.mark.timeout(300)
+@pytest.mark.process
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if runnable(p)], ids=lambda p: p.relative_to(ROOT).as_posix()
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples import central_storage, mirrored, one_device, variables
+from examples import any_strategy, central_storage, mirrored, one_device, variables
 
 
 def test_one_device_learns_the_digits():
@@ -26,3 +26,8 @@ def test_variables_alone_find_the_line():
     slope, offset = variables.main(steps=100)
     assert slope == pytest.approx(3, abs=1e-3)
     assert offset == pytest.approx(2, abs=1e-3)
+
+
+def test_the_script_for_any_strategy_runs_without_one():
+    """`sg.auto_strategy()` chooses one device here."""
+    assert any_strategy.main(epochs=3) > 0.8

@@ -1,4 +1,4 @@
-"""Addresses for tests: where nobody listens, what is no address at all, and names that become known while one waits."""
+"""Addresses for tests: ports without a listener, invalid addresses, and names that appear later."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NO_ADDRESSES = [
     "somewhere:80:2222",
     f"{'long.' * 60}name:2222",
 ]
-"""What no connection can ever be made to, and nobody should wait for."""
+"""Texts that are not addresses; no code should wait for them."""
 
 
 @pytest.fixture
 def nobody() -> list[str]:
-    """Two addresses where nobody listens."""
+    """Two addresses without a listener."""
     with sg.Server({"ps": ["127.0.0.1:0"]}) as one, sg.Server({"ps": ["127.0.0.1:0"]}) as two:
         return [one.address, two.address]
 
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Host names and where they lead; empty at first, as a name service that has not heard of them yet.
+    """Host names and their addresses; empty at first, like a name service that does not know them yet.
 
-    The one thing of a Kubernetes cluster that cannot be had here. Everything else is asked of the real one.
+    This replaces Kubernetes' name service. Other names are resolved as usual.
     """
     known: dict[str, str] = {}
     ask = socket.getaddrinfo

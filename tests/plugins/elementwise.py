@@ -1,4 +1,4 @@
-"""Optimizers that work number by number, with options that change what they keep: for tests of steps taken in pieces or on shards."""
+"""Optimizers that treat each element alone, with options that change their state; for tests of shards and pieces."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Guardian: what a test session has started does not outlive it, however the session ends.
+"""Guardian: end all processes of a test session when the session ends, even by SIGKILL.
 
-A session killed by SIGKILL (a time limit, the kernel out of memory) runs no fixture to its end, and servers it
-had started would go on. So a small process beside it waits for its end, and then kills whatever carries the session's mark
-in its environment (`police.MARK`): children, and theirs. Loaded by the root ``conftest.py``.
+A killed session (time limit, out of memory) runs no fixture teardown, and its servers would go on. A small
+process waits for the session's end and kills every process that has the session's mark in its environment
+(`police.MARK`). Loaded by the root ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import pytest
 from police import MARK
 
-# In a fresh interpreter without packages: it is there in 20 ms, and takes 8 MB.
+# Runs in an interpreter without packages: it starts in 20 ms and takes 8 MB.
 _WATCH = """
 import os, select, signal, sys, time
 from pathlib import Path
@@ -35,7 +35,7 @@ def left_over():
                 pass
 
 quiet = 0
-while quiet < 3:  # one that is just being started may have no environment yet
+while quiet < 3:  # a process that is just starting may have no environment yet
     found = list(left_over())
     quiet = 0 if found else quiet + 1
     for pid in found:
@@ -50,7 +50,7 @@ _guardians: list[subprocess.Popen[bytes]] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins to watch this process: pytest itself, or one of its workers."""
+    """Watch this process: pytest itself, or one of its workers."""
     unmarked = {name: value for name, value in os.environ.items() if name != MARK}
     _guardians.append(
         subprocess.Popen(
@@ -59,13 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the session
+            start_new_session=True,  # Ctrl-C must not end the guardian
         )
     )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The session ends by itself, and its tests have cleaned up: the police has seen to that."""
+    """End the guardian: the session ends normally, and the police has checked that tests cleaned up."""
     while _guardians:
         guardian = _guardians.pop()
         guardian.kill()

@@ -1,4 +1,4 @@
-"""What the replicas of a test ask: who am I, and what do the others say."""
+"""Helpers for functions that run in replicas: the replica's number, and exchanging values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratagem._core import context
 
 
 def me() -> int:
-    """The number of the replica that calls."""
+    """Return the number of the calling replica."""
     replica = context.current_replica()
     assert replica is not None
     return replica.id

@@ -1,4 +1,4 @@
-"""One parameter server without a cluster around it, and its clients: what tests of servers and of those who talk to them begin with."""
+"""One parameter server without a cluster, and clients of it, for tests of either side."""
 
 from __future__ import annotations
 

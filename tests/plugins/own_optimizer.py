@@ -1,4 +1,4 @@
-"""An optimizer as a user might write one; parameter servers import it by name."""
+"""A user's own optimizer; parameter servers import it by name."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Scheduling one function and having its result."""
+"""Scheduling one function and returning its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import stratagem as sg
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def run(coordinator: sg.ClusterCoordinator, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,6 +1,7 @@
-"""How tests wait: for a condition, with a limit; and how they hold up a function on a worker.
+"""Waiting in tests: for a condition with a limit, and holding up a function on a worker.
 
-Never by sleeping for as long as something is hoped to take.
+Tests never sleep for a fixed time. Limits are generous: on a machine with a load average of 10 everything
+takes five to ten times as long.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ LOOK_S = 0.01
 
 def wait_until(
     condition: Callable[[], object],
-    timeout_s: float = 30.0,
+    timeout_s: float = 120.0,
     *,
     tell: Callable[[], object] = lambda: "it is false",
 ) -> None:
-    """Look again and again until a condition is true; fails after the limit, telling how it stands."""
+    """Wait until a condition is true; fail after the limit with the text of `tell`."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not as wanted within {timeout_s:g} s: {tell()}")
+            raise AssertionError(f"the condition is not true after {timeout_s:g} s: {tell()}")
         pause.wait(LOOK_S)
 
 
-def pass_gate(path: str, timeout_s: float = 50.0) -> None:
-    """Wait for a `Gate`, in whichever process; returns at once when it is open already."""
+def pass_gate(path: str, timeout_s: float = 200.0) -> None:
+    """Wait until a `Gate` is open, in any process."""
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         opened, _, _ = select.select([end], [], [], timeout_s)
@@ -44,22 +45,22 @@ def pass_gate(path: str, timeout_s: float = 50.0) -> None:
 
 
 class Gate:
-    """Functions on workers wait here, by `pass_gate`, until the test opens it; then it stays open.
+    """A gate at which functions on workers wait (`pass_gate`) until the test opens it for good.
 
-    A named pipe: open means that there is a byte in it, which nobody takes out.
+    It is a named pipe: the gate is open when the pipe holds a byte, which is never read.
     """
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
         self.path = str(path)
-        # Held open for both ways: a pipe that nobody has open forgets its bytes.
+        # Kept open in both directions: a pipe without readers and writers loses its bytes.
         self._pipe = os.open(path, os.O_RDWR)
 
     def open(self) -> None:
         os.write(self._pipe, b"!")
 
     def close(self) -> None:
-        """Lets go of whoever still waits, also after a test that failed."""
+        """Release all waiting functions, also after a failed test."""
         self.open()
         os.unlink(self.path)
         os.close(self._pipe)

@@ -20,6 +20,8 @@ from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 30.0
 CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True)
 W = ShardLocation(0, 1, (2,), torch.float32)

@@ -165,6 +165,7 @@ def test_a_server_whose_address_somebody_else_has_now_is_lost(
                 watching.check_servers(ClusterOptions())
 
 
+@pytest.mark.process
 def test_a_killed_server_is_lost_with_its_variables_named(
     server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_killed_server_is_lost_with_its_variables_named(
         del mapped
 
 
+@pytest.mark.process
 def test_a_stopped_server_fails_pings_in_time(
     server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_stopped_server_fails_pings_in_time(
             client.ping(0, timeout_s=0.2)
 
 
+@pytest.mark.process
 def test_a_server_that_is_not_there_is_said_to_be_gone_not_slow(
     server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -217,6 +220,7 @@ def test_a_server_that_is_not_there_is_said_to_be_gone_not_slow(
         assert caught.value.variables == ("w",)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "bytes"])
 @pytest.mark.parametrize("applied", [True, False], ids=["applied before", "applied after"])
 def test_writes_stay_unacknowledged_when_ctrl_c_ends_the_wait(
@@ -260,6 +264,7 @@ def test_writes_stay_unacknowledged_when_ctrl_c_ends_the_wait(
         assert client.read([W])[0][0].tolist() == [13.0, 13.0]
 
 
+@pytest.mark.process
 def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
     server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -307,6 +312,7 @@ def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.process
 def test_a_failed_ping_ends_the_wait_for_a_reply(
     server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -323,6 +329,7 @@ def test_a_failed_ping_ends_the_wait_for_a_reply(
             waiting.result(LIMIT_S)
 
 
+@pytest.mark.process
 def test_a_worker_killed_leaves_server_and_others_unharmed(
     server_process: tuple[subprocess.Popen[str], str],
 ) -> None:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from orders import examples, orders
+from orders import orders, tries
 
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.store import VariableStore
@@ -95,7 +95,7 @@ NUMPY = {
 }
 
 
-@settings(deadline=None, max_examples=examples(2000))
+@tries(2000)
 @given(
     st.sampled_from([*NUMPY, "update"]),
     st.lists(st.tuples(st.integers(0, 3), st.floats(0.5, 4, width=32)), max_size=12),

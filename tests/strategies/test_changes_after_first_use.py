@@ -20,6 +20,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import stratagem as sg
 
+pytestmark = pytest.mark.process
+
 WAIT_S = 60.0
 
 

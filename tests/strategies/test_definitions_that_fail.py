@@ -134,6 +134,7 @@ def process() -> Iterator[sg.ClusterCoordinator]:
             yield made
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("what", ["function", "module"])
 def test_what_there_was_no_memory_for_is_sent_again(
     process: sg.ClusterCoordinator, what: str

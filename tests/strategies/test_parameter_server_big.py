@@ -169,6 +169,7 @@ def test_a_bad_threshold_is_explained(cluster, monkeypatch):
             pass
 
 
+@pytest.mark.process
 def test_the_coordinator_does_not_hold_the_table(cluster, monkeypatch):
     """64 MB of rows on servers in other processes; this process grows by much less."""
     monkeypatch.setenv("STRATAGEM_REMOTE_TABLE_BYTES", str(1 << 20))
@@ -189,6 +190,7 @@ def resident_bytes(pid):
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
+@pytest.mark.process
 def test_a_server_holds_its_rows_their_state_and_little_more(monkeypatch):
     """Issue 4.5: at most 1.1 times parameters and optimizer state; small things aside, 4 MB."""
     monkeypatch.setenv("STRATAGEM_REMOTE_TABLE_BYTES", str(1 << 20))

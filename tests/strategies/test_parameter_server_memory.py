@@ -15,6 +15,8 @@ from waiting import wait_until
 
 import stratagem as sg
 
+pytestmark = pytest.mark.soak
+
 MB = 1 << 20
 
 

@@ -18,6 +18,8 @@ from torch.nn.utils import parametrizations
 
 import stratagem as sg
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def partitioner() -> sg.partitioners.Partitioner:

@@ -10,6 +10,8 @@ from waiting import wait_until
 import stratagem as sg
 from stratagem.errors import UnsupportedOptimizer
 
+pytestmark = pytest.mark.process
+
 P = sg.partitioners
 
 

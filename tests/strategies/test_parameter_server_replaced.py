@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem._core.torch_patches import change_notes
 
+pytestmark = pytest.mark.process
+
 
 def filled(layer: nn.Module, value: float) -> dict[str, Tensor]:
     return {name: torch.full_like(one, value) for name, one in layer.state_dict().items()}

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import stratagem as sg
 
+pytestmark = pytest.mark.process
+
 KINDS: list[Any] = [
     pytest.param(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), id="SGD"),
     pytest.param(lambda p: torch.optim.Adagrad(p, lr=0.1), id="Adagrad"),

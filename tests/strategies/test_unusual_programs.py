@@ -16,6 +16,8 @@ from torch.func import functional_call, grad
 
 import stratagem as sg
 
+pytestmark = pytest.mark.process
+
 P = sg.partitioners
 
 

@@ -136,6 +136,7 @@ sg.ParameterServerStrategy(sg.cluster_resolver.SimpleClusterResolver(spec))
 """
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_the_wait(nobody: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """As any Python program: KeyboardInterrupt, nothing left running, no session left behind.
 

@@ -367,6 +367,7 @@ except sg.errors.ReplicaTimeout:
 """
 
 
+@pytest.mark.process
 def test_a_process_ends_well_while_a_replica_left_behind_computes():
     """torch's C++ would be unwound by the end of the interpreter, and the process abort."""
     ended = subprocess.run(

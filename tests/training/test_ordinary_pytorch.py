@@ -201,6 +201,7 @@ def families():
     })  # fmt: skip
 
 
+@pytest.mark.process
 def test_pickles_load_in_plain_pytorch_without_stratagem(strategy, tmp_path):
     """torch.save of whole models; the reading process never imports stratagem."""
     model, optimizer = make(strategy)
@@ -225,7 +226,7 @@ def test_pickles_load_in_plain_pytorch_without_stratagem(strategy, tmp_path):
         "print(float(sum(p.detach().double().sum() for p in model.parameters())))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr
     optimizer.zero_grad()
@@ -463,7 +464,7 @@ def fresh_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.process
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_models_train_the_same(backend, strategy):
@@ -478,7 +479,6 @@ def test_compiled_models_train_the_same(backend, strategy):
 
 # Torch hides this warning of its own compiler, which an "error" filter turns into an exception first.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_steps_train_the_same(backend, strategy):

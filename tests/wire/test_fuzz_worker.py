@@ -21,6 +21,7 @@ from hostile import (
     mutate,
     send_then_hang_up,
 )
+from orders import amount
 
 from stratagem._cluster.contract import PlainSetup
 from stratagem._wire import frames, messages
@@ -30,13 +31,15 @@ from stratagem._wire.connecting import connect
 from stratagem.errors import ConnectionLost, ProtocolError, RemoteError
 
 # As for test_fuzz.py.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.process, pytest.mark.scaled]
 
-# More than 100,000 together.
-STRANGERS = 2_000
-BROKEN_FRAMES = 3_000
-ABSURD_MESSAGES = 96_000
-PER_LIFE = 1_000
+# More than 100,000 together in a long run.
+STRANGERS = amount(2_000)
+BROKEN_FRAMES = amount(3_000)
+FIRST_MESSAGES = amount(1_000)
+HALF_FRAMES = amount(50)
+ABSURD_MESSAGES = amount(96_000)
+PER_LIFE = ABSURD_MESSAGES // 96
 
 WORKER = """
 import logging, sys
@@ -200,7 +203,7 @@ def test_broken_frames_at_a_worker(target: Target) -> None:
 def test_absurd_first_messages_at_a_worker(target: Target) -> None:
     """Who has the key, but opens no life."""
     random_ = random.Random(SEED + 5)
-    for _ in range(1_000):
+    for _ in range(FIRST_MESSAGES):
         seed = random_.choice([opening(_PACKED), opening(_ELSEWHERE), *UNEXPECTED])
         with connect(target.address, key=KEY, timeout_s=LIMIT_S) as channel:
             send_then_hang_up(channel._stream.sock, absurd(seed, random_))
@@ -232,7 +235,7 @@ def test_absurd_messages_at_a_worker(target: Target) -> None:
 def test_half_frames_are_waited_for_without_harm(target: Target) -> None:
     """A life that stops in the middle of a message ends with its connection."""
     random_ = random.Random(SEED + 7)
-    for _ in range(50):
+    for _ in range(HALF_FRAMES):
         data = absurd(random_.choice(EXPECTED), random_)
         with open_life(target.address) as channel:
             send_then_hang_up(channel._stream.sock, data[: random_.randrange(1, len(data))])
@@ -242,8 +245,8 @@ def test_others_are_turned_away_while_a_life_is_open(target: Target) -> None:
     """Coordinators and hostile peers alike; the life goes on."""
     random_ = random.Random(SEED + 8)
     with open_life(target.address) as channel:
-        attack_as_strangers(target.address, 200)
-        for _ in range(50):
+        attack_as_strangers(target.address, amount(200))
+        for _ in range(3):
             with connect(target.address, key=KEY, timeout_s=LIMIT_S) as other:
                 frame = broken(absurd(random_.choice(UNEXPECTED), random_), random_)
                 send_then_hang_up(other._stream.sock, frame)

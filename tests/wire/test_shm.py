@@ -94,6 +94,7 @@ def finish(peer: Peer) -> None:
     peer.process.communicate(timeout=30)
 
 
+@pytest.mark.process
 def test_a_reader_sees_writes_and_cannot_make_any(
     parameters: tuple[Segment, int],
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_writing_mapping_of_parameters_is_impossible(
         os.close(fd)
 
 
+@pytest.mark.process
 def test_slots_are_written_by_both_and_survive_the_death_of_their_owner() -> None:
     """A worker killed at any instant takes nothing away from the server that mapped its slot."""
     owner = subprocess.Popen(

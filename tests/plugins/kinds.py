@@ -1,0 +1,80 @@
+"""Kinds of tests: every test is exactly one of fast, process and soak.
+
+| kind      | meaning                                           | how a test gets it               |
+|-----------|---------------------------------------------------|----------------------------------|
+| `fast`    | starts no process                                 | no marker                        |
+| `process` | starts at least one process                       | ``pytest.mark.process``          |
+| `soak`    | takes long: fuzzing, memory, many random orders   | ``pytest.mark.soak``             |
+
+``make test`` runs the first two, ``make test-soak`` the third. Put the marker on the test, or on the
+whole module with ``pytestmark``. A fast test that starts a process fails, so the marks stay true.
+Loaded by the root ``conftest.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+KINDS = ("fast", "process", "soak")
+
+# Doctests cannot be marked; these start a process.
+PROCESS_DOCTESTS = {"stratagem._cluster.launch.fork_server.run_python"}
+
+# Audit events of the interpreter that mean "a process is being started".
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+
+_started: list[str] = []
+
+
+def _note_process_start(event: str, _arguments: object) -> None:
+    if event in _STARTS:
+        _started.append(event)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and watch for processes."""
+    config.addinivalue_line("markers", "fast: starts no process (added to tests without a kind)")
+    config.addinivalue_line("markers", "process: starts processes")
+    config.addinivalue_line("markers", "soak: takes long; run by `make test-soak`")
+    sys.addaudithook(_note_process_start)
+
+
+def kinds_of(item: pytest.Item) -> set[str]:
+    """Return the kinds that a test is marked with, on itself, its class or its module."""
+    return {mark.name for mark in item.iter_markers()} & set(KINDS)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests without a kind as fast; refuse tests with two kinds."""
+    for item in items:
+        found = kinds_of(item)
+        if not found:
+            item.add_marker("process" if item.name in PROCESS_DOCTESTS else "fast")
+        elif len(found) > 1:
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked {' and '.join(sorted(found))}: expected one kind. Mark the "
+                "tests of the module one by one."
+            )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Forget the processes that earlier tests started."""
+    _started.clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a fast test that has started a process."""
+    result = yield
+    if _started and "fast" in kinds_of(item):
+        pytest.fail(
+            f"a fast test started a process ({_started[0]}): mark it with pytest.mark.process",
+            pytrace=False,
+        )
+    return result

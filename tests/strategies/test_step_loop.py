@@ -1,0 +1,146 @@
+"""`strategy.run_steps`: the same loop under every strategy, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+
+ROWS = torch.linspace(-1, 1, 22).reshape(11, 2)
+BATCHES = [(ROWS[i : i + 4], ROWS[i : i + 4].sum(1, keepdim=True)) for i in range(0, 11, 4)]
+
+
+def train(strategy: sg.Strategy, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train a small model; return the losses and the final weights."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> dict[str, Any]:
+        x, y = batch
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.detach(), "rows": len(x), "name": "step"}
+
+    results = list(strategy.run_steps(step, BATCHES, **options))
+    assert {result["name"] for result in results} <= {"step"}
+    return [float(result["loss"]) for result in results], {
+        name: value.clone() for name, value in model.state_dict().items()
+    }
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of one device."""
+    with sg.OneDeviceStrategy("cpu:0") as strategy:
+        return train(strategy)
+
+
+@pytest.fixture
+def served() -> Iterator[sg.ParameterServerStrategy]:
+    """One worker in this process, so that the order of updates is the order of batches."""
+    with (
+        sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver) as strategy,
+    ):
+        yield strategy
+
+
+@pytest.mark.parametrize("kind", [sg.CentralStorageStrategy, sg.MirroredStrategy])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_losses_and_weights_are_those_of_one_device(plain: Any, kind: Any, replicas: int) -> None:
+    """The last batch is uneven, and with three replicas the mean is weighted by rows."""
+    with kind([f"cpu:{i}" for i in range(replicas)]) as strategy:
+        losses, weights = train(strategy)
+    assert losses == pytest.approx(plain[0])
+    for name, value in weights.items():
+        torch.testing.assert_close(value, plain[1][name])
+
+
+def test_one_worker_trains_as_one_device(plain: Any, served: Any) -> None:
+    """The results come in batch order."""
+    losses, weights = train(served)
+    assert losses == pytest.approx(plain[0])
+    for name, value in weights.items():
+        torch.testing.assert_close(value, plain[1][name])
+
+
+def test_a_worker_with_two_replicas_trains_as_one_device(plain: Any) -> None:
+    """The worker divides its batch among its replicas."""
+    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        made = sg.ParameterServerStrategy(cluster.resolver, worker_devices=["cpu:0", "cpu:1"])
+        with made as strategy:
+            losses, _ = train(strategy)
+    assert losses == pytest.approx(plain[0])
+
+
+def test_steps_limits_an_endless_dataset(served: Any) -> None:
+    """No batch beyond the limit is run, on one machine and on workers."""
+    endless = sg.data.Dataset.from_tensor_slices(ROWS).repeat().batch(4)
+    with sg.OneDeviceStrategy("cpu:0") as alone:
+        assert len(list(alone.run_steps(len, endless, steps=7))) == 7
+    with served.scope():
+        count = sg.Variable(0.0)
+
+    def step(batch: Any) -> None:
+        count.assign_add(1.0)
+
+    assert list(served.run_steps(step, endless, steps=7)) == [None] * 7
+    assert float(count) == 7
+
+
+def test_a_loop_that_is_left_early_has_no_update_under_way(served: Any) -> None:
+    """`break` waits for the batches that were scheduled ahead."""
+    with served.scope():
+        count = sg.Variable(0.0)
+
+    def step(batch: Any) -> None:
+        count.assign_add(1.0)
+
+    loop = served.run_steps(step, [torch.ones(1)] * 1000)
+    next(loop)
+    loop.close()
+    done = float(count)
+    assert 1 <= done < 1000
+    assert sg.ClusterCoordinator(served).done()
+    assert float(count) == done
+
+
+def test_an_error_in_a_step_reaches_the_loop_and_the_strategy_goes_on(served: Any) -> None:
+    """The error has its own type and is raised once."""
+
+    def step(batch: Any) -> int:
+        if len(batch) == 3:
+            raise ValueError("three rows")
+        return len(batch)
+
+    with pytest.raises(ValueError, match="three rows"):
+        list(served.run_steps(step, [torch.ones(1), torch.ones(3), torch.ones(2)]))
+    assert list(served.run_steps(step, [torch.ones(2)])) == [2]
+
+
+def test_results_that_are_not_numbers_come_per_replica() -> None:
+    """Vectors and texts cannot be averaged over rows."""
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        (result,) = strategy.run_steps(lambda batch: (batch * 2, len(batch)), [torch.ones(3)])
+    doubled, rows = result
+    assert [part.tolist() for part in doubled.values] == [[2, 2], [2]]
+    assert rows == pytest.approx((2 * 2 + 1 * 1) / 3)
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "kind"),
+    [(None, None, TypeError), (len, -1, ValueError), (len, 1.5, ValueError)],
+)
+def test_bad_arguments_are_refused_at_the_call(step: Any, steps: Any, kind: Any) -> None:
+    """Not at the first iteration."""
+    with pytest.raises(kind):
+        sg.OneDeviceStrategy("cpu:0").run_steps(step, [], steps=steps)

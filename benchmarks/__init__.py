@@ -1,5 +1,5 @@
-"""Stratagem side by side with TensorFlow and with the limit, in one run.
+"""Benchmarks of Stratagem, TensorFlow and the limit of the machine, in one run.
 
-``python -m benchmarks`` measures; nothing in this package is imported by the product. The package is
-imported by three interpreters (the project's, and the peer's own without torch), so this file stays empty.
+``python -m benchmarks`` measures; the product imports nothing of this package. Interpreters with and
+without torch import the package, so this file imports nothing.
 """

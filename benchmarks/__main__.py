@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, print, write. ``make bench [ONLY=row,row]`` calls this."""
+"""``python -m benchmarks``: measure, print and write results. ``make bench [ONLY=row,row]`` calls this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = (*rows.TABLE, *rows.CURVES)
 
 
 def choose(only: str | None) -> tuple[rows.Row, ...]:
-    """The rows named in ``only`` (all of them without it).
+    """Return the rows named in ``only``, or all rows.
 
     Raises:
         ValueError: a name that no row has.
@@ -36,7 +36,7 @@ def choose(only: str | None) -> tuple[rows.Row, ...]:
 
 
 def find_peer(console: Console, *, wanted: bool) -> Path | str:
-    """The peer's Python, or the reason why its rows will be missing."""
+    """Return the peer's Python, or the reason why its rows will be missing."""
     if not wanted:
         return "left out by --no-peer"
     try:
@@ -47,7 +47,7 @@ def find_peer(console: Console, *, wanted: bool) -> Path | str:
 
 
 def measure(console: Console, plan: Plan, folder: Path, *, part: bool) -> Results | None:
-    """Run a plan and write its results, after each row what is known by then; None if Ctrl-C ended it."""
+    """Run a plan and write the results after each row; return None if Ctrl-C ended it."""
     kept: Path | None = None
 
     def keep(results: Results) -> None:
@@ -73,7 +73,7 @@ def measure(console: Console, plan: Plan, folder: Path, *, part: bool) -> Result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 unless the sides did not do the same work or our side gave no number."""
+    """Run the benchmark; return 0 if all sides did the same work and ours was measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", help="rows to run, separated by commas")
     parser.add_argument("--no-peer", action="store_true", help="leave TensorFlow out")

@@ -1,4 +1,4 @@
-"""Input pipelines: rows per second, the price of distributing, what reading ahead hides.
+"""Input pipelines: rows per second, cost of distributing, gain from reading ahead.
 
 Run: ``PYTHONPATH=src python benchmarks/bench_input.py``. Prints a table; with ``--json`` one JSON line.
 Every figure is a ratio of things measured in turns in one run, best of several rounds each, so that
@@ -30,7 +30,7 @@ def _seconds_per_call(work: Callable[[], object], calls: int) -> float:
 
 
 def _in_turns(works: dict[str, tuple[Callable[[], object], int]], rounds: int) -> dict[str, float]:
-    """Best seconds per call of each, measured in turns."""
+    """Return the best seconds per call of each function, measured in turns."""
     best = dict.fromkeys(works, float("inf"))
     for _ in range(rounds):
         for name, (work, calls) in works.items():
@@ -47,7 +47,7 @@ def rows_per_second(rows: int = ROWS, rounds: int = 5) -> dict[str, float]:
     ours = iter(dataset)
     per_epoch = max(1, rows // BATCH)
     next(ours), next(forever)
-    # A whole epoch of ours, so that the price of a new order is in the figure.
+    # A whole epoch of ours, so that shuffling is included.
     best = _in_turns(
         {
             "ours": (lambda: next(ours), per_epoch),
@@ -91,7 +91,7 @@ def price_of_distributing(rows: int = 200_000, rounds: int = 200) -> dict[str, f
 
 
 def reading_ahead(steps: int = 60, work_s: float = 0.005, rounds: int = 3) -> dict[str, float]:
-    """A map as slow as the step: how much faster with reading ahead than without.
+    """Return the speed-up by reading ahead when a map is as slow as the step.
 
     Both wait (as a disk read and an accelerator do), so that the figure is about the pipeline and
     not about the number of cores.
@@ -125,7 +125,7 @@ def reading_ahead(steps: int = 60, work_s: float = 0.005, rounds: int = 3) -> di
 
 
 def measure(*, tiny: bool = False) -> dict[str, dict[str, float]]:
-    """All figures."""
+    """Return all figures."""
     torch.set_num_threads(1)
     if tiny:
         return {

@@ -1,8 +1,8 @@
 """One machine, one run: bare PyTorch, one device, central storage and mirrored on the same MLP step.
 
-Sides are measured in turns, round after round, so that a noisy neighbour disturbs all of them alike; each
-side's best round counts. Ratios to bare PyTorch are of the same run. ``make bench`` compares with TensorFlow
-(`ours/single.py`); this is the quick look while working on `_core`.
+Sides are measured in turns, round after round, so that other load slows all of them; each side's best
+round counts. Ratios to bare PyTorch are of the same run. ``make bench`` compares with TensorFlow
+(`ours/single.py`); this is a quick check while working on `_core`.
 
 Run: ``PYTHONPATH=src python benchmarks/bench_single_machine.py``. Prints a table; with ``--json`` one JSON line.
 """
@@ -24,7 +24,7 @@ BATCH, FEATURES, HIDDEN, CLASSES = 64, 784, 256, 10
 
 
 def mlp_step(strategy: sg.Strategy | None, *, idle_modules: int = 0) -> Callable[[], object]:
-    """One call = one training step of the design page's MLP.
+    """One call is one training step of the MLP.
 
     ``idle_modules`` adds modules the step never touches: they must not cost anything.
     """
@@ -52,7 +52,7 @@ def mlp_step(strategy: sg.Strategy | None, *, idle_modules: int = 0) -> Callable
 
 
 def best_rates(sides: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, float]:
-    """Calls per second of each side in its best round."""
+    """Return the calls per second of each side in its best round."""
     best = dict.fromkeys(sides, 0.0)
     for call in sides.values():
         for _ in range(10):

@@ -99,7 +99,7 @@ def _unpacking(count: int) -> float:
 
 
 def measure() -> dict[str, float]:
-    """All figures, best of three."""
+    """Return all figures, best of three."""
     assert REQUEST == 1
     listener = Listener("127.0.0.1:0")
     child = os.fork()
@@ -124,7 +124,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

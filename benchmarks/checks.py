@@ -1,4 +1,4 @@
-"""Do both sides do the same work? Pure comparisons of the facts each side reports about itself."""
+"""Checks that all sides do the same work: pure comparisons of the facts that sides report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compare(
     *,
     within: tuple[float, float] | None = None,
 ) -> list[Check]:
-    """Compare what the sides of a row said about themselves.
+    """Compare the facts of the sides of a row.
 
     Args:
         row: the row's name.

@@ -1,6 +1,6 @@
-"""The models of the rows in plain PyTorch: what our side puts under a scope and the limit runs bare.
+"""Models of the rows in plain PyTorch, for our side (under a scope) and for the limit.
 
-Imports torch only; knows neither Stratagem nor the harness.
+Imports torch only, neither Stratagem nor the harness.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks import work
 
 
 class Mlp(nn.Module):
-    """784-256-10 and its like."""
+    """MLP such as 784-256-10."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 class Table(nn.Module):
-    """A table of embeddings and a linear layer above it."""
+    """An embedding table and a linear layer."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Table(nn.Module):
 
 
 class Many(nn.Module):
-    """Many small parameters that make a fixed number of bytes together."""
+    """Many small parameters with a fixed total size."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Many(nn.Module):
 
 
 def set_mlp(model: Mlp, size: dict[str, Any]) -> None:
-    """Give the model every side's first parameters."""
+    """Set the initial parameters that all sides use."""
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), work.mlp_parameters(size), strict=True):
             parameter.copy_(torch.from_numpy(value))
 
 
 def set_table(model: Table, size: dict[str, Any]) -> None:
-    """Give the table and the layer above it every side's first parameters."""
+    """Set the initial table and layer that all sides use."""
     with torch.no_grad():
         if "start" in size:
             nn.init.constant_(model.table.weight, size["start"])
@@ -71,20 +71,20 @@ def set_table(model: Table, size: dict[str, Any]) -> None:
 
 
 def tensors(batches: work.Batches) -> list[tuple[Tensor, Tensor]]:
-    """Batches as pairs of tensors."""
+    """Return the batches as pairs of tensors."""
     inputs, labels = (torch.from_numpy(part) for part in batches)
     return list(zip(inputs.unbind(), labels.unbind(), strict=True))
 
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, loss: Any, batches: work.Batches) -> float:
-    """Mean loss over all batches with the parameters as they are now."""
+    """Return the mean loss over all batches with the current parameters."""
     losses = [float(loss(model(inputs), labels)) for inputs, labels in tensors(batches)]
     return sum(losses) / len(losses)
 
 
 def fingerprints(model: nn.Module, size: dict[str, Any]) -> list[list[float]]:
-    """A fingerprint of every parameter, in order; none where nobody compares them."""
+    """Return a fingerprint of every parameter, in order; nothing where they are not compared."""
     if not size.get("fingerprints", True):
         return []
     return [work.fingerprint(p.detach().numpy()) for p in model.parameters()]

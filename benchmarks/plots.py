@@ -1,6 +1,6 @@
-"""Draws costs as they grow, and quality against time and examples, from a results file to PNG.
+"""Draw growing costs, and quality against time and examples, from a results file to PNG.
 
-``python -m benchmarks.plots results.json docs/images`` draws again without measuring again.
+``python -m benchmarks.plots results.json docs/images`` draws without measuring.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # no screen where benchmarks run
+mpl.use("Agg")  # benchmarks run without a screen
 
 from matplotlib import pyplot as plt
 
@@ -23,7 +23,7 @@ _COLOURS = {"ours": "#1f6feb", "peer": "#d97706", "limit": "#6b7280"}
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw everything the results have points for; return the files."""
+    """Draw all curves that the results contain; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for row in rows.CURVES:
@@ -38,7 +38,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def _picture(row: rows.Row, results: Results, path: Path) -> Path:
-    """A row's curve, and at its right where the processor time goes, or the rows drawn beside it."""
+    """Draw a row's curve, and next to it its processor time or related rows."""
     found = [m for m in results.of(row.name) if m.median is not None]
     others = [other for other in rows.CURVES if other.beside == row.name and results.of(other.name)]
     with_processor = row.name in {"workers", "servers"}
@@ -85,7 +85,7 @@ def _curve(axes: Any, row: rows.Row, found: list[Measurement]) -> None:
 
 
 def _processor(axes: Any, labels: list[str], found: list[Measurement], axis: str) -> None:
-    """Processor seconds per 1,000 steps, by role, stacked: where the work is done."""
+    """Draw processor seconds per 1,000 steps as bars, stacked by role."""
     jobs = ("main", "worker", "ps")
     bottoms = [0.0] * len(labels)
     for job, shade in zip(jobs, ("#1f6feb", "#60a5fa", "#9ca3af"), strict=True):

@@ -1,8 +1,8 @@
-"""How the harness talks to the program of one side: one JSON line asked, one JSON line answered.
+"""Protocol between the harness and the program of one side: JSON lines, one reply per request.
 
-Every side (ours, the peer, the limit) is a process of its own with a ``Work`` in it, kept alive over all
-repetitions so that the sides can be measured in turns. Only the standard library is used here, because the
-peer's environment holds nothing of the project. Called by ``benchmarks.*.side``; spoken to by ``sides.py``.
+Every side (ours, the peer, the limit) is a process with a ``Work`` object. It stays alive over all
+repetitions, so that the sides can be measured in turns. This file uses only the standard library, because
+the peer's environment contains nothing of the project. ``benchmarks.*.side`` serves, ``sides.py`` asks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MakeWork = Callable[[str, dict[str, Any]], "Work"]
 _CALIBRATIONS = 3
 
 WARM_UP = 12
-"""Steps before anything is measured."""
+"""Steps before the measurement."""
 
 
 class Work(ABC):
-    """One row of the table on one side: set up once, then asked for samples.
+    """Work of one row on one side: set up once, then measured repeatedly.
 
     A sample runs a number of steps that takes about ``seconds`` and waits until all of them are done.
     """
@@ -40,10 +40,10 @@ class Work(ABC):
 
     @abstractmethod
     def steps(self, count: int) -> None:
-        """Run ``count`` steps and wait until the last one is done."""
+        """Run ``count`` steps and wait for the last one."""
 
     def check(self) -> dict[str, Any]:
-        """Facts that show what work this side does, to be compared with the other sides' facts."""
+        """Return facts about this side's work, for the comparison with other sides."""
         return {}
 
     def sample(self, seconds: float) -> dict[str, Any]:
@@ -69,15 +69,15 @@ class Work(ABC):
             count = max(2, round(self._rate * seconds / 4))
 
     def processes(self) -> dict[str, int]:
-        """Names of the processes that do this side's work, and their ids."""
+        """Return the names and ids of the processes that do this side's work."""
         return {"main": os.getpid()}
 
     def close(self) -> None:  # noqa: B027 - most rows hold nothing
-        """Let go of everything. May be called twice."""
+        """Release everything. A second call does nothing."""
 
 
 def serve(make_work: MakeWork) -> int:
-    """Answer the harness until it closes the line.
+    """Answer the harness until it closes the connection.
 
     Standard output is taken away from everybody else (libraries print there) and kept for the answers.
     """

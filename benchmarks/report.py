@@ -1,4 +1,4 @@
-"""Shows results: a table on the terminal, a JSON file, and the Markdown table that README includes."""
+"""Output of results: a table on the terminal, a JSON file, and the Markdown table of README."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERDICTS = {"reached": "✓", "missed": "missed", "missing": "not measured", "n
 
 
 def number(value: float) -> str:
-    """About three significant figures, thousands separated."""
+    """Format with about three significant figures and thousands separators."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 10:
@@ -27,7 +27,7 @@ def number(value: float) -> str:
 
 
 def cell(measurement: Measurement | None) -> str:
-    """Median and spread of one side; *missing* when it was asked for and gave nothing."""
+    """Return median and spread of one side as text; *missing* if it gave no number."""
     if measurement is None:
         return "–"
     middle, spread = measurement.median, measurement.spread
@@ -37,7 +37,7 @@ def cell(measurement: Measurement | None) -> str:
 
 
 def cells(line: Line) -> tuple[str, ...]:
-    """One line of the table as texts."""
+    """Return one line of the table as texts."""
     title = f"{line.row.title} {line.point}".strip() + f" ({line.row.unit})"
     peers = [
         cell(peer) + (f" {peer.label.removeprefix('TF, ')}" if len(line.peers) > 1 else "")
@@ -60,7 +60,7 @@ def cells(line: Line) -> tuple[str, ...]:
 
 
 def show(console: Console, rows: tuple[Row, ...], results: Results) -> None:
-    """Print the table, why something is missing, what was compared, and processor time."""
+    """Print the table, reasons for missing sides, the checks, and processor time."""
     table = Table(
         title="Stratagem, TensorFlow and the limit, measured in turns: median ± half range"
     )
@@ -96,16 +96,15 @@ def _show_processor(console: Console, results: Results) -> None:
 
 
 def markdown(rows: tuple[Row, ...], results: Results) -> str:
-    """The table for README and docs."""
+    """Return the table for README and docs."""
     text = ["| " + " | ".join(_HEAD) + " |", "|---" + "|--:" * (len(_HEAD) - 1) + "|"]
     text += ["| " + " | ".join(cells(line)) + " |" for line in lines(rows, results)]
     machine = results.machine
     text.append("")
     text.append(
-        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}), the sides of each row in "
-        "turns in one run of `make bench`; median ± half the range. *Limit*: bare PyTorch on one "
-        "thread, memcpy and `add_`. *Bound*: the bare work on all cores at once with nothing "
-        "passing between them, where the target was in doubt. *Missing* was not measured and counts for nobody."
+        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}) in one run of `make bench`, the "
+        "sides of each row in turns; median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and `add_`. *Bound*: "
+        "the bare work on all cores at once, without communication. *Missing*: not measured."
     )
     return "\n".join(text)
 
@@ -124,10 +123,10 @@ def include(page: Path, table: str) -> bool:
 
 
 def path_of(folder: Path, results: Results, *, part: bool, unfinished: bool = False) -> Path:
-    """Where a run's results belong.
+    """Return the file of a run's results.
 
-    ``<date>-<machine>.json`` is a full run that came to its end; a later one of the same day replaces it. A run of a part
-    (some rows, tiny sizes, no peer) has its time of day in its name and replaces nothing. A full run under way is
+    ``<date>-<machine>.json`` is a complete run; a later one of the same day replaces it. A partial run (some rows,
+    tiny sizes, no peer) has its time of day in its name and replaces nothing. A complete run in progress is
     ``…-unfinished.json``.
     """
     name = f"{results.began[:10]}-{results.machine['name']}"
@@ -139,7 +138,7 @@ def path_of(folder: Path, results: Results, *, part: bool, unfinished: bool = Fa
 
 
 def save(path: Path, results: Results) -> None:
-    """Write the results; whoever stops it in between leaves the file as it was."""
+    """Write the results atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps(results.to_json(), indent=1, ensure_ascii=False) + "\n")
@@ -147,5 +146,5 @@ def save(path: Path, results: Results) -> None:
 
 
 def load(path: Path) -> Results:
-    """Read what `save` wrote."""
+    """Read results written by `save`."""
     return Results.from_json(json.loads(path.read_text()))

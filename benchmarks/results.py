@@ -1,4 +1,4 @@
-"""What a run found out: samples, summaries, checks. Pure data and arithmetic; JSON in and out."""
+"""Results of a run: samples, summaries and checks, as plain data with conversion to JSON."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Measurement:
 
     @property
     def median(self) -> float | None:
-        """Middle of the samples; None when there are none."""
+        """Median of the samples; None without samples."""
         return statistics.median(self.samples) if self.samples else None
 
     @property
     def spread(self) -> float | None:
-        """Half the distance between the lowest and the highest sample, as a part of the median."""
+        """Half the range of the samples, as a fraction of the median."""
         middle = self.median
         if middle is None or middle == 0:
             return None
@@ -51,7 +51,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One comparison of what the sides did."""
+    """One comparison between sides."""
 
     row: str
     text: str
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(kw_only=True)
 class Results:
-    """Everything one run found out."""
+    """All results of one run."""
 
     machine: dict[str, Any]
     began: str
@@ -69,11 +69,11 @@ class Results:
     checks: list[Check] = field(default_factory=list)
 
     def of(self, row: str, point: str | None = None) -> list[Measurement]:
-        """Measurements of a row (at one of its points)."""
+        """Return the measurements of a row, or of one of its points."""
         return [m for m in self.measurements if m.row == row and point in (None, m.point)]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, medians and spreads included for whoever reads the file."""
+        """Return plain data, with medians and spreads for human readers."""
         data = dataclasses.asdict(self)
         for plain, measurement in zip(data["measurements"], self.measurements, strict=True):
             plain["median"] = measurement.median
@@ -82,7 +82,7 @@ class Results:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Results:
-        """Back from `to_json`."""
+        """Return the results that `to_json` described."""
         names = {each.name for each in dataclasses.fields(Measurement)}
         measurements = [
             Measurement(**{key: value for key, value in plain.items() if key in names})
@@ -100,7 +100,7 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of the printed table: our median beside the others', and the verdict."""
+    """One line of the printed table: medians of all sides, and the verdict."""
 
     row: Row
     point: str
@@ -111,7 +111,7 @@ class Line:
 
     @property
     def best_peer(self) -> Measurement | None:
-        """The peer's faster form; None if no peer gave a number."""
+        """The faster form of the peer; None if no peer was measured."""
         measured = [peer for peer in self.peers if peer.median is not None]
         if not measured:
             return None
@@ -120,22 +120,22 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the best peer; None unless both were measured."""
+        """Ratio of our result to the best peer's; None unless both were measured."""
         return self._advantage(self.ours, self.best_peer)
 
     @property
     def highest_ratio(self) -> float | None:
-        """How many times better than the best peer the bound is; None unless both were measured."""
+        """Ratio of the bound to the best peer's result; None unless both were measured."""
         return self._advantage(self.bound, self.best_peer)
 
     @property
     def fraction(self) -> float | None:
-        """Part of the limit that is reached; None unless both were measured."""
+        """Ratio of our result to the limit; None unless both were measured."""
         return self._advantage(self.ours, self.limit)
 
     @property
     def verdict(self) -> Literal["reached", "missed", "missing", "none"]:
-        """Whether the target holds; a side that was not measured makes it *missing*, never a win."""
+        """Whether the target is reached; *not measured* if a side is missing."""
         target: Target | None = self.row.target
         if target is None:
             return "none"
@@ -153,7 +153,7 @@ class Line:
 
 
 def lines(rows: tuple[Row, ...], results: Results) -> list[Line]:
-    """The table's lines, in the rows' order; rows of which nothing was asked are left out."""
+    """Return the lines of the table in the order of the rows; rows that were not run are left out."""
     found = []
     for row in rows:
         for point in row.points:

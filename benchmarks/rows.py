@@ -1,7 +1,7 @@
-"""The rows: what is measured, on which sides, at which sizes, and what we want to reach.
+"""Rows of the benchmark: work, sides, sizes and targets.
 
-Only descriptions live here. ``full`` rows are the ones of ``make bench``; ``tiny`` makes the same rows small enough
-for the test suite, where the numbers mean nothing and only the machinery is tried.
+This file contains descriptions only. ``full`` rows are the ones of ``make bench``; ``tiny`` makes the same rows small enough
+for the test suite, where only the harness is tested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Better = Literal["more", "less"]
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One column of a row: who does the work, and in which form."""
+    """One side of a row: the program that does the work, and its form."""
 
     kind: Literal["ours", "peer", "limit", "bound"]
     label: str
@@ -25,7 +25,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the row has to reach: a multiple of the fastest peer, or a fraction of the limit."""
+    """Target of a row: a multiple of the fastest peer, or a fraction of the limit."""
 
     against: Literal["peer", "limit"]
     factor: float
@@ -146,7 +146,7 @@ TABLE = (
         points=(_point(_MLP),),
         target=Target(against="limit", factor=0.97),
         parity={},
-        # Three per cent are to be seen: many short turns, so that the machine's moods even out.
+        # Differences of three per cent must be visible: many short turns average out the noise.
         repetitions=15,
         seconds=0.5,
     ),
@@ -348,7 +348,7 @@ _TINY: dict[str, Any] = {
 
 
 def tiny(row: Row) -> Row:
-    """The same row, small enough to be tried in a test: the machinery counts, not the numbers."""
+    """Return the same row at a small size, for tests of the harness."""
     points = tuple(
         replace(point, size={**point.size, **{k: v for k, v in _TINY.items() if k in point.size}})
         for point in row.points[:1]

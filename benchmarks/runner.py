@@ -1,6 +1,6 @@
-"""Runs rows: all sides of a point set up, checked against each other, then measured in turns.
+"""Runs the rows: sets up all sides of a point, compares their work, then measures them in turns.
 
-Knows sides and rows but nothing of what they compute. Called by ``__main__.py`` and by the tests.
+Knows sides and rows, but not what they compute. Called by ``__main__.py`` and by the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 
 @dataclass(kw_only=True)
 class Plan:
-    """What to run, and with what.
+    """Rows to run, and how.
 
     Args:
         rows: the rows, in order.
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def ticks(self) -> int:
-        """How often ``progress`` will be called."""
+        """Number of calls of ``progress``."""
         return sum(len(row.points) * (2 + row.repetitions) for row in self.rows)
 
 
@@ -68,7 +68,7 @@ def run(plan: Plan) -> Results:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -80,7 +80,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        # Others' load makes every number worse: it belongs beside them.
+        # Other load makes every number worse, so it is recorded.
         "load_before": os.getloadavg()[0],
     }
 
@@ -118,7 +118,7 @@ def _run_point(plan: Plan, row: Row, point: Point, results: Results) -> None:
 def _set_up(
     plan: Plan, row: Row, point: Point, taken: dict[str, Measurement], stack: ExitStack
 ) -> dict[str, SideProcess]:
-    """Start all sides of a point at the same time; those that fail say so in their measurement."""
+    """Start all sides of a point at the same time; record failures in their measurements."""
 
     def start(side: Side) -> SideProcess:
         if side.kind == "peer":
@@ -155,7 +155,7 @@ def _ask_facts(live: dict[str, SideProcess], taken: dict[str, Measurement]) -> d
 
 
 def _parity(row: Row, point: Point, stack: ExitStack) -> Facts | None:
-    """Our facts in the row's deterministic form; None if it cannot run (the row then is missing anyway)."""
+    """Return our facts in the row's deterministic form; None if it cannot run."""
     size = {**point.size, **(row.parity or {})}
     process = SideProcess("ours")
     stack.callback(process.close)
@@ -178,7 +178,7 @@ def _sample(row: Row, live: dict[str, SideProcess], measurement: Measurement) ->
             "sample", timeout_s=SAMPLE_TIMEOUT_S + row.seconds, seconds=row.seconds
         )
     except SideFailed as error:
-        # Half a measurement is none: a side that breaks down is missing, not fast.
+        # A side that fails during the measurement is missing; its samples are discarded.
         measurement.missing = str(error)
         measurement.samples.clear()
         live.pop(measurement.label)

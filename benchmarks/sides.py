@@ -1,4 +1,4 @@
-"""Starts the process of a side, asks it, measures its processor time and ends it whatever it does.
+"""Processes of the sides: start, requests, processor time, end.
 
 The only file of the harness that starts and kills processes. Called by ``runner.py``.
 """
@@ -23,11 +23,11 @@ _MODULES = {"ours": "ours", "peer": "peer", "limit": "limits", "bound": "limits"
 
 
 class SideFailed(Exception):
-    """A side gave no number; the text says why."""
+    """A side gave no number, for the reason in the text."""
 
 
 class SideProcess:
-    """One side's program, asked line by line.
+    """Program of one side, and the connection to it.
 
     Args:
         kind: ``ours``, ``peer``, ``limit`` or ``bound``.
@@ -62,7 +62,7 @@ class SideProcess:
         return f"<SideProcess {self.kind} pid {self._process.pid} [{state}]>"
 
     def ask(self, operation: str, *, timeout_s: float, **question: Any) -> dict[str, Any]:
-        """Send one question and wait for its answer.
+        """Send one request and wait for the reply.
 
         Raises:
             SideFailed: the side answered with an error, ended, or was silent for ``timeout_s``.
@@ -82,13 +82,13 @@ class SideProcess:
         return result
 
     def processor_seconds(self) -> dict[str, float]:
-        """Processor time (user and system) used so far by each of the side's processes."""
+        """Return the processor time (user and system) of each process of the side."""
         used = {}
         for name, pid in self._processes.items():
             try:
                 stat = Path(f"/proc/{pid}/stat").read_text()
             except OSError:
-                continue  # it has ended: its time is not ours to know
+                continue  # the process has ended
             fields = stat.rpartition(")")[2].split()
             used[name] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
         return used
@@ -123,14 +123,14 @@ class SideProcess:
         )
 
     def close(self) -> None:
-        """End the side and everything it started. May be called twice."""
+        """End the side and all its processes. A second call does nothing."""
         if self._process.poll() is None and not self._stuck:
             try:
                 self.ask("close", timeout_s=CLOSE_TIMEOUT_S)
                 self._process.wait(CLOSE_TIMEOUT_S)
             except (SideFailed, subprocess.TimeoutExpired):
-                pass  # it does not go by itself: the kill below ends it
-        # What it started is in its session, and may have outlived it.
+                pass  # the kill below ends it
+        # Its children are in its session, and may still run.
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:

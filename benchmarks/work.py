@@ -1,7 +1,6 @@
-"""The work every side does: sizes, data and first parameters, so that all sides start from the same numbers.
+"""Work of all sides: sizes, data and initial parameters.
 
-NumPy only: the peer's environment imports this file too. What is here is *what* is computed; how each side
-computes it is in ``ours/``, ``peer/`` and ``limits/``.
+NumPy only, because the peer's environment imports this file too. How each side computes is in ``ours/``, ``peer/`` and ``limits/``.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ EMBEDDING_SIZE: dict[str, Any] = {
     "batches": 16,
     "shards": 2,
 }
-# The rows in use are always the same number of them, and a table that starts all alike is made where it lives:
-# nobody has to draw and send 640 MB.
+# The number of rows in use is constant. The table starts with one value, which servers fill in themselves:
+# 640 MB need not be drawn and sent.
 HOT_SIZE: dict[str, Any] = {**EMBEDDING_SIZE, "hot": 8192, "start": 0.1}
 INPUT_SIZE: dict[str, Any] = {"batch": 1024, "batches": 512, "columns": 26}
 BYTES_SIZE: dict[str, Any] = {"variables": 16, "megabytes": 64}
 
 
 class Batches(NamedTuple):
-    """Batches made beforehand: inputs ``[batches, batch, ...]`` and labels ``[batches, batch, ...]``."""
+    """Prepared batches: inputs ``[batches, batch, ...]`` and labels ``[batches, batch, ...]``."""
 
     inputs: NDArray[Any]
     labels: NDArray[Any]
 
 
 def mlp_parameters(size: dict[str, Any]) -> list[Floats]:
-    """First weights and biases, in PyTorch's layout (``[out, in]``): w1, b1, w2, b2."""
+    """Return initial weights and biases, in PyTorch's layout (``[out, in]``): w1, b1, w2, b2."""
     random = np.random.default_rng(1)
     inputs, hidden, classes = size["inputs"], size["hidden"], size["classes"]
     return [
@@ -54,7 +53,7 @@ def mlp_parameters(size: dict[str, Any]) -> list[Floats]:
 
 
 def mlp_batches(size: dict[str, Any]) -> Batches:
-    """Inputs with labels that a linear teacher gives, so that there is something to learn."""
+    """Return inputs with labels from a linear model, which can be learned."""
     random = np.random.default_rng(2)
     shape = (size["batches"], size["batch"], size["inputs"])
     inputs = random.standard_normal(shape).astype(np.float32)
@@ -64,7 +63,7 @@ def mlp_batches(size: dict[str, Any]) -> Batches:
 
 
 def embedding_head(size: dict[str, Any]) -> Floats:
-    """First weights of the layer above the table: one output, ``[1, columns * width]``."""
+    """Return initial weights of the layer above the table: one output, ``[1, columns * width]``."""
     random = np.random.default_rng(3)
     width = size["columns"] * size["width"]
     head: Floats = (random.standard_normal((1, width)) / np.sqrt(width)).astype(np.float32)
@@ -72,7 +71,7 @@ def embedding_head(size: dict[str, Any]) -> Floats:
 
 
 def embedding_table(size: dict[str, Any]) -> Floats:
-    """The table's first rows; where a row's ``start`` is given, all numbers are that one instead."""
+    """Return the initial table; all numbers are ``start`` where a row sets it."""
     random = np.random.default_rng(4)
     shape = (size["rows"], size["width"])
     rows: Floats = random.standard_normal(shape, dtype=np.float32)
@@ -81,7 +80,7 @@ def embedding_table(size: dict[str, Any]) -> Floats:
 
 
 def embedding_batches(size: dict[str, Any]) -> Batches:
-    """Ids drawn evenly over the whole table (the hardest case for caches) and labels to memorise.
+    """Return ids drawn evenly from the whole table (the worst case for caches) and labels.
 
     With ``hot`` they are drawn from so many rows, which lie evenly over the whole table: the same draws, so
     the same number of different rows in every batch and the same bytes in use, whatever the table's size.
@@ -96,7 +95,7 @@ def embedding_batches(size: dict[str, Any]) -> Batches:
 
 
 def byte_shapes(size: dict[str, Any]) -> list[tuple[int]]:
-    """Shapes of float32 variables that make ``megabytes`` (of 2**20 bytes) together."""
+    """Return shapes of float32 variables of ``megabytes`` (of 2**20 bytes) in total."""
     count = size["variables"]
     elements = int(size["megabytes"] * 2**20) // 4
     each = elements // count
@@ -104,12 +103,12 @@ def byte_shapes(size: dict[str, Any]) -> list[tuple[int]]:
 
 
 def gigabytes(size: dict[str, Any]) -> float:
-    """How much one step of the read and add rows moves, in 10**9 bytes."""
+    """Return how much a step of the read and add rows moves, in 10**9 bytes."""
     return sum(shape[0] for shape in byte_shapes(size)) * 4 / 1e9
 
 
 def input_rows(size: dict[str, Any]) -> Integers:
-    """Rows of an in-memory dataset, as many whole batches as there are."""
+    """Return the rows of an in-memory dataset, in whole batches."""
     random = np.random.default_rng(6)
     shape = (size["batches"] * size["batch"], size["columns"])
     return random.integers(0, 1000, shape, dtype=np.int64)
@@ -119,7 +118,7 @@ _PRINTED = 1 << 20
 
 
 def fingerprint(value: NDArray[Any]) -> list[float]:
-    """Two numbers that tell parameters apart: their size, and a sum in which the order counts."""
+    """Return two numbers that identify parameters: a norm, and a sum that depends on the order."""
     total = ordered = 0.0
     flat = value.ravel()
     for begin in range(0, flat.size, _PRINTED):  # a table is too large for a copy in float64

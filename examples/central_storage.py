@@ -1,4 +1,4 @@
-"""The same digits, two replicas around one central copy; the step does not change.
+"""Digits on two replicas with one central copy of the model; the step does not change.
 
 python examples/central_storage.py
 python examples/central_storage.py --replicas 3 --epochs 2
@@ -12,7 +12,7 @@ from torch import nn
 
 import stratagem as sg
 
-# Knobs.
+# Settings.
 EPOCHS = 10
 REPLICAS = 2
 GLOBAL_BATCH = 64
@@ -28,8 +28,8 @@ def main(epochs: int = EPOCHS, replicas: int = REPLICAS) -> float:
     train = sg.data.Dataset.from_tensor_slices((pixels[HELD_OUT:], labels[HELD_OUT:]))
     batches = train.shuffle(seed=1).batch(GLOBAL_BATCH)
 
-    # Logical CPU devices: each is a replica with a thread of its own. On a GPU machine leave the
-    # list out and every GPU is one.
+    # Each logical CPU device is a replica with its own thread. On a machine with GPUs leave out the
+    # list, and every GPU is a replica.
     strategy = sg.CentralStorageStrategy([f"cpu:{i}" for i in range(replicas)], "cpu:0")
     with strategy.scope():
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -40,16 +40,13 @@ def main(epochs: int = EPOCHS, replicas: int = REPLICAS) -> float:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # sees the gradient of the whole batch
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the gradient of the whole batch
         optimizer.step()
         return loss.detach()
 
     with strategy:
         for epoch in range(epochs):
-            losses = [
-                strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None)
-                for batch in strategy.distribute_dataset(batches)
-            ]
+            losses = list(strategy.run_steps(step, batches))
             print(f"epoch {epoch}: loss {torch.stack(losses).mean():.4f}")
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Mirrored training, and the check that it gives one device's numbers.
+"""Mirrored training, and a check that its results equal those of one device.
 
 python examples/mirrored.py
 python examples/mirrored.py --replicas 3 --steps 20
@@ -11,7 +11,7 @@ from torch import nn
 
 import stratagem as sg
 
-# Knobs.
+# Settings.
 STEPS = 50
 REPLICAS = 2
 GLOBAL_BATCH = 30
@@ -43,7 +43,7 @@ def main(steps: int = STEPS, replicas: int = REPLICAS) -> float:
     for _ in range(steps):
         x = torch.randn(GLOBAL_BATCH, FEATURES, generator=generator)
         batches.append((x, x @ truth))
-    batches.append((batches[0][0][:1], batches[0][1][:1]))  # one row: a replica goes without
+    batches.append((batches[0][0][:1], batches[0][1][:1]))  # one row: one replica gets none
 
     strategy = sg.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     with strategy:

@@ -1,4 +1,4 @@
-"""Digits on one device: ordinary PyTorch, one line added.
+"""Digits on one device: ordinary PyTorch with a strategy.
 
 python examples/one_device.py
 python examples/one_device.py --epochs 2 --device cpu:0
@@ -12,7 +12,7 @@ from torch import nn
 
 import stratagem as sg
 
-# Knobs.
+# Settings.
 EPOCHS = 10
 BATCH = 64
 LEARNING_RATE = 1e-2
@@ -41,10 +41,7 @@ def main(epochs: int = EPOCHS, device: str = "cpu:0") -> float:
         return loss.detach()
 
     for epoch in range(epochs):
-        losses = [
-            strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None)
-            for batch in strategy.distribute_dataset(batches)
-        ]
+        losses = list(strategy.run_steps(step, batches))
         print(f"epoch {epoch}: loss {torch.stack(losses).mean():.4f}")
 
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Parameter-server training: page 003's program, on real processes of this machine.
+"""Parameter-server training with a custom loop and checkpoints, on processes of this machine.
 
-The coordinator (this process) schedules steps; two workers run them; two parameter servers hold the
-variables, the embedding table cut in two. A checkpoint is written after every epoch: stop the program
-at any time and start it again.
+The coordinator (this process) schedules steps, two workers run them, and two parameter servers store the
+variables; the embedding table is divided into two shards. A checkpoint is written after every epoch: stop
+the program at any time and start it again.
 
     python examples/parameter_server.py
     python examples/parameter_server.py --epochs 2 --checkpoint /tmp/clicks.pt
@@ -16,7 +16,7 @@ from torch import nn
 
 import stratagem as sg
 
-# Knobs.
+# Settings.
 EPOCHS = 3
 STEPS_PER_EPOCH = 60
 BATCH = 64
@@ -26,7 +26,7 @@ LEARNING_RATE = 0.1
 
 
 class Clicks(nn.Module):
-    """Will this user like that item? A table of items and a layer on top of it."""
+    """Predict whether a pair of items is liked: an embedding table and two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class Clicks(nn.Module):
 
 
 def dataset_fn() -> sg.data.Dataset:
-    """Runs on every worker: pairs of items, liked if together they have enough of something."""
-    something = torch.randn(ITEMS, generator=torch.Generator().manual_seed(1))
+    """Return pairs of items, liked if the sum of their hidden scores is positive. Runs on each worker."""
+    scores = torch.randn(ITEMS, generator=torch.Generator().manual_seed(1))
     pairs = torch.randint(0, ITEMS, (4096, 2))
-    liked = (something[pairs].sum(1) > 0).float()
-    # Shuffled and repeated, so that all examples are visited about equally often.
+    liked = (scores[pairs].sum(1) > 0).float()
+    # Shuffled and repeated, so that all examples are used about equally often.
     return sg.data.Dataset.from_tensor_slices((pairs, liked)).shuffle().repeat().batch(BATCH)
 
 
@@ -77,8 +77,8 @@ def main(
 
             loss = float("nan")
             for epoch in range(first_epoch, epochs):
-                iterator = iter(distributed_dataset)  # one fresh iterator on every worker
-                # Returns at once; any worker takes the next one.
+                iterator = iter(distributed_dataset)  # a new iterator on every worker
+                # schedule() returns at once; any free worker takes the next call.
                 losses = [coordinator.schedule(worker_fn, args=(iterator,)) for _ in range(steps)]
                 coordinator.join()
                 loss = float(sum(coordinator.fetch(losses)) / steps)
@@ -94,13 +94,13 @@ def save(path: str | None, model: nn.Module, optimizer: torch.optim.Optimizer, e
 
 
 def load(path: str | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restores the last checkpoint, if there is one; gives the epoch to begin with."""
+    """Restore the last checkpoint, if there is one; return the epoch to begin with."""
     if path is None or not Path(path).exists():
         return 0
     state = torch.load(path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    print(f"going on after epoch {state['epoch']}")
+    print(f"resuming after epoch {state['epoch']}")
     return int(state["epoch"]) + 1
 
 

@@ -1,7 +1,7 @@
-"""Workers are killed while they train, and nothing is lost or counted twice.
+"""Kill workers while they train: nothing is lost, and nothing is counted twice.
 
-Schedules additions to one variable, kills a worker every now and then, and shows the sum: it is the
-number of additions, whatever happened.
+Schedules additions to one variable, kills a worker from time to time, and prints the sum, which is the
+number of additions.
 
     python examples/surviving_worker_loss.py
     python examples/surviving_worker_loss.py --additions 20000
@@ -15,7 +15,7 @@ import torch
 
 import stratagem as sg
 
-# Knobs.
+# Settings.
 ADDITIONS = 5_000
 SECONDS_BETWEEN_KILLS = 0.4
 
@@ -29,13 +29,13 @@ def main(additions: int = ADDITIONS) -> tuple[float, int]:
         def add_one():
             total.assign_add(torch.ones((), dtype=torch.float64))
 
-        # Kills are frequent here: a closure may be unlucky more than three times.
+        # Kills are frequent here, and a closure may lose more than three workers.
         options = sg.config.ClusterOptions(poison_limit=100)
         with sg.ClusterCoordinator(strategy, options=options) as coordinator:
             finished = threading.Event()
             kills = 0
 
-            def kill_now_and_then():
+            def kill_from_time_to_time():
                 nonlocal kills
                 for victim in itertools.cycle([0, 1]):
                     if finished.wait(SECONDS_BETWEEN_KILLS):
@@ -43,7 +43,7 @@ def main(additions: int = ADDITIONS) -> tuple[float, int]:
                     cluster.kill_worker(victim)
                     kills += 1
 
-            killer = threading.Thread(target=kill_now_and_then, name="killer")
+            killer = threading.Thread(target=kill_from_time_to_time, name="killer")
             killer.start()
             try:
                 for _ in range(additions):

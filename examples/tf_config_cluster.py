@@ -1,4 +1,4 @@
-"""One script for every task of a cluster, told apart by TF_CONFIG: try it in three terminals.
+"""One script for every task of a cluster; TF_CONFIG says which task. Try it in three terminals.
 
     export CLUSTER='{"chief": ["localhost:2222"], "ps": ["localhost:2223"], "worker": ["localhost:2224"]}'
 
@@ -12,8 +12,8 @@
     TF_CONFIG='{"cluster": '"$CLUSTER"', "task": {"type": "chief", "index": 0}}' \
         python examples/tf_config_cluster.py
 
-The chief trains and ends; the two servers wait for the next chief until you stop them with Ctrl-C. On
-several machines give every task the same secret in STRATAGEM_CLUSTER_KEY.
+The chief trains and ends. The other two wait for the next chief until you stop them with Ctrl-C. On
+several machines set the same secret in STRATAGEM_CLUSTER_KEY for every task.
 """
 
 import torch

@@ -9,7 +9,7 @@ import torch
 
 import stratagem as sg
 
-# Knobs.
+# Settings.
 STEPS = 200
 LEARNING_RATE = 0.1
 REPLICAS = 2

@@ -1,7 +1,7 @@
-"""The bound: every core does the bare work at the same time, and nothing passes between them.
+"""The bound: all cores do the bare work at the same time, without communication.
 
-No message, lock, meeting or server: whatever distributes the same work over the same cores has these costs
-on top. A row whose target lies above its bound cannot be reached on this machine.
+A real system has the costs of messages, locks and servers on top. A target above the bound cannot be
+reached on this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Make = Callable[[dict[str, Any]], Work]
 
 
 class EveryCore(Work):
-    """The same work in one process per core; a step is one step in each of them.
+    """The same work in one process per core; a step is one step in each process.
 
     Args:
         make: the work of one core; importable, since processes are started anew.
@@ -77,7 +77,7 @@ class EveryCore(Work):
 
 
 def _serve(make: Make, size: dict[str, Any], line: Connection) -> None:
-    """One core's process: says what a step counts for, then does as many as it is asked for."""
+    """Run one core's process: report the value of a step, then run steps on request."""
     torch.set_num_threads(1)
     work = make(size)
     try:
@@ -86,6 +86,6 @@ def _serve(make: Make, size: dict[str, Any], line: Connection) -> None:
             work.steps(line.recv())
             line.send(0.0)
     except (EOFError, BrokenPipeError):
-        pass  # the other side has closed: done
+        pass  # the other side has closed the connection
     finally:
         work.close()

@@ -1,4 +1,4 @@
-"""The limit's process: bare PyTorch on one thread, and plain memory traffic; and the bound's.
+"""Process of the limit (bare PyTorch on one thread, plain memory traffic) and of the bound.
 
 Run by the harness: ``python -m benchmarks.limits.side``.
 """
@@ -18,7 +18,7 @@ from benchmarks.protocol import Work, serve
 
 
 class Training(Work):
-    """A model, its optimizer and batches in turn."""
+    """A model, its optimizer and its batches."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Mlp(Training):
 
 
 class Embedding(Training):
-    """The table step with row gradients, as PyTorch offers it."""
+    """The table step with PyTorch's sparse gradients."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         model = models.Table(size)
@@ -131,14 +131,14 @@ class Traffic(Work):
 
 
 class Adding(Traffic):
-    """64 MB added to parameters, on one thread: no write of them can do with less."""
+    """64 MB added to parameters, on one thread: the least that a write needs."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__(size, Tensor.add_)
 
 
 def bound(row: str, size: dict[str, Any]) -> Work:
-    """The bound of a row: all cores, nothing between them."""
+    """Return the bound of a row: all cores, no communication."""
     if row == "mlp":
         return EveryCore(Mlp, size, cores=size["workers"], amount=size["workers"])
     if row == "add":
@@ -151,7 +151,7 @@ def bound(row: str, size: dict[str, Any]) -> Work:
 
 
 def make(row: str, size: dict[str, Any]) -> Work:
-    """The limit of a row, or its bound."""
+    """Return the limit of a row, or its bound."""
     if size.get("form") == "every core":
         return bound(row, size)
     if row in {"mlp", "one_device", "central", "workers", "servers"}:

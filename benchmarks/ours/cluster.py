@@ -1,7 +1,7 @@
 """The parameter-server rows on our side, on real processes.
 
-Functions that are scheduled are local ones, so that they travel by value: a worker process need not be
-able to import this package.
+Scheduled functions are local functions, which are sent by value: worker processes need not import this
+package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ JOIN_TIMEOUT_S = 300.0
 
 
 class ClusterWork(Work):
-    """What the cluster rows share: one cluster, steps scheduled and joined."""
+    """Common part of the cluster rows: a cluster, scheduled steps, join."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ class ClusterWork(Work):
             raise
 
     def partitioner(self) -> Any:
-        """How the row's variables are cut; uncut unless the row says otherwise."""
+        """Return the partitioner of the row's variables; None by default."""
         return None
 
     def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Make the variables; return the step and its arguments."""
+        """Create the variables; return the step and its arguments."""
         raise NotImplementedError
 
     def steps(self, count: int) -> None:
@@ -97,7 +97,7 @@ class Training(ClusterWork):
     loss: Callable[..., Any]
 
     def make_step(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The step and its iterators, once model and optimizer exist."""
+        """Return the step and its iterators for a model and an optimizer."""
         model, optimizer, loss_of = self.model, self.optimizer, self.loss
         inputs, labels = (torch.from_numpy(part) for part in self.batches)
 
@@ -134,7 +134,7 @@ class Mlp(Training):
 
 
 class Embedding(Training):
-    """A table over the servers, a linear layer above it, Adagrad on the touched rows."""
+    """A table on the servers, a linear layer, Adagrad on the rows in use."""
 
     def partitioner(self) -> Any:
         return sg.partitioners.MinSizePartitioner(
@@ -155,7 +155,7 @@ class Embedding(Training):
 
 
 class Read(ClusterWork):
-    """Read every variable in a step; the worker sums it, so that every byte has been looked at."""
+    """Read every variable in a step; the worker computes the sum, so that every byte is read."""
 
     def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         self.amount_per_step = work.gigabytes(self.size)
@@ -175,7 +175,7 @@ class Read(ClusterWork):
 
 
 class Add(ClusterWork):
-    """Add as many bytes as there are to the variables; what is added lies ready in the worker."""
+    """Add tensors to all variables; the tensors are prepared in the worker."""
 
     def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         self.amount_per_step = work.gigabytes(self.size)
@@ -218,7 +218,7 @@ class Variables(ClusterWork):
 
 
 class StartUp(Work):
-    """From nothing to the first step done, then everything ended again."""
+    """Start a cluster, run the first step, end the cluster."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class StartUp(Work):
 
 
 class Recovery(ClusterWork):
-    """Kill worker 0 and wait until the one started in its place has done a step."""
+    """Kill worker 0 and wait for the first step of its replacement."""
 
     limit_s = 90.0
 

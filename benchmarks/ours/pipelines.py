@@ -1,4 +1,4 @@
-"""The rows below training on our side: an input pipeline, and the wire."""
+"""Rows without training on our side: the input pipeline and the wire."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Input(Work):
 
 
 class Wire(Work):
-    """A small message there and back between two processes; the wire's other figures come along."""
+    """Round trip of a small message between two processes, and further figures of the wire."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Wire(Work):
 
 
 class Loader(Work):
-    """Our pipeline against torch's DataLoader; the price of distributing and reading ahead come along."""
+    """Our pipeline and torch's DataLoader, and the costs of distributing and reading ahead."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Quality, not only speed: the click model of the demonstration, trained alone and by asynchronous workers.
+"""Quality of the click model, trained on one device and by asynchronous workers.
 
-Every example is seen exactly once in every form, so that the forms differ in order and staleness only. Time
+Every form sees every example exactly once, so that they differ only in order and staleness. Time
 spent on evaluation is not counted.
 """
 
@@ -91,7 +91,7 @@ class Quality(Work):
         return curve, {"staleness_mean": spread.mean, **tail}
 
     def _curve(self, model: nn.Module, part: Callable[[range], None]) -> list[dict[str, float]]:
-        """Train part by part and look at the test rows after each."""
+        """Train in parts, and evaluate on the test rows after each part."""
         total, parts = self.size["steps"], self.size["parts"]
         curve = [self._point(model, 0, 0.0)]
         spent = 0.0
@@ -117,7 +117,7 @@ class Quality(Work):
 def _step_on(
     model: nn.Module, optimizer: torch.optim.Optimizer, clicks: Clicks, batch: int
 ) -> Callable[[int], None]:
-    """The step on the n-th batch. A local function: it travels to workers by value, its rows with it, once."""
+    """Return the step on the n-th batch, a local function that is sent by value, once, with its rows."""
     ids, dense, label = clicks.ids, clicks.dense, clicks.label
 
     def step(number: int) -> None:

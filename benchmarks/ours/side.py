@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.protocol import Work, serve
 
-# Row -> module and class; loaded when asked for, so that a row never waits for another row's parts.
+# Row -> module and class; loaded on use, so that a row does not wait for the imports of others.
 WORK = {
     "one_device": "single:OneDevice",
     "central": "single:Central",
@@ -35,7 +35,7 @@ WORK = {
 
 
 def make(row: str, size: dict[str, Any]) -> Work:
-    """Our work of a row."""
+    """Return our work of a row."""
     module, name = WORK[row].split(":")
     made: Work = getattr(importlib.import_module(f"benchmarks.ours.{module}"), name)(size)
     return made

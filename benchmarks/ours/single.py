@@ -27,7 +27,7 @@ class SingleWork(Work):
         self.batches = [(self.place(inputs), self.place(labels)) for inputs, labels in pairs]
 
     def place(self, whole: Tensor) -> Any:
-        """One batch as ``run`` takes it."""
+        """Return one batch as ``run`` takes it."""
         return whole
 
     def steps(self, count: int) -> None:

@@ -25,7 +25,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 def serve_task(spec: str, job: str, index: str) -> None:
-    """Be one task of the cluster until killed."""
+    """Run one task of the cluster until it is killed."""
     server = tf.distribute.Server(
         tf.train.ClusterSpec(json.loads(spec)), job_name=job, task_index=int(index), protocol="grpc"
     )
@@ -43,7 +43,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """Workers and parameter servers as processes, a strategy and a coordinator in this one."""
+    """Workers and parameter servers in their own processes; strategy and coordinator in this one."""
 
     def __init__(self, *, workers: int, servers: int) -> None:
         ports = [f"127.0.0.1:{port}" for port in _free_ports(workers + servers)]
@@ -77,7 +77,7 @@ class Cluster:
 
 
 class ClusterWork(Work):
-    """What the cluster rows share: one cluster, steps scheduled and joined."""
+    """Common part of the cluster rows: a cluster, scheduled steps, join."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ClusterWork(Work):
             raise
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
-        """Make the variables; return the step and its arguments."""
+        """Create the variables; return the step and its arguments."""
         raise NotImplementedError
 
     def steps(self, count: int) -> None:
@@ -156,7 +156,7 @@ class Mlp(ClusterWork):
 
 
 class Embedding(ClusterWork):
-    """A table over the servers, a linear layer above it, Adagrad on the touched rows."""
+    """A table on the servers, a linear layer, Adagrad on the rows in use."""
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         batches = work.embedding_batches(self.size)
@@ -181,7 +181,7 @@ class Embedding(ClusterWork):
 
 
 class Read(ClusterWork):
-    """Read every variable in a step; the worker sums it, so that every byte has arrived."""
+    """Read every variable in a step; the worker computes the sum, so that every byte has arrived."""
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         self.amount_per_step = work.gigabytes(self.size)
@@ -201,7 +201,7 @@ class Read(ClusterWork):
 
 
 class Add(ClusterWork):
-    """Add as many bytes as there are to the variables; what is added lies ready in the worker."""
+    """Add tensors to all variables; the tensors are prepared in the worker."""
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         self.amount_per_step = work.gigabytes(self.size)
@@ -229,7 +229,7 @@ class Add(ClusterWork):
 
 
 class StartUp(Work):
-    """From nothing to the first step done, then everything ended again."""
+    """Start a cluster, run the first step, end the cluster."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()

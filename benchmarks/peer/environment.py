@@ -1,4 +1,4 @@
-"""Makes the peer's environment, once. Called by the harness; imports nothing of the peer."""
+"""Environment of the peer, created once. The harness calls this; it imports nothing of the peer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 REQUIREMENT = "tensorflow-cpu==2.21.*"
 HOME = Path(__file__).parent / ".venv-tf"
-# Two hundred megabytes of packages over a slow line.
+# Two hundred megabytes over a slow connection.
 INSTALL_TIMEOUT_S = 600.0
 
 
 class PeerMissing(Exception):
-    """The peer cannot be measured here; the text says why."""
+    """The peer cannot be measured, for the reason in the text."""
 
 
 def interpreter(managed: Path = HOME) -> Path:
-    """Where the peer's Python stands once the environment is made."""
+    """Return the path of the peer's Python."""
     return managed / "bin" / "python"
 
 
 def prepare(managed: Path = HOME, *, requirement: str = REQUIREMENT) -> Path:
-    """Return the peer's Python, making its environment first when it is not there.
+    """Return the peer's Python; create its environment if necessary.
 
     Raises:
         PeerMissing: the environment cannot be made (no network, no such package, no room).

@@ -12,7 +12,7 @@ from benchmarks import work
 
 
 def mlp_variables(size: dict[str, Any], **options: Any) -> list[Any]:
-    """The same first parameters as every side; kernels are transposed, as TensorFlow multiplies."""
+    """Return the initial parameters of all sides, with transposed kernels for TensorFlow."""
     return [
         tf.Variable(value.T.copy() if value.ndim == 2 else value, **options)
         for value in work.mlp_parameters(size)
@@ -20,7 +20,7 @@ def mlp_variables(size: dict[str, Any], **options: Any) -> list[Any]:
 
 
 def mlp_loss(variables: list[Any], inputs: Any, labels: Any) -> Any:
-    """Mean cross-entropy of one batch."""
+    """Return the mean cross-entropy of one batch."""
     w1, b1, w2, b2 = variables
     hidden = tf.nn.relu(tf.matmul(inputs, w1) + b1)
     logits = tf.matmul(hidden, w2) + b2
@@ -28,14 +28,14 @@ def mlp_loss(variables: list[Any], inputs: Any, labels: Any) -> Any:
 
 
 def apply_sgd(variable: Any, gradient: Any) -> None:
-    """One fused kernel where the variable lives."""
+    """Apply the gradient with one fused kernel on the variable's device."""
     tf.raw_ops.ResourceApplyGradientDescent(
         var=variable.handle, alpha=work.MLP_LEARNING_RATE, delta=gradient
     )
 
 
 def mlp_sgd(variables: list[Any], inputs: Any, labels: Any) -> Any:
-    """One step; returns the loss."""
+    """Run one step; return the loss."""
     with tf.GradientTape() as tape:
         loss = mlp_loss(variables, inputs, labels)
     for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
@@ -44,7 +44,7 @@ def mlp_sgd(variables: list[Any], inputs: Any, labels: Any) -> Any:
 
 
 def mlp_mean_loss(variables: list[Any], batches: work.Batches) -> float:
-    """Mean loss over all batches with the parameters as they are now."""
+    """Return the mean loss over all batches with the current parameters."""
     now = [tf.convert_to_tensor(variable) for variable in variables]
     losses = [float(mlp_loss(now, x, y)) for x, y in zip(*batches, strict=True)]
     return sum(losses) / len(losses)
@@ -61,7 +61,7 @@ def _shards(size: dict[str, Any]) -> list[Any]:
 
 
 class Table:
-    """A table of embeddings in shards, a linear layer above it, and Adagrad's state beside each variable."""
+    """An embedding table in shards, a linear layer, and Adagrad's state for each variable."""
 
     def __init__(self, size: dict[str, Any], strategy: Any) -> None:
         self.size = size
@@ -75,7 +75,7 @@ class Table:
                 self.sums.append(tf.Variable(tf.zeros(variable.shape)))
 
     def loss(self, table: Any, head: Any, bias: Any, batch: tuple[Any, Any]) -> Any:
-        """Mean logistic loss of one batch."""
+        """Return the mean logistic loss of one batch."""
         ids, labels = batch
         width = self.size["columns"] * self.size["width"]
         flat = tf.reshape(tf.nn.embedding_lookup(table, ids), [-1, width])
@@ -83,7 +83,7 @@ class Table:
         return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits))
 
     def adagrad(self, ids: Any, labels: Any) -> None:
-        """One step; rows that occur several times in the batch are summed first, as PyTorch does."""
+        """Run one step; gradients of equal ids are summed first, as in PyTorch."""
         with tf.GradientTape() as tape:
             loss = self.loss(self.table, self.head, self.bias, (ids, labels))
         variables = [*self.shards, self.head, self.bias]
@@ -101,7 +101,7 @@ class Table:
                 tf.raw_ops.ResourceApplyAdagradV2(**where, **options, grad=gradient)
 
     def mean_loss(self, batches: work.Batches) -> float:
-        """Mean loss over all batches with the parameters as they are now."""
+        """Return the mean loss over all batches with the current parameters."""
         table = tf.concat([tf.convert_to_tensor(shard) for shard in self.shards], axis=0)
         head, bias = tf.convert_to_tensor(self.head), tf.convert_to_tensor(self.bias)
         losses = [

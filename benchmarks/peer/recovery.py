@@ -1,7 +1,7 @@
-"""How long TensorFlow's cluster takes to be whole again after a worker was killed.
+"""Time that TensorFlow's cluster needs to recover from a killed worker.
 
-Runs in the peer's environment only. Whole again means: a burst of steps scheduled the moment the worker died
-has been done, and the worker, started again at once, has taken part in them.
+Runs in the peer's environment only. It has recovered when the steps that were scheduled at the kill are
+done and the restarted worker has run some of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LIMIT_S = 90.0
 
 
 class Recovery(ClusterWork):
-    """Kill worker 0, start it again, and wait until it has done a step."""
+    """Kill worker 0, start it again, and wait for its first step."""
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         with self.strategy.scope():

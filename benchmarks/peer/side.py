@@ -1,4 +1,4 @@
-"""The peer's process: answers the harness, or is one task of the peer's cluster.
+"""Process of the peer: answers the harness, or runs one task of the peer's cluster.
 
 Run by the peer's own Python: ``python -m benchmarks.peer.side``.
 """
@@ -30,7 +30,7 @@ WORK: dict[str, type[Any]] = {
 
 
 def make(row: str, size: dict[str, Any]) -> Work:
-    """The peer's work of a row."""
+    """Return the peer's work of a row."""
     made: Work = WORK[row](size)
     return made
 

@@ -24,7 +24,7 @@ def _one_thread(replicas: int) -> None:
 
 
 class SingleWork(Work):
-    """What both rows share: batches as tensors, a step taken batch by batch, eager or traced."""
+    """Common part of both rows: batches as tensors, and a step, eager or traced."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
@@ -41,19 +41,19 @@ class SingleWork(Work):
             self.step = tf.function(self.step)
 
     def make_strategy(self) -> Any:
-        """The strategy of the row."""
+        """Return the strategy of the row."""
         raise NotImplementedError
 
     def variable_options(self) -> dict[str, Any]:
-        """How the row's variables are made."""
+        """Create the row's variables."""
         return {}
 
     def place(self, inputs: Any, labels: Any) -> tuple[Any, Any]:
-        """One batch as the step takes it."""
+        """Return one batch as the step takes it."""
         return tf.constant(inputs), tf.constant(labels)
 
     def make_step(self) -> Any:
-        """The function of one batch."""
+        """Return the function of one batch."""
         raise NotImplementedError
 
     def steps(self, count: int) -> None:
@@ -69,7 +69,7 @@ class SingleWork(Work):
         self.steps(self.size["check_steps"])
         after = models.mlp_mean_loss(self.variables, batches)
         now = [variable.numpy() for variable in self.variables]
-        # PyTorch's layout again, so that the order of the numbers is every side's.
+        # PyTorch's layout, so that all sides have the same order.
         prints = [work.fingerprint(value.T if value.ndim == 2 else value) for value in now]
         return {"loss_before": before, "loss_after": after, "parameters": prints}
 
@@ -90,7 +90,7 @@ class OneDevice(SingleWork):
 
 
 class Central(SingleWork):
-    """The MLP step over the replicas of CentralStorageStrategy; gradients meet in one merge call."""
+    """The MLP step over the replicas of CentralStorageStrategy; gradients are combined in one merge call."""
 
     def make_strategy(self) -> Any:
         devices = [f"/cpu:{index}" for index in range(self.size["replicas"])]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
-from stratagem._checkpoint import block_file, row_ranges
+from stratagem._checkpoint import block_file, block_plan
 from stratagem._checkpoint.block_reader import BlockReader, check_frames
 from stratagem._checkpoint.directory import chain_of
 from stratagem._core.partition import shard_sizes
@@ -138,7 +138,7 @@ def test_large_tensors_become_several_blocks(
     monkeypatch.setattr(block_file, "PIECE_BYTES", 16)
     monkeypatch.setattr(block_file, "FLUSH_BYTES", 32)
     monkeypatch.setattr(
-        block_file, "cut_rows", lambda a, b, c, limit=100: row_ranges.cut_rows(a, b, c, limit)
+        block_file, "cut_rows", lambda a, b, c, limit=100: block_plan.cut_rows(a, b, c, limit)
     )
     tensors = {
         "t": random_tensor((57, 3), torch.int16),

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem._checkpoint.block_plan import cut_rows
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
-from stratagem._checkpoint.row_ranges import cut_rows
 from stratagem._checkpoint.torch_archive import ALIGNMENT, Archive, archive_of
 from stratagem._owner import Owner
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._checkpoint.block_file import PIECE_BYTES, Progress, memory_of
+from stratagem._checkpoint.block_plan import BlockRead, plan_number, plan_reads
 from stratagem._checkpoint.manifest import BLOCK_SUFFIX, Manifest, StoredBlock, StoredTensor
-from stratagem._checkpoint.row_ranges import BlockRead, plan_number, plan_reads
 from stratagem._owner import Owner
 from stratagem.errors import CheckpointCorrupt
 

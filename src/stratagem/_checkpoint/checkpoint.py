@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._checkpoint.block_file import part_of
+from stratagem._checkpoint.block_plan import stored_name
 from stratagem._checkpoint.block_reader import (
     BlockReader,
     RowsWanted,
@@ -33,7 +34,6 @@ from stratagem._checkpoint.live_state import Match, check_objects, collect
 from stratagem._checkpoint.manifest import COORDINATOR, NAME, Manifest, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
-from stratagem._checkpoint.row_ranges import stored_name
 from stratagem._core.context import current_replica
 from stratagem.errors import CheckpointError, ContextError
 

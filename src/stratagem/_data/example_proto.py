@@ -48,7 +48,7 @@ class BadExample(ValueError):
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedBytes:
     """Places of one feature's list in every record; kind 0 where the feature is missing."""
 
     begins: Places
@@ -155,7 +155,7 @@ def _next_entry(
 
 def locate(
     data: Bytes, starts: Places, stops: Places, names: Sequence[str]
-) -> Mapping[str, Located]:
+) -> Mapping[str, LocatedBytes]:
     """Return the places of the lists of some features.
 
     Raises:
@@ -191,7 +191,7 @@ def locate(
         known = which >= 0
         where = which[known], rows[known]
         begins[where], ends[where], kinds[where] = begin[known], end[known], kinds_found[known]
-    return {name: Located(begins[i], ends[i], kinds[i]) for i, name in enumerate(names)}
+    return {name: LocatedBytes(begins[i], ends[i], kinds[i]) for i, name in enumerate(names)}
 
 
 def _regular_entry(
@@ -286,7 +286,9 @@ def _flat(begins: Places, counts: Places, strides: Places | int = 1) -> Places:
     return np.repeat(begins, counts) + numbers * np.repeat(strides, counts)
 
 
-def _payload(data: Bytes, place: Located, name: str) -> tuple[Places, Places, NDArray[np.bool_]]:
+def _payload(
+    data: Bytes, place: LocatedBytes, name: str
+) -> tuple[Places, Places, NDArray[np.bool_]]:
     """Return begin and end of the numbers of each record, and whether they are packed."""
     begins, stops = place.begins, place.stops
     filled = begins < stops
@@ -297,7 +299,7 @@ def _payload(data: Bytes, place: Located, name: str) -> tuple[Places, Places, ND
     return np.where(packed, inside, begins), stops, packed
 
 
-def floats(data: Bytes, place: Located, name: str) -> Lists:
+def floats(data: Bytes, place: LocatedBytes, name: str) -> Lists:
     """Return the float32 values of a feature."""
     heads = _words(data, "<u2")[place.begins]
     if (place.stops - place.begins == 6).all() and (heads == (_FIRST | 4 << 8)).all():
@@ -316,7 +318,7 @@ def floats(data: Bytes, place: Located, name: str) -> Lists:
     return Lists(numbers, counts)
 
 
-def _single_integers(data: Bytes, place: Located) -> NDArray[np.int64] | None:
+def _single_integers(data: Bytes, place: LocatedBytes) -> NDArray[np.int64] | None:
     """Return the values of a feature that has one number of at most 8 bytes in every record."""
     head = _words(data, "<u2")[place.begins].astype(np.int64)  # tag, then the length
     lengths = place.stops - place.begins - 2
@@ -344,7 +346,7 @@ _JOINS = tuple(
 )
 
 
-def integers(data: Bytes, place: Located, name: str) -> Lists:
+def integers(data: Bytes, place: LocatedBytes, name: str) -> Lists:
     """Return the int64 values of a feature."""
     single = _single_integers(data, place)
     if single is not None:
@@ -380,7 +382,7 @@ def integers(data: Bytes, place: Located, name: str) -> Lists:
     return Lists(values, counts)
 
 
-def byte_strings(data: Bytes, place: Located, name: str) -> Lists:
+def byte_strings(data: Bytes, place: LocatedBytes, name: str) -> Lists:
     """Return the byte strings of a feature as their places and lengths in `data`."""
     begins, stops = place.begins, place.stops
     rows = np.arange(len(begins))

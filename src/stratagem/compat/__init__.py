@@ -15,10 +15,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stratagem.compat.options import CommunicationImplementation as CommunicationImplementation
-from stratagem.compat.options import CommunicationOptions as CommunicationOptions
-from stratagem.compat.options import RunOptions as RunOptions
-from stratagem.compat.options import function as function
+from stratagem.compat.inert_options import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from stratagem.compat.inert_options import CommunicationOptions as CommunicationOptions
+from stratagem.compat.inert_options import RunOptions as RunOptions
+from stratagem.compat.inert_options import function as function
 
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import stratagem as sg
-from stratagem.compat.options import CommunicationOptions as CommunicationOptions
+from stratagem.compat.inert_options import CommunicationOptions as CommunicationOptions
 
 if TYPE_CHECKING:
     from stratagem import partitioners as partitioners

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem._checkpoint.manifest import Manifest, StoredBlock, StoredIds, StoredTensor
-from stratagem._checkpoint.row_ranges import (
+from stratagem._checkpoint.block_plan import (
     cut_rows,
     intersect,
     plan_number,
     plan_reads,
     subtract,
 )
+from stratagem._checkpoint.manifest import Manifest, StoredBlock, StoredIds, StoredTensor
 from stratagem.errors import CheckpointCorrupt
 
 ROWS = 12

@@ -13,6 +13,8 @@ import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
 
+pytestmark = pytest.mark.process
+
 # The servers' silence is borne, and every report of a worker is taken for passing trouble: what is left
 # is the workers' own limit for one request.
 OPTIONS = ClusterOptions(heartbeat_limit_s=120.0, transient_ps_failures=10_000)

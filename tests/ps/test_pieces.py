@@ -71,7 +71,7 @@ def both(name, options, shape, *, rows):
             gradient = Gradient(variable=1, values=values, ids=ids)
         stepper.step([gradient])
         optimizer.step()
-    state = {key: value for _, key, value in stepper.state_entries()}
+    state = {entry.key: entry.value for entry in stepper.state_entries()}
     return (plain.detach(), optimizer.state[plain]), (mine, state)
 
 

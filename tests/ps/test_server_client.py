@@ -227,7 +227,7 @@ def test_fenced_writers_are_refused_and_others_are_not(
     batch = worker.batch()
     batch.assign(0, 1, "add", torch.ones(1))
     worker.send(batch)
-    with pytest.raises(WriteFenced, match="life 1"):
+    with pytest.raises(WriteFenced, match="incarnation 1"):
         worker.wait_for_writes()
     assert value_of(chief, w) == [[0.0]]
     with PsClient(servers, WORKER, incarnation=2) as next_life:

@@ -114,7 +114,7 @@ def test_row_step_of_adagrad_leaves_other_rows_and_their_state_alone():
     stepper.step([Gradient(variable=1, values=torch.ones(2, WIDTH), ids=torch.tensor([2, 5]))])
     changed = (weight != start()).any(dim=1).nonzero().flatten().tolist()
     assert changed == [2, 5]
-    state = {key: value for _, key, value in stepper.state_entries()}
+    state = {entry.key: entry.value for entry in stepper.state_entries()}
     assert state["sum"].any(dim=1).nonzero().flatten().tolist() == [2, 5]
     assert float(state["step"]) == 1
 
@@ -146,12 +146,12 @@ def test_state_survives_saving_loading_and_a_new_group():
     stepper.step([Gradient(variable=1, values=torch.ones(2))])
     grown = ServerOptimizer("torch.optim.Adam", two, {1: a, 2: b})
     grown.adopt_state(stepper)
-    assert {key for _, key, _ in grown.state_entries()} == {"step", "exp_avg", "exp_avg_sq"}
+    assert {entry.key for entry in grown.state_entries()} == {"step", "exp_avg", "exp_avg_sq"}
     other = ServerOptimizer("torch.optim.Adam", one, {1: a.clone()})
     other.load_state(grown.state_entries())
-    before = [value.clone() for _, _, value in other.state_entries()]
+    before = [entry.value.clone() for entry in other.state_entries()]
     grown.step([Gradient(variable=1, values=torch.ones(2))])
-    assert all(map(torch.equal, before, [v for _, _, v in other.state_entries()]))
+    assert all(map(torch.equal, before, [entry.value for entry in other.state_entries()]))
 
 
 def test_gradient_for_a_foreign_variable_or_of_a_wrong_shape_is_refused():
@@ -221,7 +221,7 @@ def test_no_step_writes_or_keeps_a_gradient(class_name):
                     continue  # a class that takes no sparse gradients, or only these
                 steps += 1
                 assert torch.equal(values, torch.ones_like(values)), settings
-                kept = [value for _, _, value in stepper.state_entries()]
+                kept = [entry.value for entry in stepper.state_entries()]
                 for tensor in [one for one in kept if isinstance(one, torch.Tensor)]:
                     assert not memory_of(tensor) & (memory_of(values) | memory_of(ids)), settings
     assert steps >= 4

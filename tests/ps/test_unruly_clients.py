@@ -49,7 +49,7 @@ def test_pings_are_answered_while_a_long_step_runs(
         return messages.Ok(), ()
 
     with PsClient(listed(server), CHIEF) as client:
-        (session,) = server._leases.sessions()
+        (session,) = server._sessions.sessions()
         monkeypatch.setattr(session, "handle", long_step)
         pending = client._connections[0].begin(messages.AskVersions())
         assert entered.wait(LIMIT_S)
@@ -122,7 +122,7 @@ def test_messages_of_others_are_refused(server: ParameterServer) -> None:
         assert client.ping(0) is not None
 
 
-def test_slots_that_were_never_announced_are_refused(server: ParameterServer) -> None:
+def test_memory_that_was_never_announced_is_refused(server: ParameterServer) -> None:
     """A reference into memory nobody mapped is an error of the sender; nothing is written."""
     with PsClient(listed(server), CHIEF) as client:
         client.create(W, "w", value=torch.ones(2))
@@ -133,7 +133,7 @@ def test_slots_that_were_never_announced_are_refused(server: ParameterServer) ->
                 origin=messages.WriteId("x", 1, 1),
                 operations=messages.encode_operations((messages.Assign(1, "add", ref),)),
             )
-            with pytest.raises(ProtocolError, match="slot 77, never announced"):
+            with pytest.raises(ProtocolError, match="segment 77, never announced"):
                 channel.request(write, timeout_s=LIMIT_S)
         assert client.read([W])[0][0].tolist() == [1.0, 1.0]
 

@@ -1,7 +1,7 @@
-"""The door of a parameter server: who comes in, and for what.
+"""The thread of a parameter server that accepts connections and answers pings.
 
-A thread of its own, so that connections are let in and pings are answered while the work thread is in a long
-optimizer step. Data connections are handed to the work thread (`server.py`); control connections stay here.
+It is a thread of its own, so that connections are accepted and pings are answered while the working thread is in a
+long optimizer step. It hands data connections to the working thread (`loop.py`) and keeps control connections.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
@@ -23,32 +23,35 @@ from stratagem.errors import ConnectionLost, ProtocolError, WireError
 
 _log = logging.getLogger("stratagem.ps")
 
-TICK_S = 0.5
+TICK_S: Final = 0.5
 """How often silent connections are looked at."""
 
-HELLO_LIMIT_S = 5.0
+HELLO_LIMIT_S: Final = 5.0
 """For a connection that proved the key to say what it wants."""
+
+_UNREAD_BYTES: Final = 1 << 20
+"""Replies that a control connection may leave unread."""
 
 
 class Serving(Protocol):
-    """What the door asks of the server behind it. Called from the door's thread."""
+    """What the acceptor asks of the server. Called from the acceptor's thread."""
 
     task: str
     facts: Mapping[str, object]
 
     def welcome(self) -> messages.Welcome:
-        """The answer to a Hello."""
+        """Return the answer to a Hello."""
 
     def pong(self) -> messages.Pong:
-        """The answer to a Ping."""
+        """Return the answer to a Ping."""
 
-    def take_in(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
-        """A data connection, and what it already sent."""
+    def take_over(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
+        """Serve a data connection, and the frames it has already sent."""
 
 
 @final
 class Acceptor:
-    """Listens, reads Hellos, answers control connections. Runs in a thread of its own."""
+    """Accepts connections, reads their Hellos and answers control connections, in a thread of its own."""
 
     def __init__(self, server: Serving, listener: Listener) -> None:
         self._server = server
@@ -61,11 +64,11 @@ class Acceptor:
         self._control: dict[int, Channel] = {}
         self._stopping = False
         self.thread = threading.Thread(
-            target=self._run, name=f"stratagem-ps-door-{listener.address}", daemon=True
+            target=self._run, name=f"stratagem-ps-accept-{listener.address}", daemon=True
         )
 
     def stop(self) -> None:
-        """Ends the thread and waits for it; closes everything it has."""
+        """End the thread, wait for it, and close everything it has."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         if self.thread.is_alive():
@@ -100,7 +103,7 @@ class Acceptor:
                 return
             hello = frames[0].message
             if not isinstance(hello, messages.Hello):
-                self._say_who(channel, frames[0])
+                self._introduce(channel, frames[0])
                 raise ProtocolError(f"began with {type(hello).__name__}, expected Hello")
             if hello.purpose not in ("data", "control"):
                 raise ProtocolError(f"came for {hello.purpose!r}, expected 'data' or 'control'")
@@ -112,19 +115,19 @@ class Acceptor:
         del self._silent[fd]
         if hello.purpose == "data":
             self._poll.unregister(fd)
-            self._server.take_in(channel, hello.task, frames[1:])
+            self._server.take_over(channel, hello.task, frames[1:])
         else:
             self._control[fd] = channel
             self._answer(fd, channel, frames[1:])
 
-    def _say_who(self, channel: Channel, frame: Frame) -> None:
-        """To somebody who looks for another kind of task here; as far as the connection takes it."""
+    def _introduce(self, channel: Channel, frame: Frame) -> None:
+        """Tell a peer that expects another kind of task what this is, as far as the connection takes it."""
         task = self._server.task
-        stranger = ProtocolError(
+        error = ProtocolError(
             f"this is {task}, a parameter server, which does not know {type(frame.message).__name__}: "
             f"give every task the same cluster specification"
         )
-        channel.enqueue_reply(frame, failure_from(stranger, task=task, with_traceback=False))
+        channel.enqueue_reply(frame, failure_from(error, task=task, with_traceback=False))
         channel.flush()
 
     def _serve(self, fd: int, channel: Channel) -> None:
@@ -146,7 +149,7 @@ class Acceptor:
                     name = type(frame.message).__name__
                     raise ProtocolError(f"sent {name} on a control connection")
             # A control client reads its small replies at once; one that does not is dropped.
-            if not channel.flush() and channel.outgoing_bytes > 1 << 20:
+            if not channel.flush() and channel.outgoing_bytes > _UNREAD_BYTES:
                 raise ProtocolError("does not read its replies")
         except (WireError, MemoryError) as error:
             self._drop(fd, channel, _reason(error))

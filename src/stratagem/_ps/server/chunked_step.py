@@ -1,11 +1,9 @@
-"""Large shards are stepped a piece at a time, so that an optimizer's temporaries stay small.
+"""Optimizer steps on large shards, a chunk at a time, so that the optimizer's temporaries stay small.
 
-A step of Adam makes tensors as large as the parameter it works on. On pieces that fit the caches it
-makes small ones again and again: a server needs hardly any memory beside parameters and state, and no
-pass goes through main memory but the first (Adam's arithmetic on 96 MB, one core: 187 ms whole, 63 in
-pieces).
-Only for classes that treat every number by itself, so that the outcome is the same. Used by
-`stepping.py`; knows tensors and optimizer classes.
+A step of Adam makes tensors as large as its parameter. On chunks that fit the caches it makes small ones again
+and again: a server needs hardly any memory beside parameters and state, and only the first pass goes through main
+memory (Adam's arithmetic on 96 MB, one core: 187 ms whole, 63 in chunks). Only for classes that treat every
+number by itself, so that the result is the same. Knows tensors and optimizer classes.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from stratagem._wire.shm import zeros_apart
 CHUNK_BYTES: Final = 1 << 20
 """How much of a parameter is stepped at once; the time above is about the same from 0.5 to 4 MB."""
 
-_WHOLE_VECTORS: Final = 64
-"""Pieces begin at multiples of so many numbers, so that no number leaves its place in torch's loops."""
+_VECTOR: Final = 64
+"""Chunks begin at multiples of so many numbers, so that no number changes its place in torch's loops."""
 
 ELEMENTWISE: Final = frozenset(
     {
@@ -41,11 +39,11 @@ ELEMENTWISE: Final = frozenset(
         torch.optim.SGD,
     }
 )
-"""Classes whose step looks at each number of a parameter alone; a subclass may do anything."""
+"""Classes whose step treats each number of a parameter by itself; a subclass may do anything."""
 
 
 def bounds(parameter: Tensor) -> list[tuple[int, int]]:
-    """Where the pieces of a parameter begin and end, in rows; a tensor without axes is one row.
+    """Return where the chunks of a parameter begin and end, in rows; a tensor without axes is one row.
 
     Example:
         >>> bounds(torch.empty(1 << 18, 2))
@@ -57,13 +55,13 @@ def bounds(parameter: Tensor) -> list[tuple[int, int]]:
     if parameter.nbytes <= CHUNK_BYTES:
         return [(0, rows)]
     each = max(1, CHUNK_BYTES * rows // parameter.nbytes)
-    if each > _WHOLE_VECTORS:
-        each -= each % _WHOLE_VECTORS
+    if each > _VECTOR:
+        each -= each % _VECTOR
     return [(start, min(start + each, rows)) for start in range(0, rows, each)]
 
 
 class RowsOfGradient:
-    """A gradient of a parameter's shape, or of some of its rows, handed out piece by piece.
+    """A gradient of a parameter's shape, or of some of its rows, taken chunk by chunk.
 
     Example:
         >>> rows = RowsOfGradient(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 1]))
@@ -81,11 +79,11 @@ class RowsOfGradient:
 
     @property
     def is_rows(self) -> bool:
-        """Whether it speaks of some rows only."""
+        """Whether it has some rows only."""
         return self._ids is not None
 
     def between(self, start: int, end: int, like: Tensor) -> Tensor:
-        """The gradient of rows `start` to `end` (without rows: of these numbers), shaped as `like`."""
+        """Return the gradient of rows `start` to `end` (without rows: of these numbers), shaped as `like`."""
         if self._ids is None:
             return self._values[start:end]
         first, last = torch.searchsorted(self._ids, torch.tensor((start, end))).tolist()
@@ -93,37 +91,37 @@ class RowsOfGradient:
         return torch.zeros_like(like).index_copy_(0, places, self._values[first:last])
 
 
-def step_in_pieces(
+def step_in_chunks(
     optimizer: Optimizer, index: int, parameter: nn.Parameter, gradient: RowsOfGradient
 ) -> None:
-    """One step of `optimizer` on one parameter of its group `index`, piece by piece."""
+    """Do one step of `optimizer` on one parameter of its group `index`, chunk by chunk."""
     groups = optimizer.param_groups
     members = [group["params"] for group in groups]
     state: MutableMapping[str, Any] = optimizer.state[parameter]
     whole = parameter.detach()
     per_number, others = _sorted_by_kind(state, whole)
-    if not gradient.is_rows:  # rows may be longer than a piece; nothing here needs them
+    if not gradient.is_rows:  # rows may be longer than a chunk, and are not needed
         whole = whole.view(-1)
         per_number = {key: value.view(-1) for key, value in per_number.items()}
     is_new = not state
-    counts: dict[str, Any] = {}  # step counts and the like: every piece leaves the same
+    counts: dict[str, Any] = {}  # step counts and the like: every chunk leaves the same
     try:
         for group in groups:
             group["params"] = []
         for start, end in bounds(whole):
-            piece = nn.Parameter(whole[start:end], requires_grad=False)
-            piece.grad = gradient.between(start, end, piece)
-            groups[index]["params"] = [piece]
+            chunk = nn.Parameter(whole[start:end], requires_grad=False)
+            chunk.grad = gradient.between(start, end, chunk)
+            groups[index]["params"] = [chunk]
             if not is_new:
-                optimizer.state[piece] = {key: _own(value) for key, value in others.items()}
+                optimizer.state[chunk] = {key: _own(value) for key, value in others.items()}
                 for key, value in per_number.items():
-                    optimizer.state[piece][key] = value[start:end]
+                    optimizer.state[chunk][key] = value[start:end]
             try:
                 optimizer.step()
             finally:
-                after = optimizer.state.pop(piece, {})
+                after = optimizer.state.pop(chunk, {})
             for key, value in after.items():
-                if not _is_like(value, piece):
+                if not _is_like(value, chunk):
                     counts[key] = value
                     continue
                 if key not in per_number:  # the first step makes the state
@@ -138,13 +136,13 @@ def step_in_pieces(
     for key, value in counts.items():
         _keep(state, key, value)
     if is_new:
-        give_back_freed_memory()  # what stays of the first step lies between what does not
+        give_back_freed_memory()  # the new state lies between freed temporaries
 
 
 def _keep(state: MutableMapping[str, Any], key: str, value: Any) -> None:
-    """A step count, in the memory it had before.
+    """Store a step count in the memory it had before.
 
-    The smallest thing that stays, made anew, would keep apart the holes that temporaries leave.
+    Anything small that is allocated anew and stays would keep apart the holes that temporaries leave.
     """
     known = state.get(key)
     if isinstance(known, Tensor) and isinstance(value, Tensor) and known.shape == value.shape:
@@ -156,7 +154,7 @@ def _keep(state: MutableMapping[str, Any], key: str, value: Any) -> None:
 def _sorted_by_kind(
     state: MutableMapping[str, Any], parameter: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the state holds for every number of the parameter, and the rest (step counts)."""
+    """Return the state with one value per number of the parameter, and the rest (step counts)."""
     per_number, others = {}, {}
     for key, value in state.items():
         if _is_like(value, parameter):
@@ -175,7 +173,7 @@ def _own(value: Any) -> Any:
 
 
 def batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters in lists that make about a piece together.
+    """Yield parameters in lists that make about a chunk together.
 
     Example:
         >>> made = [nn.Parameter(torch.empty(1 << 17)) for _ in range(5)]

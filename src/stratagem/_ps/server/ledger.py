@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from stratagem._ps.number_ranges import NumberRanges
+from stratagem._ps.store_records import LedgerRecord
 from stratagem._ps.types import WriteId
 
 
@@ -86,6 +87,28 @@ class WriteLedger:
         self._finished.merge(ranges)
         for block in [one for one in self._closures if one[0] in self._finished]:
             del self._closures[block]
+
+    def record(self) -> LedgerRecord:
+        """Return everything that is remembered, as plain data."""
+        closures = tuple(
+            (closure, block, bits.to_bytes(128, "little"))
+            for (closure, block), bits in self._closures.items()
+        )
+        counts = (self.applied, self.duplicates, self.fenced)
+        return LedgerRecord(
+            dict(self._last), dict(self._lowest), closures, self._finished.ranges, counts
+        )
+
+    def restore(self, record: LedgerRecord) -> None:
+        """Remember exactly what a record says."""
+        self._last, self._lowest = dict(record.last), dict(record.lowest)
+        self._closures = {
+            (closure, block): int.from_bytes(bits, "little")
+            for closure, block, bits in record.closures
+        }
+        self._finished = NumberRanges()
+        self._finished.merge(record.finished)
+        self.applied, self.duplicates, self.fenced = record.counts
 
     @override
     def __repr__(self) -> str:

@@ -1,10 +1,9 @@
 """The event loop of one parameter server.
 
-Two threads. The *work* thread does everything that touches variables, in the order it arrives: no locks. The *door*
-thread listens, lets in who proves the key, reads each connection's Hello, keeps ``control`` connections (pings and
-statistics, answered even while a long optimizer step runs) and hands ``data`` connections to the work thread.
-
-What a message means is in `sessions.py`, the door in `door.py`; process start, signals and readiness belong to `_cluster`.
+Two threads. The *working* thread does everything that touches variables, in the order it arrives: no locks. The
+*accepting* thread (`acceptor.py`) takes connections that prove the key, reads each one's Hello, keeps ``control``
+connections (pings and statistics, answered even while a long optimizer step runs) and hands ``data`` connections to
+the working thread. `session.py` handles the messages; process start, signals and readiness belong to `_cluster`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from stratagem import config
 from stratagem._owner import Owner
 from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.server.acceptor import Acceptor
-from stratagem._ps.server.session import Session, SlotMaps
+from stratagem._ps.server.client_memory import ClientMemory
+from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
 from stratagem._wire import messages
 from stratagem._wire.arenas import Budget, memory_of_machine
@@ -42,12 +42,12 @@ from stratagem.errors import ConnectionLost, NotFoundError, ProtocolError, Strat
 _log = logging.getLogger("stratagem.ps")
 
 _TICK_S = 0.5
-"""How often leases and silent connections are looked at."""
+"""How often leases are checked."""
 
 UNSENT_LIMIT_BYTES = 1 << 26
-"""Replies a connection may leave unread before its next request is looked at."""
+"""Replies a connection may leave unread before its next request is served."""
 
-_FOR_THE_SERVER = (
+_ABOUT_SESSIONS = (
     messages.OpenSession,
     messages.JoinSession,
     messages.CloseSession,
@@ -58,7 +58,7 @@ _FOR_THE_SERVER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """What one parameter server allows.
+    """Limits and permissions of one parameter server.
 
     Example:
         >>> from stratagem._ps.server.loop import ServerOptions
@@ -82,20 +82,20 @@ class ServerOptions:
 
 @final
 class _Connection:
-    """One client, as the work thread sees it."""
+    """One client, as the working thread sees it."""
 
     def __init__(self, channel: Channel, task: str, *, shared_memory: bool) -> None:
         self.channel = channel
         self.task = task
         self.session: Session | None = None
-        self.slots = SlotMaps(allowed=shared_memory)
+        self.memory = ClientMemory(allowed=shared_memory)
         self.inbox: deque[Frame] = deque()
         self.events = selectors.EVENT_READ
 
 
 @final
 class ParameterServer(Owner):
-    """One parameter server: listens at once, works when `start` or `serve` is called.
+    """One parameter server: it listens at once and serves when `start` or `serve` is called.
 
     Example:
         >>> from stratagem._ps.server.loop import ParameterServer
@@ -112,7 +112,7 @@ class ParameterServer(Owner):
         key: ClusterKey | None = None,
         options: ServerOptions | None = None,
     ) -> None:
-        """Listens on `address` (``host:port``, port 0 takes a free one).
+        """Listen on `address` (``host:port``; port 0 takes a free one).
 
         Raises:
             PermissionError: not a loopback address, and no key.
@@ -128,13 +128,13 @@ class ParameterServer(Owner):
         self.life = secrets.token_hex(8)
         listener = Listener(address, key=key, limits=self._options.limits)
         self.address = listener.address
-        self._door = Acceptor(self, listener)
+        self._acceptor = Acceptor(self, listener)
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._arrivals: deque[_Connection] = deque()
         self._connections: set[_Connection] = set()
-        self._leases = SessionTable(
+        self._sessions = SessionTable(
             self.task, budget, optimizer_modules, shared_memory=self._shared
         )
         self._thread: threading.Thread | None = None
@@ -146,13 +146,13 @@ class ParameterServer(Owner):
         self._rested_after = 0
         self._next_facts = 0.0
         self.facts: Mapping[str, object] = {}
-        """Numbers about this server, refreshed when it is idle; safe to read from any thread."""
+        """Numbers about this server, refreshed twice a second; safe to read from any thread."""
         self._publish_facts()
 
-    # -- life ---------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Works in a thread of its own."""
+        """Serve in a thread of its own."""
         self._thread = threading.Thread(
             target=self.serve, name=f"stratagem-ps-work-{self.address}", daemon=True
         )
@@ -160,8 +160,8 @@ class ParameterServer(Owner):
         return self
 
     def serve(self) -> None:
-        """Works in the calling thread until `stop` or `close`."""
-        self._door.thread.start()
+        """Serve in the calling thread until `stop` or `close`."""
+        self._acceptor.thread.start()
         try:
             while not self._stopping:
                 ready = self._selector.select(_TICK_S)
@@ -175,43 +175,43 @@ class ParameterServer(Owner):
                 while self._arrivals:
                     self._admit(self._arrivals.popleft())
                 now = time.monotonic()
-                for name, lease_s in self._leases.expired(now):
+                for name, lease_s in self._sessions.expired(now):
                     self._end_session(name, f"its coordinator has been gone for {lease_s:g} s")
                 if now >= self._next_facts:
                     self._publish_facts()
         finally:
             for connection in list(self._connections):
                 self._forget(connection)
-            self._leases.close_all()
+            self._sessions.close_all()
             self._finished.set()
 
     def _rest(self) -> None:
-        """Nobody has asked for anything for a while: give up memory that only work needs."""
+        """Release memory that only work needs: no request has come for a while."""
         if self._rested_after == self._served:
             return
         self._rested_after = self._served
         for connection in self._connections:
-            connection.slots.rest()
+            connection.memory.rest()
         give_back_freed_memory()
 
     def stop(self) -> None:
-        """Asks the loop to end; returns at once. Safe in signal handlers and from any thread."""
+        """Ask the loop to end; return at once. Safe in signal handlers and from any thread."""
         self._stopping = True
         if not self._closed:
             os.eventfd_write(self._wake, 1)
 
     @override
     def close(self) -> None:
-        """Ends all connections and frees all variables. May be called again."""
+        """Close all connections and free all variables. May be called again."""
         if self._closed:
             return
         self.stop()
         if self._thread is not None:
             self._thread.join(10.0)
-        elif self._door.thread.ident is not None and not self._finished.wait(10.0):
+        elif self._acceptor.thread.ident is not None and not self._finished.wait(10.0):
             _log.warning("%s is busy: closing it without waiting longer", self.task)
         self._closed = True
-        self._door.stop()
+        self._acceptor.stop()
         for connection in self._arrivals:
             connection.channel.close()
         self._selector.close()
@@ -219,21 +219,21 @@ class ParameterServer(Owner):
 
     @property
     def session_count(self) -> int:
-        """Strategies that have variables here."""
-        return len(self._leases)
+        """How many strategies have variables here."""
+        return len(self._sessions)
 
     @override
     def __repr__(self) -> str:
         state = "closed" if self._closed else "stopping" if self._stopping else "open"
         return (
-            f"<ParameterServer {self.task} at {self.address} {state}, {len(self._leases)} sessions, "
+            f"<ParameterServer {self.task} at {self.address} {state}, {len(self._sessions)} sessions, "
             f"{len(self._connections)} connections, {self._served} messages served>"
         )
 
-    # -- for the door -------------------------------------------------------------------------
+    # -- for the acceptor ---------------------------------------------------------------------
 
     def welcome(self) -> messages.Welcome:
-        """The answer to a Hello."""
+        """Return the answer to a Hello."""
         return messages.Welcome(
             task=self.task,
             pid=os.getpid(),
@@ -244,13 +244,13 @@ class ParameterServer(Owner):
         )
 
     def pong(self) -> messages.Pong:
-        """The answer to a Ping; says how long the work thread has been at one message."""
+        """Return the answer to a Ping: how long the working thread has been at one message."""
         began = self._work_began
         busy_s = time.monotonic() - began if began is not None else 0.0
         return messages.Pong(busy_s=busy_s, served=self._served)
 
-    def take_in(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
-        """Hands a data connection, and what it already sent, to the work thread."""
+    def take_over(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
+        """Hand a data connection, and the frames it has already sent, to the working thread."""
         connection = _Connection(channel, task or channel.peer, shared_memory=self._shared)
         connection.inbox.extend(frames)
         self._arrivals.append(connection)
@@ -264,11 +264,11 @@ class ParameterServer(Owner):
         self._work_off(connection)
 
     def _turn(self, connection: _Connection) -> None:
-        """One connection's turn: one read, then its complete requests."""
+        """Give one connection its turn: one read, then its complete requests."""
         try:
             if connection.channel.wants_write:
                 connection.channel.flush()
-            if not connection.inbox:  # else it has requests waiting for room: read no more
+            if not connection.inbox:  # else its requests wait until it has read replies
                 connection.inbox.extend(connection.channel.receive_ready())
         except ConnectionLost as error:
             self._lose(connection, str(error), quiet=True)
@@ -301,7 +301,7 @@ class ParameterServer(Owner):
         self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Selects for what the connection can go on with."""
+        """Select for what the connection can go on with."""
         events = 0 if connection.inbox else selectors.EVENT_READ
         if connection.channel.wants_write or connection.inbox:
             # With requests waiting always: the last flush may have sent everything, and nothing else
@@ -315,7 +315,7 @@ class ParameterServer(Owner):
         buffers: Sequence[Buffer] = ()
         try:
             message: Message
-            if isinstance(frame.message, _FOR_THE_SERVER):
+            if isinstance(frame.message, _ABOUT_SESSIONS):
                 message = self._about_session(connection, frame.message)
             else:
                 if connection.session is None:
@@ -323,8 +323,8 @@ class ParameterServer(Owner):
                         f"{connection.task} has joined no session on {self.task}: it was closed, or "
                         f"its lease ran out because its coordinator was gone"
                     )
-                message, buffers = connection.session.handle(frame, connection.slots)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
+                message, buffers = connection.session.handle(frame, connection.memory)
+        except Exception as error:  # noqa: BLE001 - the error of the client that asked
             if isinstance(error, ProtocolError):
                 # The text, not the error: a kept log record would keep frames, and so variables.
                 reason = str(error)
@@ -339,12 +339,12 @@ class ParameterServer(Owner):
             connection.channel.keep_unsent()
 
     def _about_session(self, connection: _Connection, message: Message) -> Message:
-        """Messages about sessions as a whole, and about the server."""
+        """Answer messages about sessions as a whole, and about the server."""
         if isinstance(message, messages.OpenSession):
-            connection.session = self._leases.open(message, owner=connection)
+            connection.session = self._sessions.open(message, owner=connection)
             return messages.Ok()
         if isinstance(message, messages.JoinSession):
-            connection.session = self._leases.find(message.session)
+            connection.session = self._sessions.find(message.session)
             return messages.Ok()
         if isinstance(message, messages.CloseSession):
             self._end_session(message.session, "its coordinator closed it")
@@ -355,7 +355,7 @@ class ParameterServer(Owner):
         return messages.Stats(facts=self.facts)
 
     def _end_session(self, name: str, reason: str) -> None:
-        session = self._leases.close(name)
+        session = self._sessions.close(name)
         if session is None:
             return
         _log.info("%s closes session %s: %s", self.task, name, reason)
@@ -371,15 +371,15 @@ class ParameterServer(Owner):
     def _forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
         self._selector.unregister(connection.channel)
-        self._leases.leave(connection, time.monotonic())
-        connection.slots.close()
+        self._sessions.leave(connection, time.monotonic())
+        connection.memory.close()
         connection.channel.close()
 
     def _publish_facts(self) -> None:
-        stores = [session.store.stats() for session in self._leases.sessions()]
+        stores = [session.store.stats() for session in self._sessions.sessions()]
         self.facts = {
             "task": self.task,
-            "sessions": len(self._leases),
+            "sessions": len(self._sessions),
             "connections": len(self._connections),
             "served": self._served,
             "variables": sum(one.variables for one in stores),

@@ -1,21 +1,23 @@
-"""What a parameter server does with each message of a session: requests in, replies out.
+"""One session on a parameter server: turns requests into replies.
 
-Knows stores, shared memory and messages; knows no socket, thread or clock. `server.py` receives the frames, calls
-`Session.handle` for each in order, and sends what it returns. Nothing here unpickles.
+Knows the store, shared memory and messages, but no socket, thread or clock. `loop.py` receives the frames, calls
+`Session.handle` for each of them in order, and sends what it returns. Nothing here unpickles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps import types
+from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.store import VariableStore
+from stratagem._ps.store_records import Block, StoreManifest
 from stratagem._ps.types import Gradient, StateEntry
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.arenas import Arena, Budget
@@ -24,118 +26,12 @@ from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Message, SegmentRef, TensorRef
 from stratagem.errors import NotFoundError, ProtocolError, WriteFenced
 
-Reply = tuple[Message, Sequence[Buffer]]
+Reply: TypeAlias = tuple[Message, Sequence[Buffer]]
 
-REPLY_LIMIT_BYTES = 1 << 28
+REPLY_LIMIT_BYTES: Final = 1 << 28
 """Largest reply; clients ask for larger values in pieces."""
 
-_CACHE_LIMIT = 8192
-
-_PREPARED_LIMIT = 64
-_PREPARED_VARIABLES = 4096
-_PREPARED_BYTES = 1 << 18
-"""Writes remembered per client, how many variables they may write in all, how long one may be."""
-
-
-class _Prepared(NamedTuple):
-    """The operations of a write, decoded, with their tensors and places found."""
-
-    epoch: object  # the session's: with another one variables may be elsewhere
-    calls: Sequence[Callable[[], object]]
-    touched: Sequence[int]  # variables, each once
-    places: Sequence[tuple[shm.Segment, int]]
-
-
-@final
-class SlotMaps:
-    """The gradient slots of one client, mapped here.
-
-    A client places its gradients at the same offsets step after step, so tensors over them are kept.
-    """
-
-    def __init__(self, *, allowed: bool) -> None:
-        self._allowed = allowed
-        self._segments: dict[int, shm.MappedSegment] = {}
-        self._tensors: dict[TensorRef, Tensor] = {}
-        self._prepared: dict[bytes, _Prepared] = {}  # writes that came before, by their bytes
-        self._prepared_variables = 0
-
-    def open(self, refs: Sequence[SegmentRef]) -> None:
-        """Maps slots a client announced.
-
-        Raises:
-            NotFoundError: one cannot be mapped: the client must send bytes.
-        """
-        for ref in refs:
-            known = self._segments.pop(ref.number, None)
-            if known is not None:
-                self._forget_tensors()
-                known.close()
-            mapped = shm.open_segment(ref, shared=True) if self._allowed else None
-            if mapped is None:
-                raise NotFoundError(
-                    f"the slot {ref.number!r} of process {ref.pid!r} cannot be mapped by this "
-                    f"server: send bytes over the connection"
-                )
-            self._segments[ref.number] = mapped
-
-    def keep_only(self, numbers: Iterable[int]) -> None:
-        """Gives up every slot but these."""
-        kept = set(numbers)
-        for number in [number for number in self._segments if number not in kept]:
-            self._forget_tensors()
-            self._segments.pop(number).close()
-
-    def tensor(self, ref: TensorRef, frame: Frame) -> Tensor:
-        """The tensor a message refers to: in a slot, or beside the message."""
-        if ref.segment == 0:
-            return codec.tensor_from(ref, frame)
-        tensor = self._tensors.get(ref)
-        if tensor is None:
-            segment = self._segments.get(ref.segment)
-            if segment is None:
-                raise ProtocolError(f"the message refers to slot {ref.segment!r}, never announced")
-            tensor = segment.tensor(ref.offset, ref.shape, codec.dtype_from(ref.dtype))
-            if len(self._tensors) >= _CACHE_LIMIT:
-                self._tensors.clear()
-            self._tensors[ref] = tensor
-        return tensor
-
-    def rest(self) -> None:
-        """Nothing has come for a while: the slots' pages are their owner's alone until they are used."""
-        self._forget_prepared()
-        for segment in self._segments.values():
-            segment.rest()
-
-    def close(self) -> None:
-        """Unmaps everything. Repeatable."""
-        self._forget_tensors()
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
-
-    def prepared(self, key: bytes, epoch: object) -> _Prepared | None:
-        """What was prepared for the same bytes in the same epoch."""
-        known = self._prepared.get(key)
-        return known if known is not None and known.epoch is epoch else None
-
-    def remember(self, key: bytes, prepared: _Prepared) -> None:
-        """Keeps what was prepared, if it is not too much; rows move, and with them a write's bytes."""
-        if len(key) > _PREPARED_BYTES:
-            return
-        self._prepared_variables += len(prepared.touched)
-        if len(self._prepared) >= _PREPARED_LIMIT or self._prepared_variables > _PREPARED_VARIABLES:
-            self._forget_prepared()
-            self._prepared_variables = len(prepared.touched)
-        self._prepared[key] = prepared
-
-    def _forget_prepared(self) -> None:
-        self._prepared.clear()
-        self._prepared_variables = 0
-
-    def _forget_tensors(self) -> None:
-        self._tensors.clear()
-        self._forget_prepared()
+_OK: Final[Reply] = (messages.Ok(), ())
 
 
 @final
@@ -161,26 +57,23 @@ class Session:
     ) -> None:
         self.name = name
         self._shared_memory = shared_memory
-        self._arena = Arena(budget, writable_by_peers=False)
-        self._placed: tuple[shm.Segment, int, int] | None = None
+        self._arena = Arena(budget)
         self._places: dict[int, tuple[shm.Segment, int, int]] = {}  # segment, offset, bytes
-        self._epoch = object()  # another one whenever variables or optimizers come or go
+        self._epoch = object()  # replaced whenever variables or optimizers come or go
         self.store = VariableStore(self._allocate, optimizer_modules=optimizer_modules)
-        # Messages that bring tensors, and those that are complete in themselves.
-        self._with_tensors: dict[type[Message], Callable[[Any, Frame, SlotMaps], Reply]] = {
+        self._handlers: dict[type[Message], Callable[[Any, Frame, ClientMemory], Reply]] = {
             messages.Write: self._write,
             messages.Read: self._read,
-            messages.WriteState: self._write_state,
-        }
-        self._plain: dict[type[Message], Callable[[Any], Reply]] = {
             messages.CreateVariables: self._create,
             messages.DeleteVariables: self._delete,
             messages.Locate: self._locate,
             messages.AskVersions: self._versions,
+            messages.OpenSegments: self._open_segments,
             messages.Fence: self._fence,
             messages.FinishedClosures: self._finish_closures,
             messages.CreateOptimizer: self._create_optimizer,
             messages.ReadState: self._read_state,
+            messages.WriteState: self._write_state,
         }
 
     @property
@@ -188,27 +81,27 @@ class Session:
         """Bytes of the variables."""
         return self._arena.used_bytes
 
-    def handle(self, frame: Frame, slots: SlotMaps) -> Reply:
-        """Carries out one message.
+    def handle(self, frame: Frame, memory: ClientMemory) -> Reply:
+        """Carry out one message.
 
         Raises:
-            ProtocolError: a message no session understands, or one that contradicts its frame.
+            ProtocolError: the message is not for a session, or contradicts its frame.
             Exception: what went wrong, to be sent back as a failure.
         """
-        message = frame.message
-        kind = type(message)
-        if kind in self._with_tensors:
-            return self._with_tensors[kind](message, frame, slots)
-        if kind in self._plain:
-            return self._plain[kind](message)
-        if isinstance(message, messages.OpenSegments):
-            slots.open(message.segments)
-            slots.keep_only(ref.number for ref in message.segments)
-            return messages.Ok(), ()
-        raise ProtocolError(f"a {kind.__name__} is no message for a parameter server's session")
+        kind = type(frame.message)
+        handler = self._handlers.get(kind)
+        if handler is None:
+            raise ProtocolError(f"a {kind.__name__} is no message for a parameter server's session")
+        return handler(frame.message, frame, memory)
+
+    def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
+        """Fill a new session with the state of a store."""
+        self.store.restore(manifest, blocks)
+        self._epoch = object()
+        self._publish(self.store.versions())
 
     def close(self) -> None:
-        """Frees everything. Repeatable."""
+        """Free everything. May be called again."""
         self._places.clear()
         self.store = VariableStore()
         self._arena.close()
@@ -223,62 +116,52 @@ class Session:
 
     # -- variables ----------------------------------------------------------------------------
 
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _allocate(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = shm.bytes_for(shape, dtype)
         segment, offset = self._arena.place(size)
-        self._placed = (segment, offset, size)
+        self._places[number] = (segment, offset, size)
         return segment.tensor(offset, shape, dtype)
 
-    def _create(self, message: messages.CreateVariables) -> Reply:
+    def _create(self, message: messages.CreateVariables, _: Frame, __: ClientMemory) -> Reply:
         self._epoch = object()
         for spec in message.variables:
-            known = spec.variable in self._places
+            is_new = spec.variable not in self._places  # else the message came twice
             dtype = codec.dtype_from(spec.dtype)
             self.store.create(spec.variable, spec.name, spec.shape, dtype)
-            if known:
-                continue  # the message came twice: the variable exists and is initialised
-            assert self._placed is not None
-            self._places[spec.variable] = self._placed
-            if spec.initialise:
+            if is_new and spec.initialise:
                 version = self.store.initialise(spec.variable, spec.initialise)
                 self._publish({spec.variable: version})
-        return messages.Ok(), ()
+        return _OK
 
-    def _delete(self, message: messages.DeleteVariables) -> Reply:
+    def _delete(self, message: messages.DeleteVariables, _: Frame, __: ClientMemory) -> Reply:
         self._epoch = object()
         for variable in message.variables:
             self.store.delete(variable)
             place = self._places.pop(variable, None)
             if place is not None:
                 self._arena.free(place[0], place[2])
-        return messages.Ok(), ()
+        return _OK
 
-    def _locate(self, message: messages.Locate) -> Reply:
+    def _locate(self, message: messages.Locate, _: Frame, __: ClientMemory) -> Reply:
         if not self._shared_memory:
             raise NotFoundError("this server does not share memory: read over the connection")
         places = []
         segments: dict[int, SegmentRef] = {}
         for variable in message.variables:
             tensor = self.store.read(variable)
-            segment, offset, _ = self._places[variable]
+            segment, offset, _bytes = self._places[variable]
             segments[segment.number] = segment.ref()
-            places.append(
-                TensorRef(
-                    codec.dtype_name(tensor.dtype),
-                    tuple(tensor.shape),
-                    segment=segment.number,
-                    offset=offset,
-                )
-            )
+            name, shape = codec.dtype_name(tensor.dtype), tuple(tensor.shape)
+            places.append(TensorRef(name, shape, segment=segment.number, offset=offset))
         return messages.Located(places=tuple(places), segments=tuple(segments.values())), ()
 
-    def _read(self, message: messages.Read, frame: Frame, slots: SlotMaps) -> Reply:
+    def _read(self, message: messages.Read, frame: Frame, memory: ClientMemory) -> Reply:
         outgoing = Outgoing()
         found = []
         size = 0
         for item in message.items:
             if item.ids is not None:
-                value = self.store.read_rows(item.variable, slots.tensor(item.ids, frame))
+                value = self.store.read_rows(item.variable, memory.tensor(item.ids, frame))
             else:
                 value = self.store.read(item.variable)
                 if item.count >= 0 and value.dim():
@@ -299,21 +182,32 @@ class Session:
         versions = tuple(self.store.version(item.variable) for item in message.items)
         return messages.Values(values=tuple(found), versions=versions), outgoing.buffers
 
-    def _versions(self, message: messages.AskVersions) -> Reply:
+    def _versions(self, message: messages.AskVersions, _: Frame, __: ClientMemory) -> Reply:
         return messages.Versions(versions=self.store.versions(message.variables or None)), ()
+
+    def _publish(self, versions: Mapping[int, int]) -> None:
+        for variable, version in versions.items():
+            segment, offset, _ = self._places[variable]
+            segment.publish(offset, version)
 
     # -- writes -------------------------------------------------------------------------------
 
-    def _write(self, message: messages.Write, frame: Frame, slots: SlotMaps) -> Reply:
-        # Everything that can be wrong with the message is found before the write is admitted.
-        prepared = self._prepared(message, frame, slots)
+    def _open_segments(
+        self, message: messages.OpenSegments, _: Frame, memory: ClientMemory
+    ) -> Reply:
+        memory.open(message.segments)
+        return _OK
+
+    def _write(self, message: messages.Write, frame: Frame, memory: ClientMemory) -> Reply:
+        # Whatever can be wrong with the message is found before the write is admitted.
+        prepared = self._prepared(message, frame, memory)
         touched = prepared.touched
         origin = message.origin
         admission = self.store.admit(origin)
         if admission is Admission.FENCED:
             raise WriteFenced(
-                f"a write of {origin.worker!r}, life {origin.incarnation}, was refused: that life "
-                f"was declared lost, and its work may have been given to another worker"
+                f"a write of {origin.worker!r}, incarnation {origin.incarnation}, was refused: that "
+                f"incarnation was declared lost, and its work may have been given to another worker"
             )
         if admission is Admission.DUPLICATE:
             return messages.Written(versions=self.store.versions(touched), duplicate=True), ()
@@ -328,34 +222,36 @@ class Session:
                 segment.publish(offset, version)
         return messages.Written(versions=versions), ()
 
-    def _prepared(self, message: messages.Write, frame: Frame, slots: SlotMaps) -> _Prepared:
-        """What the write is to do: as the last time, if its bytes are the same and so is the rest."""
+    def _prepared(
+        self, message: messages.Write, frame: Frame, memory: ClientMemory
+    ) -> PreparedWrite:
+        """Return what the write is to do: as the last time, if its bytes are the same."""
         key = None if frame.raw.spans else bytes(message.operations)
         if key is not None:
-            known = slots.prepared(key, self._epoch)
+            known = memory.known_write(key, self._epoch)
             if known is not None:
                 return known
         operations = messages.decode_operations(message.operations)
-        calls = [self._prepare(one, frame, slots) for one in operations]
+        calls = [self._prepare(one, frame, memory) for one in operations]
         touched = list(dict.fromkeys(n for one in operations for n in _variables_of(one)))
         self.store.versions(touched)  # raises if one is unknown
         places = [self._places[variable][:2] for variable in touched]
-        prepared = _Prepared(self._epoch, calls, touched, places)
+        prepared = PreparedWrite(self._epoch, calls, touched, places)
         if key is not None:
-            slots.remember(key, prepared)
+            memory.keep_write(key, prepared)
         return prepared
 
     def _prepare(
-        self, operation: messages.Operation, frame: Frame, slots: SlotMaps
+        self, operation: messages.Operation, frame: Frame, memory: ClientMemory
     ) -> Callable[[], object]:
-        """The call of the store an operation stands for, its tensors found."""
+        """Return the call of the store that an operation stands for, its tensors found."""
         store = self.store
         if isinstance(operation, messages.Push):
             gradients = [
                 Gradient(
                     variable=one.variable,
-                    values=slots.tensor(one.values, frame),
-                    ids=slots.tensor(one.ids, frame) if one.ids is not None else None,
+                    values=memory.tensor(one.values, frame),
+                    ids=memory.tensor(one.ids, frame) if one.ids is not None else None,
                     sparse=one.sparse,
                 )
                 for one in operation.gradients
@@ -365,32 +261,31 @@ class Session:
         variable = operation.variable
         if isinstance(operation, messages.Scatter):
             how = operation.operation
-            ids = slots.tensor(operation.ids, frame)
-            values = slots.tensor(operation.values, frame)
+            ids = memory.tensor(operation.ids, frame)
+            values = memory.tensor(operation.values, frame)
             return lambda: store.scatter(variable, how, ids, values)
-        value = slots.tensor(operation.value, frame)
+        value = memory.tensor(operation.value, frame)
         if isinstance(operation, messages.Assign):
             what = operation.operation
             return lambda: store.assign(variable, what, value)
         start = operation.start
         return lambda: store.write_rows(variable, start, value)
 
-    def _publish(self, versions: dict[int, int]) -> None:
-        for variable, version in versions.items():
-            segment, offset, _ = self._places[variable]
-            segment.publish(offset, version)
-
-    def _fence(self, message: messages.Fence) -> Reply:
+    def _fence(self, message: messages.Fence, _: Frame, __: ClientMemory) -> Reply:
         self.store.fence(message.worker, message.incarnation)
-        return messages.Ok(), ()
+        return _OK
 
-    def _finish_closures(self, message: messages.FinishedClosures) -> Reply:
+    def _finish_closures(
+        self, message: messages.FinishedClosures, _: Frame, __: ClientMemory
+    ) -> Reply:
         self.store.finish_closures(message.ranges)
-        return messages.Ok(), ()
+        return _OK
 
     # -- optimizers ---------------------------------------------------------------------------
 
-    def _create_optimizer(self, message: messages.CreateOptimizer) -> Reply:
+    def _create_optimizer(
+        self, message: messages.CreateOptimizer, _: Frame, __: ClientMemory
+    ) -> Reply:
         self._epoch = object()
         self.store.create_optimizer(
             message.optimizer,
@@ -399,9 +294,9 @@ class Session:
             defaults=message.defaults,
             attributes=message.attributes,
         )
-        return messages.Ok(), ()
+        return _OK
 
-    def _read_state(self, message: messages.ReadState) -> Reply:
+    def _read_state(self, message: messages.ReadState, _: Frame, __: ClientMemory) -> Reply:
         wanted = set(message.variables)
         outgoing = Outgoing()
         items = []
@@ -427,27 +322,30 @@ class Session:
             items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
         return messages.State(items=tuple(items)), outgoing.buffers
 
-    def _write_state(self, message: messages.WriteState, frame: Frame, slots: SlotMaps) -> Reply:
+    def _write_state(
+        self, message: messages.WriteState, frame: Frame, memory: ClientMemory
+    ) -> Reply:
         entries = [
             StateEntry(
                 variable=item.variable,
                 key=item.key,
-                value=item.value if item.tensor is None else self._state(item, frame, slots),
+                value=item.value if item.tensor is None else self._state(item, frame, memory),
             )
             for item in message.items
         ]
-        if message.start >= 0:
-            self.store.write_optimizer_rows(message.optimizer, entries, message.start)
-        else:
+        if message.start < 0:
             self.store.load_optimizer_state(message.optimizer, entries)
-        return messages.Ok(), ()
+        else:
+            for entry in entries:
+                self.store.write_optimizer_rows(message.optimizer, entry, message.start)
+        return _OK
 
-    def _state(self, item: messages.StateItem, frame: Frame, slots: SlotMaps) -> Tensor:
-        """A tensor of optimizer state: as it came, or room for one whose rows follow."""
+    def _state(self, item: messages.StateItem, frame: Frame, memory: ClientMemory) -> Tensor:
+        """Return a tensor of optimizer state: as it came, or memory for one whose rows follow."""
         ref = item.tensor
         assert ref is not None
         if ref.buffer >= 0 or ref.segment:
-            return slots.tensor(ref, frame)
+            return memory.tensor(ref, frame)
         if ref.shape != tuple(self.store.read(item.variable).shape):
             raise ProtocolError(
                 f"{item.key!r} of variable {item.variable!r} is to come in pieces, but its shape "

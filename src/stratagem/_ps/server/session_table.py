@@ -1,13 +1,13 @@
-"""Which sessions a parameter server has, and who keeps each of them alive.
+"""The sessions of a parameter server, and which connections keep each of them alive.
 
-A session lives while a connection of its coordinator is open, and `lease_s` seconds longer. No clock and no socket here: `server.py`
-says when connections come and go, and what time it is.
+A session lives while a connection of its coordinator is open, and `lease_s` seconds longer. No clock and no socket
+here: `loop.py` says when connections come and go, and what time it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import final
+from typing import Final, final
 
 from typing_extensions import override
 
@@ -16,12 +16,12 @@ from stratagem._wire import messages
 from stratagem._wire.arenas import Budget
 from stratagem.errors import NotFoundError
 
-SESSION_LIMIT = 256
+SESSION_LIMIT: Final = 256
 """Strategies at one time; a cluster is shared by a handful."""
 
 
 class _Lease:
-    """Who keeps a session alive."""
+    """A session and the connections that keep it alive."""
 
     def __init__(self, session: Session, lease_s: float) -> None:
         self.session = session
@@ -38,13 +38,13 @@ class SessionTable:
         >>> from stratagem._ps.server.session_table import SessionTable
         >>> from stratagem._wire.arenas import Budget
         >>> from stratagem._wire.messages import OpenSession
-        >>> leases = SessionTable("/job:ps/task:0", Budget(1 << 20))
-        >>> leases.open(OpenSession(session="s", lease_s=5.0), owner="chief")
+        >>> sessions = SessionTable("/job:ps/task:0", Budget(1 << 20))
+        >>> sessions.open(OpenSession(session="s", lease_s=5.0), owner="chief")
         <Session 's': 0 variables, 0 bytes, 0 writes>
-        >>> leases.leave("chief", 100.0)
-        >>> leases.expired(104.0), leases.expired(106.0)
+        >>> sessions.leave("chief", 100.0)
+        >>> sessions.expired(104.0), sessions.expired(106.0)
         ([], [('s', 5.0)])
-        >>> leases.close_all()
+        >>> sessions.close_all()
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SessionTable:
         self._leases: dict[str, _Lease] = {}
 
     def open(self, message: messages.OpenSession, *, owner: Hashable) -> Session:
-        """A new session, or one that exists, with one more owner.
+        """Return a new session, or one that exists, with one more owner.
 
         Raises:
             MemoryError: there are too many.
@@ -86,7 +86,7 @@ class SessionTable:
         return lease.session
 
     def find(self, name: str) -> Session:
-        """A session that exists; NotFoundError otherwise."""
+        """Return a session that exists; NotFoundError otherwise."""
         if name not in self._leases:
             raise NotFoundError(
                 f"session {name!r} is not open on {self._task}: its coordinator closed it, or the "
@@ -95,7 +95,7 @@ class SessionTable:
         return self._leases[name].session
 
     def leave(self, owner: Hashable, now: float) -> None:
-        """A connection is gone; sessions without any owner start to expire."""
+        """Note that a connection is gone; sessions without an owner start to expire."""
         for lease in self._leases.values():
             if owner in lease.owners:
                 lease.owners.discard(owner)
@@ -103,7 +103,7 @@ class SessionTable:
                     lease.orphaned_at = now
 
     def expired(self, now: float) -> list[tuple[str, float]]:
-        """Names and leases of sessions whose coordinator has been gone for too long."""
+        """Return names and leases of sessions whose coordinator has been gone for too long."""
         return [
             (name, lease.lease_s)
             for name, lease in self._leases.items()
@@ -111,7 +111,7 @@ class SessionTable:
         ]
 
     def close(self, name: str) -> Session | None:
-        """Ends a session and frees its variables; None if there is none of that name."""
+        """Close a session and free its variables; None if there is none of that name."""
         lease = self._leases.pop(name, None)
         if lease is None:
             return None
@@ -119,12 +119,12 @@ class SessionTable:
         return lease.session
 
     def close_all(self) -> None:
-        """Ends every session."""
+        """Close every session."""
         for name in list(self._leases):
             self.close(name)
 
     def sessions(self) -> list[Session]:
-        """All there are."""
+        """Return all sessions."""
         return [lease.session for lease in self._leases.values()]
 
     def __len__(self) -> int:

@@ -1,18 +1,17 @@
-"""How a real ``torch.optim`` class steps on the shards one server holds.
+"""Steps of a real ``torch.optim`` class on the shards that one server holds.
 
-Called by `store.py` only. Knows parameters, gradients and optimizer classes; knows no version, no
-worker and no message.
+Called by `store.py` only. Knows parameters, gradients and optimizer classes, but no version, worker or message.
 
 Three ways to apply a gradient given as rows (unique ids, one value each):
 
-- *compact*: parameter rows and their state rows are gathered, the real class steps on these alone,
-  and the rows are put back. Used where a zero gradient changes nothing (plain SGD, Adagrad without
-  weight decay, SparseAdam), so that the outcome is the one of the dense gradient.
-- *sparse*: the layer asked for sparse gradients (``sparse=True``) and the class is another one: it
-  gets a sparse tensor, as in plain PyTorch, and may refuse it, as in plain PyTorch.
-- *dense*: every other class (Adam's moments decay with zero gradients too): the rows are spread over
-  a gradient of the shard's shape, a piece at a time (`pieces.py`). Costs the time of the whole
-  shard, gives plain PyTorch's numbers.
+- *compact*: gather the parameter rows and their state rows, step on these alone with the real class, and put
+  the rows back. Used where a zero gradient changes nothing (plain SGD, Adagrad without weight decay,
+  SparseAdam), so that the result is that of the dense gradient.
+- *sparse*: the layer asked for sparse gradients (``sparse=True``) and the class is another one: it gets a
+  sparse tensor, as in plain PyTorch, and may refuse it, as in plain PyTorch.
+- *dense*: every other class (Adam's moments decay with zero gradients, too): spread the rows over a gradient of
+  the shard's shape, a chunk at a time (`chunked_step.py`). Costs the time of the whole shard and gives plain
+  PyTorch's numbers.
 """
 
 from __future__ import annotations
@@ -33,17 +32,19 @@ from typing_extensions import override
 
 from stratagem._core.torch_patches import private_api
 from stratagem._ps.malloc import give_back_freed_memory
-from stratagem._ps.optimizer_settings import KEPT_BY_TORCH
+from stratagem._ps.optimizer_settings import KEPT_BY_TORCH, plain_settings, settings_of
 from stratagem._ps.rows import put_rows, take_rows
 from stratagem._ps.server.chunked_step import (
     CHUNK_BYTES,
     ELEMENTWISE,
     RowsOfGradient,
     batches,
-    step_in_pieces,
+    step_in_chunks,
 )
 from stratagem._ps.server.state_memory import StateApart
-from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, StateValue
+from stratagem._ps.store_records import OptimizerRecord, StateRecord
+from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, StateEntry, StateValue
+from stratagem._wire.codec import dtype_from
 from stratagem._wire.shm import zeros_apart
 from stratagem.errors import UnsupportedOptimizer
 
@@ -51,7 +52,7 @@ _ABSENT = object()
 
 
 def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> type[Optimizer]:
-    """The class behind a dotted name, if its module may be imported here.
+    """Return the class of a dotted name, if its module may be imported here.
 
     Raises:
         UnsupportedOptimizer: the module is not allowed, or the name is no optimizer class.
@@ -82,8 +83,8 @@ class ServerOptimizer:
         groups: its parameter groups; a group may have no variable here.
         parameters: memory of every variable named in the groups.
         modules: modules beside ``torch.optim`` that may be imported.
-        defaults: what the coordinator's object was made with, for the parameters of the class's
-            ``__init__`` that have these names: it may make state there (Adagrad does).
+        defaults: arguments the coordinator's object was made with; those that ``__init__`` takes are given
+            to it, since it may make state (Adagrad does).
         attributes: what else the class keeps on the coordinator's object.
 
     Example:
@@ -106,6 +107,7 @@ class ServerOptimizer:
         attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
         self._class = cast("Any", resolve_optimizer_class(class_name, modules))
+        self._made_from = (class_name, plain_settings(defaults), plain_settings(attributes))
         self._parameters = {
             number: nn.Parameter(tensor, requires_grad=False)
             for number, tensor in parameters.items()
@@ -136,7 +138,7 @@ class ServerOptimizer:
 
     @contextmanager
     def settings(self, changes: Mapping[int, Hyperparameters]) -> Iterator[None]:
-        """While open, groups (by their number) have these settings instead of their own."""
+        """Give groups (by their number) other settings while the context is open."""
         before = []
         try:
             for index, values in changes.items():
@@ -151,7 +153,7 @@ class ServerOptimizer:
                     del group[key]
 
     def step(self, gradients: Sequence[Gradient]) -> None:
-        """One step of the real class; variables without a gradient are left alone."""
+        """Do one step of the real class; variables without a gradient are left alone."""
         whole: list[Gradient] = []
         large: list[Gradient] = []
         compact: list[Gradient] = []
@@ -170,7 +172,7 @@ class ServerOptimizer:
                 compact.append(gradient)
             elif may_be_rows and is_sgd:  # works in place, whatever the size
                 plain.append(gradient)
-            elif self._goes_in_pieces(parameter, gradient):
+            elif self._goes_in_chunks(parameter, gradient):
                 large.append(gradient)
             elif may_be_rows and is_adagrad:
                 plain.append(gradient)
@@ -181,14 +183,16 @@ class ServerOptimizer:
         for gradient in large:
             index = self._group_of[gradient.variable]
             parts = RowsOfGradient(gradient.values, gradient.ids)
-            step_in_pieces(self._optimizer, index, self._find(gradient.variable), parts)
+            step_in_chunks(self._optimizer, index, self._find(gradient.variable), parts)
         for gradient in compact:
             self._step_rows(gradient)
         if plain:
             self._step_plainly(plain)
 
+    # State.
+
     def forget(self, variable: int) -> bool:
-        """The variable was deleted: let go of its memory and state; True if none is left."""
+        """Release a deleted variable's memory and state; return whether none is left."""
         parameter = self._parameters.pop(variable, None)
         if parameter is not None:
             self._tensors.pop(variable)
@@ -198,26 +202,53 @@ class ServerOptimizer:
         return not self._parameters
 
     def adopt_state(self, previous: ServerOptimizer) -> None:
-        """Take over what another one remembers about the variables both have."""
+        """Take over another one's state of the variables that both have."""
         for number, parameter in previous._parameters.items():
             state = previous._optimizer.state.get(parameter)
             if state and number in self._parameters:
                 self._optimizer.state[self._parameters[number]] = state
 
-    def state_entries(self) -> Iterator[tuple[int, str, StateValue]]:
-        """All state, as (variable, key, value)."""
+    def state_entries(self) -> Iterator[StateEntry]:
+        """Yield all state; tensors are not copied."""
         for number, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
-                yield number, key, value
+                yield StateEntry(variable=number, key=key, value=value)
 
-    def load_state(self, entries: Iterable[tuple[int, str, StateValue]]) -> None:
+    def state_of(self, variable: int, key: str) -> StateValue:
+        """Return one value of the state; None if there is none."""
+        state: dict[str, StateValue] = self._optimizer.state.get(self._find(variable), {})
+        return state.get(key)
+
+    def load_state(self, entries: Iterable[StateEntry]) -> None:
         """Replace the state of the variables named."""
         fresh: dict[int, dict[str, StateValue]] = {}
-        for number, key, value in entries:
+        for entry in entries:
+            value = entry.value
             kept = value.clone() if isinstance(value, Tensor) else value
-            fresh.setdefault(number, {})[key] = kept
+            fresh.setdefault(entry.variable, {})[entry.key] = kept
         for number, state in fresh.items():
             self._optimizer.state[self._find(number)] = state
+
+    def make_state(self, records: Iterable[StateRecord]) -> None:
+        """Replace all state: plain values as recorded, tensors of zeros whose rows follow."""
+        self._optimizer.state.clear()
+        for record in records:
+            value: StateValue = record.value
+            if record.is_tensor:
+                value = zeros_apart(record.shape, dtype_from(record.dtype))
+            self._optimizer.state[self._find(record.variable)][record.key] = value
+
+    def record(self, number: int) -> OptimizerRecord:
+        """Return what another server needs to create this optimizer."""
+        class_name, defaults, attributes = self._made_from
+        variables: list[list[int]] = [[] for _ in self._optimizer.param_groups]
+        for variable, index in self._group_of.items():
+            variables[index].append(variable)
+        settings = settings_of(self._optimizer)
+        groups = tuple(GroupSpec(tuple(some), settings[n]) for n, some in enumerate(variables))
+        return OptimizerRecord(number, class_name, groups, defaults, attributes)
+
+    # Inside.
 
     def _find(self, variable: int) -> nn.Parameter:
         if variable not in self._parameters:
@@ -228,7 +259,7 @@ class ServerOptimizer:
         return self._parameters[variable]
 
     def _rows_suffice(self, group: Mapping[str, Any]) -> bool:
-        """True if a zero gradient changes nothing, so that updating only some rows is enough."""
+        """Return whether a zero gradient changes nothing, so that updating some rows is enough."""
         if self._class is torch.optim.SGD:
             return not group["momentum"] and not group["weight_decay"]
         if self._class is torch.optim.Adagrad:
@@ -237,19 +268,16 @@ class ServerOptimizer:
         return bool(self._class is torch.optim.SparseAdam)
 
     def _may_write_gradients(self, group: Mapping[str, Any]) -> bool:
-        """True if a step may change the gradient it is given, or keep it: then it gets a copy.
-
-        The memory is a worker's, who goes on using it.
-        """
+        """Return whether a step may change or keep its gradient, which is a worker's memory."""
         if self._class is torch.optim.SGD:
             return bool(group["nesterov"] and group.get("foreach"))
         return not self._class.__module__.startswith("torch.optim.")
 
-    def _goes_in_pieces(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
+    def _goes_in_chunks(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
         return parameter.nbytes > CHUNK_BYTES and self._class in ELEMENTWISE and not gradient.sparse
 
     def _step_whole(self, gradients: Sequence[Gradient]) -> None:
-        """The real class steps on these; a few at a time where all at once would take much memory."""
+        """Step the real class on whole parameters; a few at a time where all would take much memory."""
         by_parameter = {self._find(one.variable): one for one in gradients}
         parameters = list(by_parameter)
         is_first = any(not self._optimizer.state.get(parameter) for parameter in parameters)
@@ -263,13 +291,13 @@ class ServerOptimizer:
                 for parameter in batch:
                     parameter.grad = None
             if is_first and len(batch) < len(parameters):
-                give_back_freed_memory()  # else state that stays lies between holes that stay
+                give_back_freed_memory()  # else new state would lie between freed temporaries
 
     def _step_plainly(self, gradients: Sequence[Gradient]) -> None:
-        """SGD without momentum and Adagrad, without decay: all variables of a group in one call.
+        """Step SGD without momentum, or Adagrad, both without decay: all variables of a group in one call.
 
-        The whole of these classes' steps; their own loops cost several times the arithmetic for
-        small parameters, which is what a server does all day.
+        This is the whole of these classes' steps; their own loops cost several times the arithmetic for
+        small parameters.
         """
         is_sgd = self._class is torch.optim.SGD
         by_group: dict[int, tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]] = {}
@@ -294,7 +322,7 @@ class ServerOptimizer:
         return float(group["lr"]) * (1 if group["maximize"] else -1)
 
     def _step_rows(self, gradient: Gradient) -> None:
-        """Step on the rows of the gradient alone, with the real class."""
+        """Step on the rows of the gradient alone."""
         parameter = self._find(gradient.variable)
         ids = gradient.ids
         assert ids is not None
@@ -344,7 +372,7 @@ class ServerOptimizer:
 
 
 def _arguments(kind: type[Optimizer], known: Hyperparameters) -> dict[str, Any]:
-    """Those of `known` that the class takes by name, beside its parameters."""
+    """Return those of `known` that the class takes by name, beside its parameters."""
     taken = [
         one.name
         for one in inspect.signature(kind).parameters.values()
@@ -360,7 +388,7 @@ def step_adagrad(
     steps: list[Tensor],
     group: Mapping[str, Any],
 ) -> None:
-    """torch's own Adagrad step on these tensors, with the settings of a group."""
+    """Run torch's own Adagrad step on these tensors, with the settings of a group."""
     adagrad(
         parameters,
         gradients,
@@ -403,7 +431,7 @@ def _check_shape(parameter: Tensor, gradient: Gradient) -> None:
 
 
 def _checked(values: Hyperparameters) -> dict[str, Any]:
-    """Settings as torch wants them: sequences (betas, etas) are tuples."""
+    """Return settings as torch wants them: sequences (betas, etas) are tuples."""
     return {
         key: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for key, value in values.items()

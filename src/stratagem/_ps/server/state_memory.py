@@ -1,7 +1,7 @@
-"""Large optimizer state lies apart from the heap, in pages of its own.
+"""Memory for large optimizer state: pages of its own, apart from the allocator's heap.
 
-Some classes make their state when they are built (Adagrad's sums). Made by the allocator it would be written
-at once, all of it, in small pages. Used by `stepping.py`; knows torch only.
+Some classes make their state when they are built (Adagrad's sums). Made by the allocator, all of it would be
+written at once, in small pages. Used by `shard_optimizer.py`; knows torch only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ZEROS = (torch.zeros_like, torch.full_like)
 
 @final
 class StateApart(TorchFunctionMode):
-    """While open, large tensors "like another one" come from `zeros_apart`.
+    """Context in which large tensors "like another one" come from `zeros_apart`.
 
-    Zeros cost memory only where something is written later: rows of a table nobody trains have no sums.
+    Zeros cost memory only where something is written later: table rows that are never trained have no sums.
 
     Example:
         >>> with StateApart():

@@ -1,20 +1,20 @@
-"""What one parameter server holds for one strategy: variables, their versions, their optimizers.
+"""State of one session on one parameter server: variables, versions, optimizers, and applied writes.
 
-Pure state: no socket, no clock, no thread. `server.py` keeps one `VariableStore` per session, hands
-it memory (`allocate`), asks `admit` before every write, calls one method per message, and publishes
-the versions the method returns. Ids are numbers given by the coordinator: one per shard of a
-variable, one per optimizer. A method that raises has changed nothing but, at most, the memory of
-the variable named in the error.
+Pure state: no socket, no clock, no thread. `session.py` keeps one `VariableStore`, hands it memory
+(`allocate`), asks `admit` before every write, calls one method per message, and publishes the versions the
+methods return. Numbers are given by the coordinator: one per shard of a variable, one per optimizer. A method
+that raises has changed nothing but, at most, the memory of the variable named in the error.
 
-Which writes may be applied is decided in `ledger.py`, how an optimizer steps in `stepping.py`.
+`ledger.py` decides which writes are applied, `shard_optimizer.py` steps optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from stratagem._ps.init_ops import initialise
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.ledger import Admission, WriteLedger
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
+from stratagem._ps.store_records import Block, StateRecord, StoreManifest, VariableRecord
 from stratagem._ps.types import (
     Gradient,
     GroupSpec,
@@ -31,10 +32,13 @@ from stratagem._ps.types import (
     InitOp,
     StateEntry,
     WriteId,
+    row_pieces,
 )
+from stratagem._wire import codec
 from stratagem.errors import NotFoundError
 
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
+"""Returns memory for a variable, given its number, shape and dtype."""
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class StoredVariable:
 
 @dataclass(slots=True)
 class StoreStats:
-    """Facts for metrics and `repr`."""
+    """Numbers about a store, for metrics and `repr`."""
 
     variables: int
     optimizers: int
@@ -56,10 +60,10 @@ class StoreStats:
     applied: int
     duplicates: int
     fenced: int
-    versions: dict[int, int] = field(default_factory=dict)
 
 
-def _plain_allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _plain_allocate(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    del number
     return torch.empty(shape, dtype=dtype)
 
 
@@ -67,7 +71,7 @@ class VariableStore:
     """Variables and optimizers of one strategy on one server.
 
     Args:
-        allocate: gives the memory of a new variable; the server passes shared memory.
+        allocate: returns the memory of a new variable; servers pass shared memory.
         optimizer_modules: modules (and their submodules) whose optimizer classes may be imported,
             beside ``torch.optim``.
 
@@ -90,10 +94,10 @@ class VariableStore:
         self._optimizers: dict[int, ServerOptimizer] = {}
         self._ledger = WriteLedger()
 
-    # Writes: who may.
+    # Which writes are applied.
 
     def admit(self, write: WriteId) -> Admission:
-        """Ask before every write of a worker; only `Admission.APPLY` may be carried out."""
+        """Decide whether a write of a worker is applied; only `Admission.APPLY` may be carried out."""
         return self._ledger.admit(write)
 
     def fence(self, worker: str, incarnation: int) -> None:
@@ -107,9 +111,9 @@ class VariableStore:
     # Variables.
 
     def create(self, variable: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make room for a shard; its contents are undefined until written.
+        """Allocate a shard and return it; its contents are undefined until written.
 
-        Creating the same variable again (a message sent twice) answers the first one.
+        Creating the same variable again (a message sent twice) returns the first one.
         """
         known = self._variables.get(variable)
         if known is not None:
@@ -124,66 +128,52 @@ class VariableStore:
                 f"{tuple(known.tensor.shape)!r} and {known.tensor.dtype}: cannot create it again "
                 f"as {name!r} with shape {tuple(shape)!r} and {dtype}. Give every shard its own id."
             )
-        tensor = self._allocate(tuple(shape), dtype)
+        tensor = self._allocate(variable, tuple(shape), dtype)
         self._variables[variable] = StoredVariable(name, tensor)
         return tensor
 
     def delete(self, variable: int) -> None:
-        """Forget a variable, and what optimizers keep for it; unknown ones are forgotten already."""
+        """Free a variable and its optimizer state; an unknown one was freed before."""
         self._variables.pop(variable, None)
         empty = [number for number, one in self._optimizers.items() if one.forget(variable)]
         for number in empty:
             del self._optimizers[number]
 
     def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
-        """Run in-place initialisations in order; returns the new version."""
+        """Run in-place initialisations in order; return the new version."""
         stored = self._find(variable)
         for operation in operations:
             initialise(stored.tensor, operation)
-        return self._moved(stored)
+        return self._count_write(stored)
 
     def write_rows(self, variable: int, start: int, values: Tensor) -> int:
-        """Write consecutive rows from `start` (an upload in pieces); returns the new version.
-
-        A variable without axes is one row.
-        """
+        """Write consecutive rows from `start`; return the new version."""
         stored = self._find(variable)
-        target = stored.tensor if stored.tensor.dim() else stored.tensor.reshape(1)
-        rows = values if stored.tensor.dim() else values.reshape(1)
-        if start < 0 or start + rows.shape[0] > target.shape[0]:
-            raise ValueError(
-                f"rows {start}…{start + rows.shape[0]} do not fit into {stored.name!r}, which has "
-                f"{target.shape[0]} rows."
-            )
-        target[start : start + rows.shape[0]].copy_(rows)
-        return self._moved(stored)
+        _copy_rows(values, stored.tensor, start, repr(stored.name))
+        return self._count_write(stored)
 
     def read(self, variable: int) -> Tensor:
-        """The shard itself, not a copy."""
+        """Return the shard itself, not a copy."""
         return self._find(variable).tensor
 
     def read_rows(self, variable: int, ids: Tensor) -> Tensor:
-        """Copies of the rows asked, in the order asked."""
+        """Return copies of the rows asked, in the order asked."""
         stored = self._find(variable)
         _check_ids(stored, ids)
         return take_rows(stored.tensor, ids)
 
     def version(self, variable: int) -> int:
-        """How many writes the variable has seen."""
+        """Return how many writes the variable has seen."""
         return self._find(variable).version
 
     def versions(self, variables: Iterable[int] | None = None) -> dict[int, int]:
-        """Versions of these variables (of all, if none are named)."""
+        """Return versions of these variables (of all, if none are named)."""
         if variables is None:
             return {number: stored.version for number, stored in self._variables.items()}
         return {number: self._find(number).version for number in variables}
 
-    def name(self, variable: int) -> str:
-        """The name it was created with."""
-        return self._find(variable).name
-
     def assign(self, variable: int, operation: str, value: Tensor) -> int:
-        """``set``, ``add`` or ``sub`` a value of the variable's shape; returns the new version."""
+        """``set``, ``add`` or ``sub`` a value of the variable's shape; return the new version."""
         stored = self._find(variable)
         if value.shape != stored.tensor.shape:
             raise ValueError(
@@ -198,10 +188,10 @@ class VariableStore:
             stored.tensor.sub_(value)
         else:
             raise ValueError(f"unknown assignment {operation!r}: expected 'set', 'add' or 'sub'.")
-        return self._moved(stored)
+        return self._count_write(stored)
 
     def scatter(self, variable: int, operation: str, ids: Tensor, values: Tensor) -> int:
-        """Combine rows into the variable; duplicates accumulate. Returns the new version.
+        """Combine rows into the variable; duplicates accumulate. Return the new version.
 
         `operation` is one of ``add sub mul div min max update``; with ``update`` the last of
         several values for one row wins.
@@ -218,7 +208,7 @@ class VariableStore:
             )
         if ids.numel():
             _scatter(stored.tensor, operation, ids, values)
-        return self._moved(stored)
+        return self._count_write(stored)
 
     # Optimizers.
 
@@ -231,10 +221,11 @@ class VariableStore:
         defaults: Hyperparameters = MappingProxyType({}),
         attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
-        """Set up the real optimizer class over the variables of `groups` that live here.
+        """Set up the real optimizer class over the variables of `groups` that are here.
 
-        `defaults` and `attributes` are what the coordinator's object was made with and keeps. Creating one that exists replaces its class and groups but keeps the state of variables
-        that stay (an `add_param_group` on the coordinator).
+        `defaults` are the arguments the coordinator's object was made with, `attributes` what its class keeps
+        on it. Creating an optimizer that exists replaces its class and groups and keeps the state of
+        variables that stay (an `add_param_group` on the coordinator).
         """
         parameters = {
             number: self._find(number).tensor for group in groups for number in group.variables
@@ -256,59 +247,119 @@ class VariableStore:
         self,
         optimizer: int,
         gradients: Sequence[Gradient],
-        hyperparameters: Mapping[int, Hyperparameters] | None = None,
+        settings: Mapping[int, Hyperparameters] | None = None,
     ) -> list[int]:
-        """One optimizer step with these gradients; returns each variable's version after it.
+        """Do one optimizer step with these gradients; return each variable's version after it.
 
-        `hyperparameters` (group number → values) are those of this step alone: another worker's step
-        has its own.
+        `settings` (group number → values) hold for this step alone: another worker's step has its own.
         """
         stepper = self._find_optimizer(optimizer)
         stored = [self._find(gradient.variable) for gradient in gradients]
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
                 _check_ids(variable, gradient.ids)
-        with stepper.settings(hyperparameters) if hyperparameters else nullcontext():
+        with stepper.settings(settings) if settings else nullcontext():
             stepper.step(gradients)
-        return [self._moved(variable) for variable in stored]
+        return [self._count_write(variable) for variable in stored]
 
     def optimizer_state(self, optimizer: int) -> list[StateEntry]:
-        """Everything the optimizer remembers about the variables here; tensors are not copied."""
-        return [
-            StateEntry(variable=variable, key=key, value=value)
-            for variable, key, value in self._find_optimizer(optimizer).state_entries()
-        ]
+        """Return what the optimizer keeps for the variables here; tensors are not copied."""
+        return list(self._find_optimizer(optimizer).state_entries())
 
     def load_optimizer_state(self, optimizer: int, entries: Sequence[StateEntry]) -> None:
-        """Replace what the optimizer remembers about the variables named in `entries`."""
-        self._find_optimizer(optimizer).load_state(
-            (entry.variable, entry.key, entry.value) for entry in entries
-        )
+        """Replace what the optimizer keeps for the variables named in `entries`."""
+        self._find_optimizer(optimizer).load_state(entries)
 
-    def write_optimizer_rows(
-        self, optimizer: int, entries: Sequence[StateEntry], start: int
-    ) -> None:
+    def write_optimizer_rows(self, optimizer: int, entry: StateEntry, start: int) -> None:
         """Write consecutive rows from `start` of state that `load_optimizer_state` made room for."""
-        there = {
-            (entry.variable, entry.key): entry.value for entry in self.optimizer_state(optimizer)
-        }
-        for entry in entries:
-            target, rows = there.get((entry.variable, entry.key)), entry.value
-            if not (isinstance(target, Tensor) and isinstance(rows, Tensor) and rows.dim()):
-                raise ValueError(
-                    f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
-                )
-            if start + rows.shape[0] > target.shape[0]:
-                raise ValueError(
-                    f"rows {start}…{start + rows.shape[0]} do not fit into {entry.key!r} of variable "
-                    f"{entry.variable!r}, which has {target.shape[0]} rows."
-                )
-            target[start : start + rows.shape[0]].copy_(rows)
+        target = self._find_optimizer(optimizer).state_of(entry.variable, entry.key)
+        if not (isinstance(target, Tensor) and isinstance(entry.value, Tensor)):
+            raise ValueError(
+                f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
+            )
+        _copy_rows(entry.value, target, start, f"{entry.key!r} of variable {entry.variable!r}")
 
-    # Facts.
+    # Everything in, everything out.
+
+    def describe(self) -> StoreManifest:
+        """Return everything the store holds but the rows of its tensors."""
+        state = []
+        for number, optimizer in self._optimizers.items():
+            for entry in optimizer.state_entries():
+                value = entry.value
+                if isinstance(value, Tensor):
+                    dtype, shape = codec.dtype_name(value.dtype), tuple(value.shape)
+                    record = StateRecord(number, entry.variable, entry.key, dtype, shape)
+                else:
+                    record = StateRecord(number, entry.variable, entry.key, value=value)
+                state.append(record)
+        variables = tuple(
+            VariableRecord(
+                number,
+                stored.name,
+                codec.dtype_name(stored.tensor.dtype),
+                tuple(stored.tensor.shape),
+                stored.version,
+            )
+            for number, stored in self._variables.items()
+        )
+        optimizers = tuple(one.record(number) for number, one in self._optimizers.items())
+        return StoreManifest(variables, optimizers, tuple(state), self._ledger.record())
+
+    def export(self, block_bytes: int | None = None) -> Iterator[Block]:
+        """Yield the rows of all tensors, in blocks of at most `block_bytes` (by default 64 MiB).
+
+        The rows are not copied: a caller that yields to writers in between copies what it needs. Sparse state
+        (SGD's momentum of sparse gradients) is yielded as dense.
+        """
+        for number, stored in self._variables.items():
+            for start, stop, rows in _blocks(stored.tensor, block_bytes):
+                yield Block("variable", number, "", start, stop, rows)
+        for number, optimizer in self._optimizers.items():
+            for entry in optimizer.state_entries():
+                if isinstance(entry.value, Tensor):
+                    for start, stop, rows in _blocks(entry.value, block_bytes):
+                        yield Block(
+                            "optimizer", entry.variable, entry.key, start, stop, rows, number
+                        )
+
+    def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
+        """Fill an empty store: create what the manifest names, then write the blocks.
+
+        Blocks may come in any order, and their rows in any ranges.
+        """
+        for variable in manifest.variables:
+            dtype = codec.dtype_from(variable.dtype)
+            self.create(variable.number, variable.name, variable.shape, dtype)
+            self._find(variable.number).version = variable.version
+        for record in manifest.optimizers:
+            self.create_optimizer(
+                record.number,
+                record.class_name,
+                record.groups,
+                defaults=record.defaults,
+                attributes=record.attributes,
+            )
+            self._find_optimizer(record.number).make_state(
+                one for one in manifest.state if one.optimizer == record.number
+            )
+        self._ledger.restore(manifest.ledger)
+        for block in blocks:
+            self.write_block(block)
+
+    def write_block(self, block: Block) -> None:
+        """Write rows of a value or of optimizer state; no version counts it."""
+        if block.kind == "variable":
+            stored = self._find(block.variable)
+            _copy_rows(block.tensor, stored.tensor, block.start, repr(stored.name))
+        else:
+            entry = StateEntry(variable=block.variable, key=block.key, value=block.tensor)
+            self.write_optimizer_rows(block.optimizer, entry, block.start)
+
+    # Numbers.
 
     def stats(self) -> StoreStats:
-        """What is here, in numbers."""
+        """Return numbers about the store."""
         return StoreStats(
             variables=len(self._variables),
             optimizers=len(self._optimizers),
@@ -316,7 +367,6 @@ class VariableStore:
             applied=self._ledger.applied,
             duplicates=self._ledger.duplicates,
             fenced=self._ledger.fenced,
-            versions=self.versions(),
         )
 
     def _find(self, variable: int) -> StoredVariable:
@@ -336,7 +386,7 @@ class VariableStore:
         return found
 
     @staticmethod
-    def _moved(stored: StoredVariable) -> int:
+    def _count_write(stored: StoredVariable) -> int:
         stored.version += 1
         return stored.version
 
@@ -347,6 +397,26 @@ class VariableStore:
             f"<VariableStore {stats.variables} variables ({stats.bytes} bytes), "
             f"{stats.optimizers} optimizers, {stats.applied} writes>"
         )
+
+
+def _blocks(tensor: Tensor, block_bytes: int | None) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (start, stop, rows) of a tensor; one without axes is one row."""
+    whole = tensor.to_dense() if tensor.is_sparse else tensor
+    rows = whole if whole.dim() else whole.reshape(1)
+    for start, count in row_pieces(rows.shape[0], rows.nbytes, block_bytes):
+        yield start, start + count, rows[start : start + count]
+
+
+def _copy_rows(values: Tensor, target: Tensor, start: int, name: str) -> None:
+    """Copy rows into consecutive rows of a tensor; one without axes is one row."""
+    rows = target if target.dim() else target.reshape(1)
+    values = values if values.dim() else values.reshape(1)
+    stop = start + values.shape[0]
+    if start < 0 or stop > rows.shape[0]:
+        raise ValueError(
+            f"rows {start}…{stop} do not fit into {name}, which has {rows.shape[0]} rows."
+        )
+    rows[start:stop].copy_(values)
 
 
 def _check_ids(stored: StoredVariable, ids: Tensor) -> None:

@@ -1,0 +1,130 @@
+"""Shared memory of one client, mapped by the server, and the writes that were read from it before.
+
+Clients write the same variables from the same places step after step. So tensors over a client's memory are
+kept, and so are whole writes, decoded and ready to be applied again, by the bytes of their messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, final
+
+from torch import Tensor
+
+from stratagem._wire import codec, shm
+from stratagem._wire.messages import Frame, SegmentRef, TensorRef
+from stratagem.errors import NotFoundError, ProtocolError
+
+_KEPT_TENSORS: Final = 8192
+
+_KEPT_WRITES: Final = 64
+_KEPT_VARIABLES: Final = 4096
+_LONGEST_WRITE_BYTES: Final = 1 << 18
+"""Limits per client: writes kept, variables they write in all, bytes of one write's message."""
+
+
+class PreparedWrite(NamedTuple):
+    """A write, decoded, its tensors and variables found.
+
+    Attributes:
+        epoch: identifies the variables and optimizers of the session; after a change, it is another object.
+        calls: what to do, in order.
+        touched: numbers of the variables, each once.
+        places: where these are in shared memory: segment and offset.
+    """
+
+    epoch: object
+    calls: Sequence[Callable[[], object]]
+    touched: Sequence[int]
+    places: Sequence[tuple[shm.Segment, int]]
+
+
+@final
+class ClientMemory:
+    """The send buffers of one client, mapped here.
+
+    Args:
+        allowed: whether this server maps clients' memory at all.
+    """
+
+    def __init__(self, *, allowed: bool) -> None:
+        self._allowed = allowed
+        self._refs: tuple[SegmentRef, ...] = ()
+        self._segments: dict[int, shm.MappedSegment] = {}
+        self._tensors: dict[TensorRef, Tensor] = {}
+        self._writes: dict[bytes, PreparedWrite] = {}
+        self._variables_kept = 0
+
+    def open(self, refs: tuple[SegmentRef, ...]) -> None:
+        """Map the segments a client announced, and release all others.
+
+        Raises:
+            NotFoundError: one cannot be mapped: the client must send bytes.
+        """
+        known = set(self._refs)
+        kept = {ref.number for ref in refs if ref in known}
+        for number in [number for number in self._segments if number not in kept]:
+            self._forget_tensors()
+            self._segments.pop(number).close()
+        self._refs = tuple(ref for ref in refs if ref.number in kept)
+        for ref in refs:
+            if ref.number in self._segments:
+                continue
+            mapped = shm.open_segment(ref, shared=True) if self._allowed else None
+            if mapped is None:
+                raise NotFoundError(
+                    f"segment {ref.number!r} of process {ref.pid!r} cannot be mapped by this server: "
+                    f"send bytes over the connection"
+                )
+            self._segments[ref.number] = mapped
+            self._refs += (ref,)
+
+    def tensor(self, ref: TensorRef, frame: Frame) -> Tensor:
+        """Return the tensor a message names: in the client's memory, or beside the message."""
+        if ref.segment == 0:
+            return codec.tensor_from(ref, frame)
+        tensor = self._tensors.get(ref)
+        if tensor is None:
+            segment = self._segments.get(ref.segment)
+            if segment is None:
+                raise ProtocolError(f"the message names segment {ref.segment!r}, never announced")
+            tensor = segment.tensor(ref.offset, ref.shape, codec.dtype_from(ref.dtype))
+            if len(self._tensors) >= _KEPT_TENSORS:
+                self._tensors.clear()
+            self._tensors[ref] = tensor
+        return tensor
+
+    def known_write(self, key: bytes, epoch: object) -> PreparedWrite | None:
+        """Return what was prepared for the same bytes in the same epoch."""
+        known = self._writes.get(key)
+        return known if known is not None and known.epoch is epoch else None
+
+    def keep_write(self, key: bytes, write: PreparedWrite) -> None:
+        """Keep a prepared write, if that is not too much."""
+        if len(key) > _LONGEST_WRITE_BYTES:
+            return
+        self._variables_kept += len(write.touched)
+        if len(self._writes) >= _KEPT_WRITES or self._variables_kept > _KEPT_VARIABLES:
+            self._writes.clear()
+            self._variables_kept = len(write.touched)
+        self._writes[key] = write
+
+    def rest(self) -> None:
+        """Let the pages be their owner's alone until they are used again: nothing came for a while."""
+        self._writes.clear()
+        self._variables_kept = 0
+        for segment in self._segments.values():
+            segment.rest()
+
+    def close(self) -> None:
+        """Release everything. May be called again."""
+        self._forget_tensors()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._refs = ()
+
+    def _forget_tensors(self) -> None:
+        self._tensors.clear()
+        self._writes.clear()
+        self._variables_kept = 0

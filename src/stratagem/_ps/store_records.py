@@ -1,0 +1,115 @@
+"""The state of a parameter server's store as plain data: a manifest, and blocks of rows.
+
+`VariableStore.describe` returns the manifest, `VariableStore.export` the blocks; `VariableStore.restore` takes
+both. A block is a range of rows of one tensor, so that a checkpoint can be written and read as a stream, and
+restored into another number of shards: a shard takes the rows it needs (`Block.cut`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from stratagem._ps.types import GroupSpec, Setting
+
+Kind: TypeAlias = Literal["variable", "optimizer"]
+
+
+class Block(NamedTuple):
+    """Rows of one tensor of a store.
+
+    Attributes:
+        kind: whether they belong to a variable's value or to an optimizer's state for it.
+        variable: number of the variable.
+        key: name of the optimizer's state; empty for a value.
+        start: the first row; a tensor without axes is one row.
+        stop: the row after the last.
+        tensor: the rows.
+        optimizer: number of the optimizer; 0 for a value.
+    """
+
+    kind: Kind
+    variable: int
+    key: str
+    start: int
+    stop: int
+    tensor: Tensor
+    optimizer: int = 0
+
+    def cut(self, start: int, stop: int) -> Block:
+        """Return the rows of this block from `start` to `stop`, which lie in it.
+
+        Example:
+            >>> import torch
+            >>> Block("variable", 1, "", 4, 7, torch.tensor([4, 5, 6])).cut(5, 6).tensor
+            tensor([5])
+        """
+        rows = self.tensor[start - self.start : stop - self.start]
+        return self._replace(start=start, stop=stop, tensor=rows)
+
+
+@dataclass(frozen=True, slots=True)
+class VariableRecord:
+    """A variable without its value."""
+
+    number: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRecord:
+    """State that an optimizer keeps for a variable: a tensor without its rows, or a plain value."""
+
+    optimizer: int
+    variable: int
+    key: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    value: bool | int | float | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether its rows are in blocks."""
+        return bool(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRecord:
+    """An optimizer without its state."""
+
+    number: int
+    class_name: str
+    groups: tuple[GroupSpec, ...]
+    defaults: dict[str, Setting]
+    attributes: dict[str, Setting]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRecord:
+    """Which writes were applied: see `server/ledger.py`."""
+
+    last: dict[str, tuple[int, int]]
+    """Worker → incarnation and number of its last write."""
+    lowest: dict[str, int]
+    """Worker → lowest incarnation that may write."""
+    closures: tuple[tuple[int, int, bytes], ...]
+    """Unfinished closure, block of 1024 of its writes, bits of those that were applied."""
+    finished: tuple[tuple[int, int], ...]
+    """Ranges of finished closures."""
+    counts: tuple[int, int, int]
+    """Writes applied, repeated, refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreManifest:
+    """Everything a store holds but the rows of its tensors."""
+
+    variables: tuple[VariableRecord, ...]
+    optimizers: tuple[OptimizerRecord, ...]
+    state: tuple[StateRecord, ...]
+    ledger: LedgerRecord

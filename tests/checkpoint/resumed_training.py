@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def make_strategy(name: str) -> sg.Strategy:
-    if name == "one":
+    if name.startswith("one"):
         return sg.OneDeviceStrategy("cpu:0")
     if name == "central":
         return sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
@@ -112,9 +112,12 @@ def train(directory: Path, strategy_name: str, optimizer_name: str, stop: int, p
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     # 100 rows in batches of 17: epochs of 6 steps, the last one with 15 rows.
-    dataset = (
-        sg.data.Dataset.from_tensor_slices((ids, y)).shuffle(40).map(augment).batch(17).prefetch(2)
-    )
+    if strategy_name == "one, DataLoader":
+        rows = torch.utils.data.TensorDataset(ids, y)
+        dataset: Any = torch.utils.data.DataLoader(rows, batch_size=17, shuffle=True)
+    else:
+        slices = sg.data.Dataset.from_tensor_slices((ids, y))
+        dataset = slices.shuffle(40).map(augment).batch(17).prefetch(2)
     batches = strategy.distribute_dataset(dataset)
     noise = torch.Generator().manual_seed(5)
     losses: list[float] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem._checkpoint.block_plan import (
@@ -29,6 +29,7 @@ def rows_of(found: list[tuple[int, int]]) -> set[int]:
     return {row for first, last in found for row in range(first, last)}
 
 
+@settings(deadline=None)
 @given(ranges, st.integers(0, ROWS), st.integers(0, ROWS))
 def test_intersect_and_subtract_are_those_of_sets(
     found: list[tuple[int, int]], a: int, b: int
@@ -39,6 +40,7 @@ def test_intersect_and_subtract_are_those_of_sets(
     assert rows_of(subtract(found, low, high)) == rows_of(found) - inside
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 300), st.integers(0, 40), st.integers(1, 100))
 def test_cuts_cover_all_rows_once_and_stay_within_the_limit(
     start: int, rows: int, row_bytes: int, limit: int
@@ -82,6 +84,7 @@ def chains(draw: st.DrawFn) -> tuple[list[Manifest], list[dict[int, list[int]]],
     return [manifest_of(blocks) for blocks in reversed(saves)], ids_of[::-1], owner
 
 
+@settings(deadline=None)
 @given(chains(), st.integers(0, ROWS), st.integers(0, ROWS), st.sampled_from(["t", "u"]))
 def test_each_row_comes_from_the_newest_save_that_has_it(
     made: tuple[list[Manifest], list[dict[int, list[int]]], list[int]], a: int, b: int, name: str

@@ -6,7 +6,7 @@ import json
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem._checkpoint.manifest import (
@@ -50,6 +50,7 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert from_text(to_text(MANIFEST), "x") == MANIFEST
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_one_changed_bit_anywhere_is_noticed(data: st.DataObject) -> None:
     text = bytearray(to_text(MANIFEST).encode())

@@ -17,6 +17,7 @@ PROGRAM = Path(__file__).with_name("resumed_training.py")
 RUNS = [
     ("none", ["adam"], [5]),
     ("one", ["momentum", "adagrad"], [1, 12]),
+    ("one, DataLoader", ["sgd"], [2, 9]),
     ("central", ["adamw", "rmsprop"], [7, 18]),
     ("mirrored", ["nadam", "sgd"], [3, 6, 21]),
     ("mirrored", ["adadelta"], [13]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem._checkpoint.retention import Best, Due, KnownCheckpoint, to_delete, write_full
@@ -59,6 +59,7 @@ def histories(draw: st.DrawFn) -> list[KnownCheckpoint]:
     return found
 
 
+@settings(deadline=None)
 @given(histories(), st.integers(1, 4), st.booleans(), st.integers(1, 3))
 def test_nothing_needed_is_ever_deleted(
     found: list[KnownCheckpoint], keep: int, by_metric: bool, count: int

@@ -5,7 +5,7 @@ write theirs with the same code. A file is a row of archives (`torch_archive`), 
 multiple of 64 bytes, and of small blobs.
 
 Checksums and the flush to disk run in threads beside the writes, so that a save takes as long as the
-slowest of the three, not as all of them together.
+slowest of the three.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from stratagem._checkpoint.block_plan import cut_rows
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
@@ -29,11 +28,11 @@ from stratagem._checkpoint.torch_archive import ALIGNMENT, Archive, archive_of
 from stratagem._owner import Owner
 
 PIECE_BYTES = 4 << 20
-"""Written at once. Small enough that the checksum finds the piece in the cache, large enough that
-handing it to a thread (30 µs) costs nothing."""
+"""Bytes per write: small enough that the checksum finds the piece in the cache, large enough that
+handing it to a thread (30 µs) does not matter."""
 
 FLUSH_BYTES = 64 << 20
-"""Flushed to disk at once, while later pieces are written. A kernel would start much later."""
+"""Bytes per flush to disk, while later pieces are written; the kernel would start much later."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
@@ -53,7 +52,7 @@ class TensorPart:
             memory, which must stay as it is until the next call.
         ids: of a delta, which rows; ascending int64. `rows` is then their number, and ``read(i, j)``
             returns the rows ``ids[i:j]``.
-        per_shard: whether it is a number kept per shard, for the shard with these rows.
+        per_shard: True for a number kept per shard; the rows are those of the shard.
     """
 
     tensor: str
@@ -152,16 +151,15 @@ class BlockFileWriter(Owner):
             self._note(part, offset, start, high - low, crc32, ids)
 
     def finish(self, facts: Mapping[str, Any] = MappingProxyType({})) -> StoredFile:
-        """Flush everything to disk; returns what the manifest says of the file."""
+        """Flush the file to disk; returns its size and checksum."""
         if self._flush is not None:
             self._flush.result()
         os.fsync(self._descriptor)
         self.close()
         return StoredFile(self._end, self._frame_crc32, facts)
 
-    @override
     def close(self) -> None:
-        """Close the file; what was written of it stays."""
+        """Close the file without flushing it."""
         if not self._closed:
             self._closed = True
             self._threads.shutdown(wait=True)
@@ -243,6 +241,5 @@ class BlockFileWriter(Owner):
             done = os.pwrite(self._descriptor, rest, place)
             rest, place = rest[done:], place + done
 
-    @override
     def __repr__(self) -> str:
         return f"<BlockFileWriter {self._name}: {len(self.blocks)} blocks, {self._end} bytes>"

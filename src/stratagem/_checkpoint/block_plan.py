@@ -26,7 +26,7 @@ class BlockRead:
     """One block to read.
 
     Attributes:
-        depth: whose block it is: 0 the checkpoint's own, 1 its parent's, and so on.
+        depth: 0 for a block of the checkpoint itself, 1 for one of its parent, and so on.
         block: the block.
         wanted: the rows to take from it, as ranges of the tensor's rows.
     """

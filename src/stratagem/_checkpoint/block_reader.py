@@ -17,7 +17,6 @@ from typing import Final, final
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from stratagem._checkpoint.block_file import PIECE_BYTES, Progress, memory_of
 from stratagem._checkpoint.block_plan import BlockRead, plan_number, plan_reads
@@ -36,8 +35,8 @@ class RowsWanted:
     Attributes:
         tensor: its name.
         start: the first row.
-        into: where the rows go, contiguous and in host memory; its length says how many. For a tensor
-            without axes, a tensor without axes.
+        into: memory for the rows, contiguous and on the host; its length says how many rows. For a
+            tensor without axes, a tensor without axes.
     """
 
     tensor: str
@@ -106,7 +105,6 @@ class BlockReader(Owner):
         for _ in self._threads.map(self._verify_block, manifest.blocks):
             pass
 
-    @override
     def close(self) -> None:
         """Close the files."""
         self._threads.shutdown(wait=True)
@@ -169,7 +167,13 @@ class BlockReader(Owner):
         if block.ids is not None:
             self._ids(0, block)
         size = self._stored(0, block).bytes_of(block)
-        self._fetch(0, block, memoryview(bytearray(size)))
+        piece = memoryview(bytearray(min(size, PIECE_BYTES)))  # used again: fresh memory is slow
+        crc32 = 0
+        for start in range(0, size, PIECE_BYTES):
+            part = piece[: min(size - start, PIECE_BYTES)]
+            crc32 = self._pread(0, block.file, part, block.offset + start, crc32)
+        if crc32 != block.crc32:
+            raise self._damaged(0, block, f"{size} bytes at byte {block.offset}")
 
     def _damaged(self, depth: int, block: StoredBlock, where: str) -> CheckpointCorrupt:
         path = self._paths[depth] / block.file
@@ -179,9 +183,9 @@ class BlockReader(Owner):
             path=str(path),
         )
 
-    def _pread(self, depth: int, file: str, into: memoryview, offset: int) -> int:
-        """Read bytes and return their checksum."""
-        descriptor, done, crc32 = self._descriptors[self._paths[depth] / file], 0, 0
+    def _pread(self, depth: int, file: str, into: memoryview, offset: int, crc32: int = 0) -> int:
+        """Read bytes and return their checksum, continued from `crc32`."""
+        descriptor, done = self._descriptors[self._paths[depth] / file], 0
         while done < len(into):
             piece = into[done : done + PIECE_BYTES]
             with naming_the_file(self._paths[depth] / file):
@@ -199,7 +203,6 @@ class BlockReader(Owner):
                 self._progress(got)
         return crc32
 
-    @override
     def __repr__(self) -> str:
         return f"<BlockReader of {self._paths[0]}, {len(self._paths) - 1} parents>"
 
@@ -257,7 +260,7 @@ def _frames_of(file: str, manifest: Manifest) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def naming_the_file(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal to open or read a file of a checkpoint into our error."""
+    """Turn an `OSError` about a file of a checkpoint into `CheckpointCorrupt`."""
     try:
         yield
     except FileNotFoundError:

@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from stratagem._checkpoint.block_file import part_of
 from stratagem._checkpoint.block_plan import stored_name
@@ -40,14 +39,14 @@ from stratagem.errors import CheckpointError, ContextError
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore found.
+    """Result of a restore.
 
     Attributes:
         step: the training step of the checkpoint.
         path: the checkpoint.
-        missing: what the objects have and the checkpoint lacks (with ``strict=False``).
-        unexpected: what the checkpoint has and the objects lack (with ``strict=False``).
-        seconds: how long it took.
+        missing: names that the objects have and the checkpoint lacks (with ``strict=False``).
+        unexpected: names that the checkpoint has and the objects lack (with ``strict=False``).
+        seconds: duration of the restore.
     """
 
     step: int
@@ -69,7 +68,7 @@ class Checkpoint:
     A plain value is read and set by its name: ``checkpoint["epoch"] = 3``.
 
     Args:
-        **objects: what belongs to the checkpoint, by names of your choice.
+        **objects: the objects to save, under names of your choice.
 
     Raises:
         TypeError: an object can be neither saved nor restored.
@@ -119,7 +118,7 @@ class Checkpoint:
             path: a directory that does not exist.
             step: the training step.
             metrics: numbers to keep with it.
-            allow_pickle: whether states may hold values of any class, which only pickle can save.
+            allow_pickle: accept values of any class in states; only pickle can save them.
 
         Raises:
             CheckpointError: it could not be written.
@@ -149,10 +148,10 @@ class Checkpoint:
 
         Args:
             path: a checkpoint, or a directory of checkpoints, of which the newest is taken.
-            strict: whether what is missing, unexpected or of another type is an error.
-            random: whether to set the random streams, too.
-            allow_pickle: whether values that only pickle can read are accepted. Reading pickles can run
-                code: accept them from sources you trust.
+            strict: refuse a checkpoint that lacks names, has names in excess, or has other types.
+            random: also set the random streams.
+            allow_pickle: accept values that only pickle can read. Reading a pickle can run code: accept
+                it from sources that you trust.
 
         Raises:
             CheckpointMismatch: the checkpoint does not fit the objects.
@@ -163,7 +162,6 @@ class Checkpoint:
             self._objects, found, strict=strict, random=random, allow_pickle=allow_pickle
         )
 
-    @override
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self._objects) or 'nothing'}>"
 

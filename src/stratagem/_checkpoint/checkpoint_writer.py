@@ -5,7 +5,7 @@ servers will be others, each of which has its own rows written by its own proces
 
 1. all writers write their files, side by side; 2. ``coordinator.pt`` and ``.metadata``; 3. the manifest.
 
-If any of them fails, what was written is removed and nothing has happened.
+If any of them fails, the files written so far are removed, and earlier checkpoints are untouched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from stratagem.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FileReport:
-    """What one writer wrote.
+    """Description of one written block file.
 
     Attributes:
         stored: size and checksum of its file.
@@ -119,13 +119,13 @@ def _described(part: TensorPart) -> StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOrder:
-    """What a checkpoint is called.
+    """Name, number and facts of a checkpoint to write.
 
     Attributes:
         step: the training step.
         serial: its number among the saves into the directory.
         metrics: numbers to keep with it.
-        final: whether it is the last one of its run.
+        final: True for the last checkpoint of a run.
         parent: of a delta, the checkpoint it builds on.
         name: the directory's name; by default it is made of the step.
     """
@@ -151,8 +151,8 @@ def write_checkpoint(
 
     Args:
         directory: where; the caller has its lock.
-        order: what it is called.
-        writers: who writes which rows.
+        order: its name, number and facts.
+        writers: the processes that hold rows.
         coordinator: contents of ``coordinator.pt``.
         paths: the place of every tensor and value in the nest of all, for torch.
         progress: called while rows are written.
@@ -261,7 +261,7 @@ def _write_small(path: Path, data: bytes) -> StoredFile:
 
 
 def _check_space(path: Path, needed: int) -> None:
-    """Refuse early what cannot fit: filling a disk to the last byte hurts everybody on it."""
+    """Refuse a checkpoint that is larger than the free space, before the disk is full."""
     free = shutil.disk_usage(path).free
     if needed > free:
         raise CheckpointError(

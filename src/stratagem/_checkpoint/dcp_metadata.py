@@ -1,6 +1,6 @@
 """``.metadata``: the index by which ``torch.distributed.checkpoint`` reads a checkpoint.
 
-The one module that knows torch's classes for it. Their import takes a second, so they are loaded when a
+Only this module knows torch's classes for it. Their import takes a second, so they are loaded when a
 checkpoint is written. Stratagem never reads the file: it is a pickle, and the manifest says the same.
 """
 
@@ -23,7 +23,7 @@ _DCP_VERSION = "1.0.0"
 
 @dataclass(frozen=True, slots=True)
 class StoredBlob:
-    """Where a value that is no tensor is: what ``torch.save`` writes of it."""
+    """Place of a value that is not a tensor, as ``torch.save`` writes it."""
 
     file: str
     offset: int
@@ -40,9 +40,9 @@ def metadata_bytes(
 
     Args:
         tensors: every tensor by name.
-        blocks: the blocks of each, under the name that its rows are stored under.
+        blocks: the blocks of each tensor, by the name that its rows are stored under.
         blobs: every other value by name.
-        paths: of each of them, its place in the nest of all.
+        paths: the place of each tensor and value in the nest of all objects.
     """
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as dcp

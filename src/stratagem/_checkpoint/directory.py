@@ -2,7 +2,7 @@
 
 A checkpoint is written in a directory whose name begins with ``.writing-``. When everything is on disk its
 manifest is renamed into place, then the directory. A reader therefore sees complete checkpoints only, and
-needs no lock. What a killed writer leaves behind has such a name and is removed by the next one.
+needs no lock. The remains of a killed writer have such a name; the next manager removes them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, final
-
-from typing_extensions import override
 
 from stratagem._checkpoint import manifest as manifests
 from stratagem._checkpoint.block_file import Progress
@@ -71,7 +69,6 @@ class SavedCheckpoint:
             with BlockReader(chain[place:], progress) as reader:
                 reader.verify()
 
-    @override
     def __repr__(self) -> str:
         kind = f"delta of {self.manifest.parent}" if self.manifest.is_delta else "full"
         return f"<SavedCheckpoint {self.path}: step {self.step}, {kind}, {self.bytes} bytes>"
@@ -90,7 +87,7 @@ def load(path: Path) -> SavedCheckpoint:
 
 
 def chain_of(saved: SavedCheckpoint) -> list[tuple[Path, Manifest]]:
-    """Return a checkpoint, its parent, and so on: what a reader needs.
+    """Return a checkpoint, its parent, and so on, as a reader needs them.
 
     Raises:
         CheckpointCorrupt: a parent is missing, or is another checkpoint than the one built upon.
@@ -147,7 +144,7 @@ class CheckpointDirectory:
         try:
             status = (path / manifests.NAME).stat()
         except OSError:
-            return  # not ours, or deleted meanwhile
+            return  # another program's directory, or deleted by now
         mark = (status.st_ino, status.st_mtime_ns)
         if known is not None and known[0] == mark:
             self._known[path.name] = known
@@ -198,7 +195,7 @@ class CheckpointDirectory:
         return path
 
     def abandon(self, writing: Path) -> None:
-        """Remove what was written of a checkpoint that failed."""
+        """Remove the files of a checkpoint that failed."""
         shutil.rmtree(writing, ignore_errors=True)
 
     def delete(self, name: str) -> None:
@@ -208,13 +205,12 @@ class CheckpointDirectory:
         shutil.rmtree(going, ignore_errors=True)
 
     def sweep(self) -> list[str]:
-        """Remove what killed writers left behind; returns the names."""
+        """Remove the remains of killed writers; returns their names."""
         left = [each for each in self.path.iterdir() if each.name.startswith((_WRITING, _DELETING))]
         for each in left:
             shutil.rmtree(each, ignore_errors=True)
         return [each.name for each in left]
 
-    @override
     def __repr__(self) -> str:
         return f"<CheckpointDirectory {self.path}: {len(self._known)} known>"
 
@@ -229,10 +225,10 @@ def _flush_directory(path: Path) -> None:
 
 @final
 class DirectoryLock(Owner):
-    """The right to write into a directory: one holder at a time, given up when its process ends.
+    """Exclusive right to write into a directory; the system ends it with the process.
 
     Raises:
-        CheckpointBusy: somebody else has it.
+        CheckpointBusy: another manager holds it.
         CheckpointError: the directory cannot be made or written.
     """
 
@@ -265,7 +261,6 @@ class DirectoryLock(Owner):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text, 0)
 
-    @override
     def close(self) -> None:
         """Let others write."""
         if self._descriptor >= 0:
@@ -273,7 +268,6 @@ class DirectoryLock(Owner):
             self._descriptor = -1
             del self._held[self._key]
 
-    @override
     def __repr__(self) -> str:
         return f"<DirectoryLock {self._key} {'held' if self._descriptor >= 0 else 'given up'}>"
 

@@ -1,6 +1,6 @@
 """Nests of plain values and tensors, taken apart for a checkpoint and put together again.
 
-The tensors go into block files. What is left, the *skeleton*, goes into ``coordinator.pt`` and holds only
+The tensors go into block files. The rest, the *skeleton*, goes into ``coordinator.pt`` and holds only
 types that ``torch.load(weights_only=True)`` reads. In it, dictionaries with a key that begins with ``$``
 stand for something else:
 
@@ -62,7 +62,7 @@ class TakenApart:
         tensors: the tensors by name, as they are.
         plain: values that are no tensors, by name, for torch's index.
         paths: the place of all of these in the nest.
-        allow_pickle: whether values of any class may be in the skeleton.
+        allow_pickle: accept values of any class in the skeleton.
     """
 
     allow_pickle: bool = False
@@ -160,7 +160,7 @@ class TakenApart:
 
 
 def _holds_more(values: Iterable[Any]) -> bool:
-    """Whether a list has tensors or dictionaries in it, so that torch looks at its items one by one."""
+    """Return True for a list with tensors or dictionaries in it; torch names its items one by one."""
     return any(
         isinstance(each, Tensor | Mapping | np.ndarray)
         or (type(each) in (list, tuple) and _holds_more(each))
@@ -169,7 +169,7 @@ def _holds_more(values: Iterable[Any]) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory in another order, such as channels last."""
+    """Return True if the elements fill their memory in another order, such as channels last."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 
@@ -187,7 +187,7 @@ def _shown(path: Path) -> str:
 
 
 def torch_bytes(value: Any) -> bytes:
-    """Return what ``torch.save`` writes."""
+    """Return the bytes that ``torch.save`` writes."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()

@@ -22,7 +22,7 @@ class Evaluation:
         identity: the checkpoint's.
         step: its training step.
         metrics: the results.
-        seconds: how long the evaluation took.
+        seconds: duration of the evaluation.
         time: when it ended, in seconds since 1970.
     """
 
@@ -43,7 +43,7 @@ def append(directory: Path, evaluation: Evaluation) -> None:
 
 
 def read(directory: Path) -> list[Evaluation]:
-    """Return the evaluations, oldest first; a line that was cut off by a crash is passed over."""
+    """Return the evaluations, oldest first; a line that was cut off by a crash is skipped."""
     try:
         lines = (directory / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:

@@ -16,7 +16,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from stratagem._checkpoint import evaluations
 from stratagem._checkpoint.checkpoint import read_content, restore_objects
@@ -32,22 +31,23 @@ _log = logging.getLogger("stratagem.checkpoint")
 class Evaluator(Owner):
     """Evaluates the newest complete checkpoint of a directory, again and again.
 
-    Checkpoints that were evaluated before are passed over, also by an evaluator that is started
-    again; so are those that a newer one has overtaken, and damaged ones.
+    It skips checkpoints that it, or an earlier evaluator of the directory, has evaluated, those that are
+    not the newest, and damaged ones.
 
     Args:
         checkpoint_directory: the directory of a `CheckpointManager`.
-        build: makes what is evaluated, once: a module, or a dictionary of objects under the names they
-            have in the checkpoint.
-        evaluate: called with what `build` made, the checkpoint's state in it; returns numbers by name.
+        build: called once; returns a module, or a dictionary of objects under the names they have in
+            the checkpoint.
+        evaluate: called with the result of `build` after a checkpoint was loaded into it; returns
+            numbers by name.
             Modules are in evaluation mode and no gradients are recorded.
         max_evaluations: stop after so many; by default only after a final checkpoint
             (``manager.save(step, final=True)``).
         poll_s: how often to look for a new checkpoint.
         timeout_s: how long to wait for one.
-        tensorboard: whether to write scalars to ``tensorboard/`` beside the checkpoints; by default
-            if TensorBoard is installed.
-        allow_pickle: whether values that only pickle can read are accepted.
+        tensorboard: write scalars to ``tensorboard/`` beside the checkpoints; by default if
+            TensorBoard is installed.
+        allow_pickle: accept values that only pickle can read.
 
     Example:
         >>> import tempfile, torch, stratagem as sg
@@ -100,7 +100,7 @@ class Evaluator(Owner):
 
         Raises:
             CheckpointTimeout: no new checkpoint appeared within the limit.
-            CheckpointMismatch: a checkpoint does not fit what `build` made.
+            CheckpointMismatch: a checkpoint does not fit the objects of `build`.
         """
         built = self._build()
         seen = {one.identity for one in evaluations.read(self._directory.path)}
@@ -118,13 +118,12 @@ class Evaluator(Owner):
                 break
         return self._results[before:]
 
-    @override
     def close(self) -> None:
-        """Let `run` in another thread return after what it does now."""
+        """Make `run` in another thread return after its current evaluation."""
         self._stopped.set()
 
     def _next(self, seen: set[str]) -> SavedCheckpoint | None:
-        """Wait for the newest checkpoint if it is unseen; None when there is nothing to wait for."""
+        """Wait until the newest checkpoint is one not seen yet; None after a final one, or when closed."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             newest = self._directory.latest()
@@ -149,8 +148,8 @@ class Evaluator(Owner):
             )
         except CheckpointCorrupt as error:
             if saved.path.exists():
-                _log.warning("passing over checkpoint %s: %s", saved.path, error)
-            return None  # else: deleted meanwhile, there is a newer one
+                _log.warning("skipping checkpoint %s: %s", saved.path, error)
+            return None  # deleted by the manager: a newer one exists
         for module in objects.values():
             if isinstance(module, nn.Module):
                 module.eval()
@@ -167,7 +166,7 @@ class Evaluator(Owner):
         return result
 
     def _objects(self, built: Any, saved: SavedCheckpoint) -> dict[str, Any]:
-        """Return what was built, under the names it has in the checkpoint."""
+        """Return the built objects under the names they have in the checkpoint."""
         if isinstance(built, dict):
             return built
         content = read_content(saved.path, allow_pickle=self._allow_pickle)["objects"]
@@ -193,6 +192,5 @@ class Evaluator(Owner):
             writer.add_scalar(f"evaluation/{name}", value, result.step, walltime=result.time)
         writer.close()
 
-    @override
     def __repr__(self) -> str:
         return f"<Evaluator of {self._directory.path}, {len(self._results)} evaluations>"

@@ -3,8 +3,8 @@
 *Live* objects have a state that can be put back in place: modules, optimizers, variables, generators, and
 everything with ``state_dict`` and ``load_state_dict``. They may stand in dictionaries, lists and tuples.
 
-Restoring has two parts. `Match` compares the objects with the checkpoint and touches nothing; it knows what
-is missing, what is unexpected and which tensors must be read. `Match.apply` then puts the state back.
+Restoring has two parts. `Match` compares the objects with the checkpoint, without changing them, and lists
+missing names, unexpected names and the tensors to read. `Match.apply` then puts the state back.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def kind_of(value: Any) -> str:
 
 
 def check_objects(value: Any, path: Path) -> None:
-    """Refuse what can be neither saved nor restored, before anything is lost.
+    """Refuse objects that cannot be saved or restored.
 
     Raises:
         TypeError: names it.
@@ -147,7 +147,7 @@ def _plain_containers(value: Any) -> Any:
 def _state_of(
     kind: str, value: Any, modules: Mapping[str, nn.Module]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return an object's state, and what else must be known to put it back."""
+    """Return an object's state, and further facts that restoring it needs."""
     if kind == "variable":
         return _variable_state(value), {}
     if kind == "assignable":
@@ -189,13 +189,14 @@ class Match:
         objects: the live objects; plain values in it are replaced by `apply`.
         skeleton: of the checkpoint.
         tensors: of the checkpoint, by name.
-        partial: whether the checkpoint may have objects that are not wanted.
+        partial: ignore objects that only the checkpoint has.
 
     Attributes:
         missing: names that the objects have and the checkpoint lacks.
         unexpected: names that the checkpoint has and the objects lack.
-        different: what cannot be put in place, such as tensors of another shape.
-        doubtful: what can, but perhaps should not: another type of numbers or class of optimizer.
+        different: names that cannot be restored, such as tensors of another shape.
+        doubtful: names that can be restored but probably should not: other types of numbers, another
+            class of optimizer.
         needed: the tensors that must be read.
     """
 

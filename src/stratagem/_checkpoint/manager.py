@@ -15,8 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from typing_extensions import override
-
 from stratagem import metrics as counters
 from stratagem._checkpoint import evaluations
 from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot, restore_objects
@@ -33,7 +31,7 @@ _log = logging.getLogger("stratagem.checkpoint")
 _NO_METRICS: Final[Mapping[str, float]] = MappingProxyType({})
 
 _SAVE_LIMIT_S: Final = 3600.0
-"""How long a save is waited for: 100 GB on a slow network disk."""
+"""Limit of every wait for a save: enough for 100 GB on a slow network disk."""
 
 
 @final
@@ -42,7 +40,7 @@ class SaveHandle:
 
     Attributes:
         step: the training step.
-        paused_s: how long training stood still for it.
+        paused_s: seconds that the caller waited while the state was copied.
     """
 
     def __init__(self, step: int) -> None:
@@ -57,7 +55,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True when the save has succeeded or failed."""
         return self._ended.is_set()
 
     @property
@@ -67,7 +65,7 @@ class SaveHandle:
 
     @property
     def seconds(self) -> float:
-        """How long it took, or takes so far."""
+        """Duration of the save, so far or in all."""
         return self._seconds or time.monotonic() - self._began
 
     @property
@@ -105,7 +103,6 @@ class SaveHandle:
         self._seen = True
         return self._error
 
-    @override
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "complete" if self.done else "running"
         return f"<SaveHandle step {self.step}, {state}, {self.seconds:.2f} s>"
@@ -118,8 +115,8 @@ class CheckpointManager(Owner):
     Use it as a context manager, or `close` it: a save that is under way is finished then.
 
     Args:
-        checkpoint: what to save.
-        directory: where; one manager at a time uses it.
+        checkpoint: the objects to save.
+        directory: directory of the checkpoints; one manager at a time uses it.
         max_to_keep: how many of the newest checkpoints to keep; None keeps all.
         every_s: `step` saves when so many seconds have passed since the last save.
         every_steps: `step` saves when so many steps have been made since the last save.
@@ -128,7 +125,7 @@ class CheckpointManager(Owner):
         best_to_keep: how many of the best.
         save_on_sigterm: after SIGTERM the next `step` saves, waits, and ends the program with
             exit code 143.
-        allow_pickle: whether states may hold values of any class, which only pickle can save.
+        allow_pickle: accept values of any class in states; only pickle can save and read them.
 
     Raises:
         CheckpointBusy: another manager uses the directory.
@@ -211,7 +208,7 @@ class CheckpointManager(Owner):
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoints are."""
+        """Directory of the checkpoints."""
         return self._directory.path
 
     @property
@@ -251,7 +248,7 @@ class CheckpointManager(Owner):
         self._seen_step = _checked_step(step)
         if self._sigterm is not None and self._sigterm.arrived:
             if self._running is not None:
-                self._running._unseen_error()  # was logged; now is the last chance to save
+                self._running._unseen_error()  # logged already; saving comes first now
             self.save(step, metrics, wait=True)
             _log.warning("SIGTERM: saved step %d, ending", step)
             raise SystemExit(EXIT_CODE)
@@ -277,8 +274,8 @@ class CheckpointManager(Owner):
             step: how many steps have been made; by default what `step` was last called with, or one
                 more than at the last save.
             metrics: numbers to keep with the checkpoint.
-            wait: whether to return only when the checkpoint is complete.
-            final: whether this is the run's last checkpoint; an `Evaluator` stops after it.
+            wait: return only when the checkpoint is complete.
+            final: mark the run's last checkpoint; an `Evaluator` stops after it.
 
         Raises:
             CheckpointError: this save failed, or an earlier one had; or the directory has checkpoints
@@ -320,12 +317,13 @@ class CheckpointManager(Owner):
     ) -> None:
         try:
             saved = snapshot.write(self._directory, order, show=show)
-        except Exception as error:  # noqa: BLE001 # whatever it is, the next call raises it
+        except Exception as error:  # noqa: BLE001 # the next call raises it
             counters.counter("checkpoint.failed").add()
             _log.exception("the save of step %d failed", order.step)
             handle._end(None, error)
             return
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C: raised here and now
+            handle._seen = True
             handle._end(None, error)
             raise
         try:
@@ -363,10 +361,10 @@ class CheckpointManager(Owner):
     def restore_or_initialize(self, *, strict: bool = True) -> int:
         """Restore the newest good checkpoint; returns its step, or 0 if there is none yet.
 
-        A checkpoint with a missing or damaged file is passed over with a warning that names the file.
+        A checkpoint with a missing or damaged file is skipped with a warning that names the file.
 
         Args:
-            strict: whether what is missing, unexpected or of another type is an error.
+            strict: refuse a checkpoint that lacks names, has names in excess, or has other types.
 
         Raises:
             CheckpointMismatch: the checkpoint is one of other objects.
@@ -378,7 +376,7 @@ class CheckpointManager(Owner):
         failure: CheckpointCorrupt | None = None
         found = self._directory.scan()
         for unreadable in self._directory.damaged.values():
-            _log.warning("passing over a checkpoint: %s", unreadable)
+            _log.warning("skipping a checkpoint: %s", unreadable)
             failure = failure or unreadable
         for saved in reversed(found):
             try:
@@ -390,7 +388,7 @@ class CheckpointManager(Owner):
                 )
             except CheckpointCorrupt as error:
                 self._damaged.add(saved.path.name)
-                _log.warning("passing over checkpoint %s: %s", saved.path, error)
+                _log.warning("skipping checkpoint %s: %s", saved.path, error)
                 failure = failure or error
                 continue
             self._continues = True
@@ -408,12 +406,11 @@ class CheckpointManager(Owner):
 
     # ------------------------------------------------------------------ the end
 
-    @override
     def close(self) -> None:
         """Finish the save that is under way and let others use the directory; idempotent.
 
         Raises:
-            CheckpointError: a save had failed and nobody has heard of it.
+            CheckpointError: a save failed and no call has raised its error yet.
             SystemExit: SIGTERM arrived after the last `step`.
         """
         if self._closed:
@@ -458,7 +455,6 @@ class CheckpointManager(Owner):
                 "restore_or_initialize() first to go on from it, or use another directory."
             )
 
-    @override
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"last save at step {self._last_step}"
         return f"<CheckpointManager of {self.directory}, {state}>"

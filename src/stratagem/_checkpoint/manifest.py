@@ -40,14 +40,14 @@ _CLOSING = "}\n"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a checkpoint knows of one tensor.
+    """Type and shape of one tensor of a checkpoint.
 
     Attributes:
         dtype: its type, such as ``float32``.
         shape: its shape.
         same_as: the name of another tensor that holds the same memory (tied weights), or empty.
-        per_shard: whether it is a number that every shard of a variable has one of (an optimizer's
-            ``step``). Its blocks then name the rows of the shard they belong to.
+        per_shard: True for a number that every shard of a variable has its own of (an optimizer's
+            ``step``). Its blocks name the rows of the shard they belong to.
     """
 
     dtype: str
@@ -57,7 +57,7 @@ class StoredTensor:
 
     @property
     def rows(self) -> int:
-        """How many rows it has; a number counts as one row."""
+        """Number of rows; a tensor without axes counts as one row."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -85,7 +85,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredIds:
-    """Where the row numbers of a block of scattered rows are: raw int64, ascending."""
+    """Place of the row numbers of a block of scattered rows: raw int64, ascending."""
 
     offset: int
     crc32: int
@@ -99,7 +99,7 @@ class StoredBlock:
         tensor: the tensor's name.
         file: the file's name.
         offset: where the raw bytes begin in the file; a multiple of 64.
-        start: the first row; with `ids`, the first row of the range that was looked at.
+        start: the first row; with `ids`, the first row of the writer's range.
         rows: how many rows.
         crc32: checksum of the raw bytes.
         ids: with scattered rows (a delta), where their numbers are.
@@ -121,7 +121,7 @@ class StoredFile:
     Attributes:
         bytes: its size.
         crc32: of a block file, checksum of all bytes outside blocks; else of all bytes.
-        facts: what its writer has to say about its part (a server's cut and ledger).
+        facts: more about its writer's part (a server's cut and ledger).
     """
 
     bytes: int
@@ -143,7 +143,7 @@ class Manifest:
         files: its files, the manifest excepted.
         parent: of a delta, the directory name of the checkpoint it builds on; else empty.
         parent_identity: of a delta, that checkpoint's `identity`.
-        final: whether it is the last one of its run.
+        final: True for the last checkpoint of a run.
         metrics: numbers given with the save.
     """
 
@@ -161,7 +161,7 @@ class Manifest:
 
     @property
     def is_delta(self) -> bool:
-        """Whether it holds only what changed since its parent."""
+        """True if it holds only the rows that changed since its parent."""
         return bool(self.parent)
 
     @property
@@ -238,7 +238,7 @@ def from_text(text: str, path: str) -> Manifest:
     """Return the manifest of a text.
 
     Args:
-        text: what the file holds.
+        text: contents of the file.
         path: its path, for messages.
 
     Raises:

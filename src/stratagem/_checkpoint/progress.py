@@ -12,7 +12,7 @@ from typing import Any, Final
 from stratagem._checkpoint.block_file import Progress
 
 _PATIENCE_S: Final = 1.0
-"""What is done sooner needs no bar."""
+"""Shorter operations show no bar."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KnownCheckpoint:
-    """What retention needs to know of one complete checkpoint.
+    """Facts about one complete checkpoint that decide whether it is kept.
 
     Attributes:
         name: the directory's name.
@@ -57,7 +57,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Which of two checkpoints is better.
+    """Ranking of checkpoints by a metric.
 
     Attributes:
         metric: the metric's name; with a leading ``-`` smaller is better.

@@ -6,18 +6,16 @@ import signal
 import threading
 from typing import Any, Final, final
 
-from typing_extensions import override
-
 from stratagem._owner import Owner
 from stratagem.errors import CheckpointError
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
-"""What a shell reports of a program that SIGTERM ended."""
+"""Exit code that shells report for a program ended by SIGTERM."""
 
 
 @final
 class SigtermNote(Owner):
-    """Whether SIGTERM has arrived. A second one acts as if nobody had listened.
+    """Handler that notes SIGTERM. A second SIGTERM has the effect it had before.
 
     Raises:
         CheckpointError: made in a thread that cannot handle signals.
@@ -38,13 +36,11 @@ class SigtermNote(Owner):
             signal.raise_signal(signal.SIGTERM)
         self.arrived = True
 
-    @override
     def close(self) -> None:
         """Handle the signal as before."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
 
-    @override
     def __repr__(self) -> str:
         return f"<SigtermNote {'arrived' if self.arrived else 'not arrived'}>"

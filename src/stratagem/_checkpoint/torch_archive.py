@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 ALIGNMENT = 64
-"""Where raw bytes may begin: what torch uses, a cache line."""
+"""Raw bytes begin at a multiple of this, as in torch's own files: a cache line."""
 
 _Records = tuple[tuple[bytes, bytes], ...]
 _NAME = b"archive/data/0"
@@ -38,8 +37,8 @@ class Archive:
 
     Attributes:
         data_bytes: bytes of the rows.
-        prefix: what stands before them, and where in it their checksum goes.
-        suffix: what stands after them, and where in it their checksum goes.
+        prefix: the bytes before them, and the position of their checksum in it.
+        suffix: the bytes after them, and the position of their checksum in it.
     """
 
     data_bytes: int
@@ -48,7 +47,7 @@ class Archive:
 
     @property
     def data_offset(self) -> int:
-        """Where the rows begin."""
+        """Position of the rows."""
         return len(self.prefix[0])
 
     @property
@@ -57,7 +56,7 @@ class Archive:
         return len(self.prefix[0]) + self.data_bytes + len(self.suffix[0])
 
     def frame(self, crc32: int) -> tuple[bytes, bytes]:
-        """Return what stands before and after rows with this checksum."""
+        """Return the bytes before and after rows with this checksum."""
         checksum = struct.pack("<I", crc32)
         (before, here), (after, there) = self.prefix, self.suffix
         return (
@@ -127,13 +126,11 @@ class _Tensor:
     def __init__(self, rebuild: Any, arguments: tuple[Any, ...]) -> None:
         self._parts = (rebuild, arguments)
 
-    @override
     def __reduce__(self) -> tuple[Any, ...]:
         return self._parts
 
 
 class _ArchivePickler(pickle.Pickler):
-    @override
     def persistent_id(self, obj: Any) -> Any:
         return obj.identity if isinstance(obj, _Storage) else None
 

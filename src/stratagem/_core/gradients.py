@@ -81,6 +81,8 @@ def _accumulated(leaf: Leaf, record: RunRecord) -> None:
 
 def _put_base_aside(leaf: Leaf, record: RunRecord) -> None:
     # torch.autograd.grad() calls this too but accumulates nothing: then the callback restores the base.
+    if leaf.managed in record.accumulated:
+        return  # a table gets several gradients in one pass: the first ones are no base
     if leaf.base is None and read_grad(leaf.tensor) is not None:
         leaf.base = leaf.managed.gradient_of(leaf)
         write_grad(leaf.tensor, None)

@@ -290,6 +290,8 @@ class ColumnPlan:
         try:
             array = column
             if isinstance(column, arrow.ChunkedArray):
+                if self._is_plain(name, column):  # the usual case: one copy
+                    return torch.from_numpy(_own(column.to_numpy()))
                 array = column.combine_chunks()
             if isinstance(array, arrow.ExtensionArray):
                 array = array.storage
@@ -300,6 +302,14 @@ class ColumnPlan:
                 path=path,
                 column=name,
             ) from error
+
+    def _is_plain(self, name: str, column: Any) -> bool:
+        """Return whether a column needs no conversion: signed integers or floats, none missing."""
+        types = pyarrow().types
+        number = types.is_signed_integer(column.type) or types.is_floating(column.type)
+        options = self.selection
+        chosen = name in options.dtypes or name in options.hash_buckets
+        return bool(number) and column.null_count == 0 and not chosen
 
     def _convert(self, name: str, array: Any, path: str) -> Any:
         arrow = pyarrow()
@@ -326,8 +336,7 @@ class ColumnPlan:
             array = arrow.compute.cast(array, arrow_type(dtype), safe=safe)
         elif types.is_uint16(kind) or types.is_uint32(kind) or types.is_uint64(kind):
             array = arrow.compute.cast(array, "int32" if types.is_uint16(kind) else "int64")
-        # Copied: the memory of Arrow may be a file.
-        tensor = torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False)))
+        tensor = torch.from_numpy(_own(array.to_numpy(zero_copy_only=False)))
         return tensor.to(dtype) if dtype is torch.bfloat16 else tensor
 
     def _ragged(self, name: str, array: Any, path: str) -> Ragged:
@@ -362,6 +371,11 @@ class ColumnPlan:
             path=path,
             column=name,
         )
+
+
+def _own(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that may be written to; the memory of Arrow may be a file."""
+    return array if array.flags.writeable and array.flags.owndata else array.copy()
 
 
 def _is_text(kind: Any) -> bool:

@@ -20,7 +20,7 @@ from stratagem.errors import ColumnError
 
 _RANGE_BYTES = 8 << 20  # bytes of a range: about 30,000 rows of 40 columns
 _SAMPLE_BYTES = 1 << 20  # bytes that decide the types
-_BLOCK_BYTES = 1 << 18  # bytes that pyarrow parses at a time: they stay in the cache
+_BLOCK_BYTES = 1 << 17  # bytes that pyarrow parses at a time: they stay in the cache
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 _MISSING = ["", "NA", "N/A", "null", "NULL", "None"]  # texts that mean a missing value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from benchmarks import work
+from benchmarks import reading, work
 
 Better = Literal["more", "less"]
 
@@ -69,6 +69,7 @@ class Row:
 OURS = Side(kind="ours", label="Stratagem")
 PEER = Side(kind="peer", label="TensorFlow")
 LIMIT = Side(kind="limit", label="limit")
+PYARROW = Side(kind="limit", label="plain pyarrow")
 BOUND = Side(kind="bound", label="bound", size={"form": "every core"})
 TRACED = Side(kind="peer", label="TF, tf.function", size={"form": "tf.function"})
 EAGER = Side(kind="peer", label="TF, eager", size={"form": "eager"})
@@ -185,6 +186,32 @@ TABLE = (
         unit="M rows/s",
         sides=(OURS, PEER, LIMIT),
         points=(_point(work.INPUT_SIZE),),
+        seconds=0.7,
+    ),
+    Row(
+        name="parquet",
+        title="read Parquet, 40 columns (TensorFlow: the rows as TFRecord)",
+        unit="k rows/CPU s",
+        sides=(OURS, PEER, PYARROW),
+        points=(_point(reading.FILES_SIZE),),
+        target=Target(against="peer", factor=3),
+        seconds=0.7,
+    ),
+    Row(
+        name="csv",
+        title="read CSV, 40 columns",
+        unit="k rows/CPU s",
+        sides=(OURS, PEER, PYARROW),
+        points=(_point(reading.FILES_SIZE),),
+        target=Target(against="peer", factor=3),
+        seconds=0.7,
+    ),
+    Row(
+        name="tfrecord",
+        title="read TFRecord, 40 features",
+        unit="k rows/CPU s",
+        sides=(OURS, PEER),
+        points=(_point(reading.FILES_SIZE, batches=32),),
         seconds=0.7,
     ),
 )

@@ -162,6 +162,10 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return Variables(size)
     if row == "input":
         return Indexing(size)
+    if row in {"parquet", "csv"}:
+        from benchmarks.limits import reading  # pyarrow is not needed elsewhere
+
+        return reading.PlainParquet(size) if row == "parquet" else reading.PlainCsv(size)
     if row == "read":
         return Traffic(size, Tensor.copy_)
     if row in {"add", "message"}:

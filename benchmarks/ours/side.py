@@ -29,6 +29,9 @@ WORK = {
     "recovery": "cluster:Recovery",
     "input": "pipelines:Input",
     "loader": "pipelines:Loader",
+    "parquet": "reading:Parquet",
+    "csv": "reading:Csv",
+    "tfrecord": "reading:TFRecord",
     "wire": "pipelines:Wire",
     "quality": "quality:Quality",
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read by the library when it is loaded
 
-from benchmarks.peer import cluster, pipelines, recovery, single
+from benchmarks.peer import cluster, pipelines, reading, recovery, single
 from benchmarks.protocol import Work, serve
 
 WORK: dict[str, type[Any]] = {
@@ -24,6 +24,9 @@ WORK: dict[str, type[Any]] = {
     "startup": cluster.StartUp,
     "recovery": recovery.Recovery,
     "input": pipelines.Input,
+    "parquet": reading.Records,
+    "csv": reading.Csv,
+    "tfrecord": reading.Records,
     "one_device": single.OneDevice,
     "central": single.Central,
 }

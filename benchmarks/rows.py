@@ -71,6 +71,7 @@ PEER = Side(kind="peer", label="TensorFlow")
 LIMIT = Side(kind="limit", label="limit")
 PYARROW = Side(kind="limit", label="plain pyarrow")
 BOUND = Side(kind="bound", label="bound", size={"form": "every core"})
+COPY = Side(kind="bound", label="memcpy", size={"form": "copy"})
 TRACED = Side(kind="peer", label="TF, tf.function", size={"form": "tf.function"})
 EAGER = Side(kind="peer", label="TF, eager", size={"form": "eager"})
 
@@ -87,6 +88,8 @@ _HOT = {**work.HOT_SIZE, "check_steps": 16}
 _HOT_CHECK_STEPS = 96
 _HOT_LAST_LOSS = (0.7, 3.0)
 _BYTES = work.BYTES_SIZE
+# 512 MB of rows and as many of Adagrad's sums.
+_CHECKPOINT = {"rows": 8_000_000, "width": 16}
 
 
 def _point(*sizes: dict[str, Any], label: str = "", **more: Any) -> Point:
@@ -179,6 +182,33 @@ TABLE = (
         points=(_point(_CLUSTER),),
         checked=False,
         repetitions=3,
+    ),
+    Row(
+        name="save",
+        title="save a table and Adagrad's state, 1 GB, to memory (tmpfs)",
+        unit="GB/s",
+        sides=(OURS, PEER, LIMIT, COPY),
+        points=(_point(_CHECKPOINT, place="/dev/shm"),),
+        target=Target(against="limit", factor=0.5),
+        checked=False,
+    ),
+    Row(
+        name="save_disk",
+        title="the same to disk",
+        unit="GB/s",
+        sides=(OURS, PEER, LIMIT),
+        points=(_point(_CHECKPOINT, place="/var/tmp"),),
+        target=Target(against="limit", factor=0.9),
+        checked=False,
+    ),
+    Row(
+        name="restore",
+        title="restore it from memory (tmpfs)",
+        unit="GB/s",
+        sides=(OURS, PEER, LIMIT),
+        points=(_point(_CHECKPOINT, place="/dev/shm"),),
+        target=Target(against="limit", factor=0.5),
+        checked=False,
     ),
     Row(
         name="input",

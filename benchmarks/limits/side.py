@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import models, work
+from benchmarks.limits import bytes_on_disk
 from benchmarks.limits.cores import EveryCore
 from benchmarks.protocol import Work, serve
 
@@ -166,6 +167,12 @@ def make(row: str, size: dict[str, Any]) -> Work:
         from benchmarks.limits import reading  # pyarrow is not needed elsewhere
 
         return reading.PlainParquet(size) if row == "parquet" else reading.PlainCsv(size)
+    if row == "save":
+        return bytes_on_disk.Copy(size) if size.get("form") == "copy" else bytes_on_disk.Write(size)
+    if row == "save_disk":
+        return bytes_on_disk.Write(size)
+    if row == "restore":
+        return bytes_on_disk.Read(size)
     if row == "read":
         return Traffic(size, Tensor.copy_)
     if row in {"add", "message"}:

@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read by the library when it is loaded
 
-from benchmarks.peer import cluster, pipelines, reading, recovery, single
+from benchmarks.peer import checkpoints, cluster, pipelines, reading, recovery, single
 from benchmarks.protocol import Work, serve
 
 WORK: dict[str, type[Any]] = {
@@ -23,6 +23,9 @@ WORK: dict[str, type[Any]] = {
     "add": cluster.Add,
     "startup": cluster.StartUp,
     "recovery": recovery.Recovery,
+    "save": checkpoints.Save,
+    "save_disk": checkpoints.Save,
+    "restore": checkpoints.Restore,
     "input": pipelines.Input,
     "parquet": reading.Records,
     "csv": reading.Csv,

@@ -308,3 +308,18 @@ def test_an_unknown_row_is_refused_with_the_known_ones(capsys: pytest.CaptureFix
     words = capsys.readouterr().err
     assert "'nonsense'" in words
     assert "one_device" in words
+
+
+@pytest.mark.parametrize("name", ["save", "save_disk", "restore"])
+def test_a_checkpoint_row_gives_samples_and_leaves_nothing(name, tmp_path):
+    """Ours and the limit save, write, restore and read at tiny size."""
+    (row,) = small(name)
+    forms = [other.size for other in row.sides if other.kind in ("limit", "bound")]
+    for make, extra in [(side.make, {}), *((limits.make, form) for form in forms)]:
+        made = make(name, {**row.points[0].size, **extra, "place": str(tmp_path)})
+        try:
+            assert made.sample(0.01)["value"] > 0
+        finally:
+            made.close()
+            made.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,6 @@
-"""`sg.cluster_resolver`: ways to find a cluster and this task's place in it.
+"""`sg.cluster_resolver`: the classes that find a cluster and this task's place in it."""
 
-Only names; the classes live in `_cluster/discovery/resolvers.py`, `platforms.py` and `spec.py`.
-"""
-
-from stratagem._cluster.discovery.cluster_spec import ClusterDeviceFilters, ClusterSpec
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.discovery.platform_resolvers import (
     ExecutableLocation,
     GCEClusterResolver,
@@ -19,7 +16,6 @@ from stratagem._cluster.discovery.resolvers import (
 )
 
 __all__ = [
-    "ClusterDeviceFilters",
     "ClusterResolver",
     "ClusterSpec",
     "ExecutableLocation",

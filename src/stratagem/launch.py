@@ -1,7 +1,7 @@
-"""Which strategy a script gets: from `stratagem train`, from ``TF_CONFIG``, or the plain default.
+"""Choose the strategy of a script: from `stratagem train`, from ``TF_CONFIG``, or the default.
 
-`auto_strategy` is the one public name. The `train` command announces its choice here before it runs
-the script in the same process.
+`auto_strategy` is the public name. The `train` command announces its strategy here before it runs the script in
+the same process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _announced: list[Strategy] = []
 
 @contextmanager
 def announced(strategy: Strategy) -> Iterator[None]:
-    """While open, `auto_strategy` answers with `strategy`."""
+    """Make `auto_strategy` return `strategy` while the context is open."""
     _announced.append(strategy)
     try:
         yield
@@ -32,12 +32,12 @@ def announced(strategy: Strategy) -> Iterator[None]:
 
 
 def auto_strategy() -> Strategy:
-    """The strategy this process should train with.
+    """Return the strategy this process should train with.
 
     1. Under ``stratagem train --strategy …``: the strategy the command made.
     2. With ``TF_CONFIG`` naming parameter servers: on the coordinator ("chief", or no task) a
-       `ParameterServerStrategy`; on a worker or parameter server this call serves until the
-       cluster is done and then ends the process, so one script can be started for every role.
+       `ParameterServerStrategy`. On a worker or parameter server this call serves until it is stopped
+       and then ends the process, so that one script can be started for every role.
     3. Otherwise: `MirroredStrategy` when there are several GPUs, else `OneDeviceStrategy` on the
        GPU or the CPU.
 

@@ -1,4 +1,4 @@
-"""Clusters for these tests: real processes, shared by a module where a test does not hurt them."""
+"""Clusters for these tests: real processes, shared as widely as the tests leave them unharmed."""
 
 from __future__ import annotations
 
@@ -7,49 +7,33 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from plain_strategy import PlainOnCoordinator, PlainStrategy
 
 from stratagem import ClusterCoordinator, LocalCluster
-from stratagem._cluster.contract import PlainOnCoordinator
 from stratagem.config import ClusterOptions
-
-
-class PlainStrategy:
-    """A strategy that ships nothing but functions: what is tested here is the shipping."""
-
-    def __init__(self, cluster_resolver: Any, views: Any = None) -> None:
-        self.cluster_resolver = cluster_resolver
-        self.views = views or PlainOnCoordinator()
-        self._cluster_coordinator: Any = None
-
-    def _cluster_views(self) -> Any:
-        return self.views
-
-
-class CountingViews(PlainOnCoordinator):
-    """Plain views that note what the coordinator asks of the servers."""
-
-    def __init__(self) -> None:
-        self.fences: list[tuple[int, int]] = []
-
-    def fence(self, worker_index: int, incarnation: int) -> None:
-        self.fences.append((worker_index, incarnation))
-
 
 # Shorter than the defaults, so that a silent worker is found while a test waits for it.
 QUICK = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
 
 
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[LocalCluster]:
+    """Two workers, one server, for all tests that neither kill nor configure a task."""
+    with LocalCluster(workers=2, ps=1) as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    """Two workers, one server; workers that die are replaced."""
+    """Two workers, one server, for the tests of a module, which may kill workers: they are replaced."""
     with LocalCluster(workers=2, ps=1) as made:
         yield made
 
 
 @pytest.fixture
-def views() -> CountingViews:
-    """Views whose `fences` tell who was fenced."""
-    return CountingViews()
+def views() -> PlainOnCoordinator:
+    """Views whose `fences` tell which workers were fenced."""
+    return PlainOnCoordinator()
 
 
 @pytest.fixture
@@ -69,7 +53,7 @@ def connect() -> Iterator[Callable[..., ClusterCoordinator]]:
 
 @pytest.fixture
 def coordinator(
-    cluster: LocalCluster, connect: Callable[..., ClusterCoordinator]
+    shared_cluster: LocalCluster, connect: Callable[..., ClusterCoordinator]
 ) -> ClusterCoordinator:
-    """A fresh coordinator on the module's cluster."""
-    return connect(cluster)
+    """A fresh coordinator on the shared cluster."""
+    return connect(shared_cluster)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from own_optimizer import LockKeeper
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
@@ -74,10 +75,7 @@ def test_a_stopped_server_is_lost_for_all_that(cluster: LocalCluster) -> None:
         with ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
             coordinator.join(timeout_s=30.0)
             cluster.kill_ps(0, signal.SIGSTOP)
-            with coordinator._engine.changed:
-                assert coordinator._engine.changed.wait_for(
-                    lambda: coordinator._engine.queue.error is not None, timeout=30.0
-                )
+            wait_until(lambda: coordinator.errors)
             with pytest.raises(ParameterServerLost, match="process on this host does nothing"):
                 coordinator.done()
 

@@ -112,7 +112,7 @@ def test_a_closure_that_keeps_pythons_lock_for_long_is_waited_for(
     with caplog.at_level(logging.WARNING, "stratagem.coordinator"):
         took_s = coordinator.schedule(keep_the_lock, args=(3.2 * limit_s,)).fetch(timeout_s=LIMIT_S)
     assert took_s > 3 * limit_s
-    assert [worker.life for worker in coordinator.workers] == [1, 1]
+    assert [worker.incarnation for worker in coordinator.workers] == [1, 1]
     assert "keeps Python's lock (GIL)" in caplog.text
 
 
@@ -126,4 +126,4 @@ def test_no_more_is_borne_than_the_limit_says(cluster: LocalCluster, connect: An
         coordinator.join(timeout_s=LIMIT_S)
     with pytest.raises(ClosurePoisonous):
         value.fetch()
-    assert any("no sign of life" in str(link.last_error) for link in coordinator._engine.links)
+    assert any("no sign of life" in str(worker.last_error) for worker in coordinator.workers)

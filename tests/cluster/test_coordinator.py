@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,7 @@ class OwnError(Exception):
     """Defined in a module the workers cannot import."""
 
 
-def test_constructing_again_gives_the_same_object(
-    coordinator: ClusterCoordinator, cluster: LocalCluster
-) -> None:
+def test_constructing_again_gives_the_same_object(coordinator: ClusterCoordinator) -> None:
     """CCO-1."""
     assert ClusterCoordinator(coordinator.strategy) is coordinator
     with pytest.raises(ValueError, match="has no cluster"):
@@ -116,7 +116,7 @@ def test_status_goes_from_not_ready_to_ready(coordinator: ClusterCoordinator, ga
     """RMV-1, and a wait with a limit."""
     value = coordinator.schedule(pass_gate, args=(gate.path,))
     assert value.status is RemoteValueStatus.NOT_READY
-    with pytest.raises(DeadlineExceeded, match=r"was not there within 0\.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"has no result after 0\.01 s"):
         value.get(timeout_s=0.01)
     with pytest.raises(DeadlineExceeded, match="join: not done within"):
         coordinator.join(timeout_s=0.01)
@@ -243,10 +243,10 @@ def test_schedule_and_done_raise_the_error_too(coordinator: ClusterCoordinator) 
     "error", [SystemExit(3), KeyboardInterrupt("no"), GeneratorExit()], ids=repr
 )
 def test_what_ends_programs_is_a_closures_error_like_any_other(
-    coordinator: ClusterCoordinator, cluster: LocalCluster, error: BaseException
+    coordinator: ClusterCoordinator, shared_cluster: LocalCluster, error: BaseException
 ) -> None:
     """CCO-20: it arrives with its type, the first time, and the worker lives."""
-    pids = [cluster.pid("worker", i) for i in range(2)]
+    pids = [shared_cluster.pid("worker", i) for i in range(2)]
     known = len(coordinator.errors)
 
     def fail() -> None:
@@ -257,13 +257,12 @@ def test_what_ends_programs_is_a_closures_error_like_any_other(
         coordinator.join()
     assert caught.value.args == error.args
     assert len(coordinator.errors) == known + 1
-    assert [cluster.pid("worker", i) for i in range(2)] == pids
+    assert [shared_cluster.pid("worker", i) for i in range(2)] == pids
 
 
-def test_an_interrupt_sent_to_a_worker_ends_it(
-    coordinator: ClusterCoordinator, cluster: LocalCluster
-) -> None:
+def test_an_interrupt_sent_to_a_worker_ends_it(cluster: LocalCluster, connect: Any) -> None:
     """It is the worker's end, not an error of the closure that runs, which is repeated elsewhere."""
+    coordinator = connect(cluster)
     pids = [cluster.pid("worker", i) for i in range(2)]
 
     def interrupt(pids: list[int]) -> int:
@@ -278,9 +277,11 @@ def test_an_interrupt_sent_to_a_worker_ends_it(
     wait_until(lambda: repr(cluster).count("ready") == 3)
 
 
-def test_queue_limit_holds_schedule_back(cluster: LocalCluster, connect: Any, gate: Gate) -> None:
+def test_queue_limit_holds_schedule_back(
+    shared_cluster: LocalCluster, connect: Any, gate: Gate
+) -> None:
     """CCO-12: back-pressure, and nothing is lost."""
-    coordinator = connect(cluster, queue_limit=4)
+    coordinator = connect(shared_cluster, queue_limit=4)
 
     def pass_it(path: str, n: int) -> int:
         pass_gate(path)
@@ -434,31 +435,29 @@ def test_resources_survive_a_users_error(coordinator: ClusterCoordinator) -> Non
     assert total == 10
 
 
-def test_released_resources_are_forgotten_by_the_workers(coordinator: ClusterCoordinator) -> None:
+def test_released_resources_are_forgotten_by_the_workers(
+    coordinator: ClusterCoordinator, tmp_path: Path
+) -> None:
     """CCO-32: unreferenced iterators do not pile up."""
 
-    def hold() -> Any:
+    def hold(directory: str) -> Any:
         import weakref
 
         class Thing:
             pass
 
         thing = Thing()
-        holders.append(weakref.ref(thing))
+        path = f"{directory}/{sg.get_current_worker_index()}"
+        open(path, "x").close()
+        weakref.finalize(thing, os.unlink, path)
         return thing
 
-    holders: list[Any] = []
-    assert coordinator.schedule(install_shelf).fetch() is None
-    coordinator.join()
-    resource = coordinator.create_per_worker_resource(hold)
+    resource = coordinator.create_per_worker_resource(hold, args=(str(tmp_path),))
+    wait_until(lambda: len(os.listdir(tmp_path)) == 2)
     coordinator.schedule(lambda r: None, args=(resource,)).fetch()
-    assert len(coordinator._engine.resources) == 1
+    assert len(os.listdir(tmp_path)) == 2
     del resource
-    wait_until(lambda: not coordinator._engine.resources)
-
-
-def install_shelf() -> None:
-    """Does nothing; makes sure a worker has run something."""
+    wait_until(lambda: not os.listdir(tmp_path))
 
 
 def test_prints_and_logs_of_workers_reach_this_log(
@@ -501,10 +500,10 @@ def test_workers_have_random_numbers_of_their_own(coordinator: ClusterCoordinato
 
 
 def test_closing_cancels_and_the_cluster_serves_the_next(
-    cluster: LocalCluster, connect: Any
+    shared_cluster: LocalCluster, connect: Any
 ) -> None:
     """After close() every call says so, waiters are released, and another coordinator works."""
-    first = connect(cluster)
+    first = connect(shared_cluster)
     # Their work: some are running, and none are over, when the coordinator is closed.
     values = [first.schedule(lambda: __import__("time").sleep(0.2)) for _ in range(6)]
     first.close()
@@ -515,7 +514,7 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
         first.schedule(lambda: 1)
     with pytest.raises(RuntimeError, match="this coordinator is closed"):
         first.join()
-    second = connect(cluster)
+    second = connect(shared_cluster)
     assert second.schedule(lambda: "next").fetch(timeout_s=30) == "next"
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import stratagem as sg
-from stratagem._cluster.coordinator.engine import Engine
 from stratagem.config import ClusterOptions
 from stratagem.errors import UnavailableError
 
@@ -62,7 +61,7 @@ def test_options_count_when_given_before_the_first_work(
         sg.Variable(0.0)
     options = ClusterOptions(queue_limit=3)
     coordinator = sg.ClusterCoordinator(strategy, options=options)
-    assert coordinator._engine.options is options
+    assert coordinator.options is options
     assert sg.ClusterCoordinator(strategy, options=ClusterOptions(queue_limit=3)) is coordinator
     with pytest.raises(ValueError, match=r"queue_limit=3.*queue_limit=5"):
         sg.ClusterCoordinator(strategy, options=ClusterOptions(queue_limit=5))
@@ -109,30 +108,31 @@ def test_no_worker_answered_and_then_some_do(cluster: sg.LocalCluster) -> None:
 def test_threads_of_a_coordinator_and_their_end(cluster: sg.LocalCluster) -> None:
     """CCO-2: daemon threads, one per worker and those that watch; gone when it is collected."""
 
-    def work() -> tuple[Any, weakref.ref[Engine]]:
+    def work() -> tuple[Any, weakref.ref[ClusterOptions]]:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy.scope():
             v = sg.Variable(1.0)
-        coordinator = sg.ClusterCoordinator(strategy)
+        options = ClusterOptions()  # as its threads know it
+        coordinator = sg.ClusterCoordinator(strategy, options=options)
         assert coordinator.schedule(lambda: float(v)).fetch(timeout_s=30) == 1.0
         running = coordinator_threads()
         assert sorted(thread.name for thread in running) == [
-            "stratagem-watch-life",
+            "stratagem-watch-closures",
+            "stratagem-watch-heartbeats",
             "stratagem-watch-servers",
-            "stratagem-watch-workers",
             "stratagem-worker-0-link",
             "stratagem-worker-1-link",
         ]
         assert all(thread.daemon for thread in running)
-        return running, weakref.ref(coordinator._engine)
+        return running, weakref.ref(options)
 
-    running, engine = work()
+    running, options = work()
     gc.collect()
     for thread in running:
         thread.join(30.0)
         assert not thread.is_alive(), thread
     gc.collect()
-    assert engine() is None
+    assert options() is None
     # And the cluster is free for the next one.
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
         coordinator = sg.ClusterCoordinator(strategy)

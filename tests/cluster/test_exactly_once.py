@@ -117,11 +117,15 @@ def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -
             coordinator.join(timeout_s=40)
             assert {value.fetch() for value in values} == {1}
             assert float(total) == 30
-            lives = coordinator._engine.lives[0]
+            incarnation = coordinator.workers[0].incarnation
             cluster.kill_worker(0, signal.SIGCONT)
-            # It wakes inside the closure, adds (refused), and is taken back with a new life.
+            # It wakes inside the closure, adds (refused), and is taken back with a new incarnation.
             wait_until(
-                lambda: coordinator._engine.lives[0] > lives and coordinator._engine.queue.is_up(0)
+                lambda: (
+                    coordinator.workers[0].incarnation > incarnation
+                    and coordinator.workers[0].connected
+                ),
+                timeout_s=90.0,
             )
             assert float(total) == 30
             assert coordinator.schedule(lambda: 5).fetch(timeout_s=30) == 5

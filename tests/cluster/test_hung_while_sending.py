@@ -34,4 +34,4 @@ def test_a_worker_that_hangs_while_it_is_sent_a_large_argument_is_noticed() -> N
             lost, healthy = coordinator.workers
             assert not lost.connected
             # The other one was told all the while that its coordinator lives.
-            assert (healthy.connected, healthy.life) == (True, 1)
+            assert (healthy.connected, healthy.incarnation) == (True, 1)

@@ -30,7 +30,7 @@ def test_large_byte_strings_are_arguments_results_and_captured(
     value = coordinator.schedule(lambda given: captured[:1] + given, args=(argument,))
     coordinator.join(timeout_s=60)
     assert value.get(timeout_s=60) == b"c" + argument
-    assert coordinator.workers[0].life == 1
+    assert coordinator.workers[0].incarnation == 1
 
 
 class WithoutTextError(Exception):
@@ -57,7 +57,7 @@ def test_exceptions_without_text_or_with_much_data_arrive(
     coordinator.schedule(raise_large)
     with pytest.raises(ValueError, match="large"):
         coordinator.join(timeout_s=60)
-    assert coordinator.workers[0].life == 1
+    assert coordinator.workers[0].incarnation == 1
 
 
 def test_a_large_pickle_is_a_buffer_beside_the_message() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduling import workers_up
 from waiting import wait_until
 
 import stratagem as sg
@@ -37,7 +38,7 @@ import os, signal, sys, threading
 import stratagem as sg
 with sg.LocalCluster(workers=2, ps=2) as cluster:
     pids = [cluster.pid(job, i) for job in ("worker", "ps") for i in range(2)]
-    print(*pids, cluster._fork_server.pid, flush=True)
+    print(*pids, cluster._tasks.launcher.pid, flush=True)
     how = sys.argv[1]
     if how == "exception":
         raise RuntimeError("on purpose")
@@ -85,16 +86,16 @@ def test_a_number_of_tasks_is_a_whole_number(argument: str) -> None:
 
 STARTING = """
 import stratagem as sg
-from stratagem._cluster.launch import fork_server
+from stratagem._cluster.launch import fork_launcher
 
-fork_server._BOOT = "import time; time.sleep(600)"  # as on a machine where imports take very long
-listen = fork_server.ForkServer._listen
+fork_launcher._BOOT = "import time; time.sleep(600)"  # as on a machine where imports take very long
+listen = fork_launcher.ForkLauncher._listen
 
 def tell_and_listen(self):  # on the thread that is started last
     print(self.pid, flush=True)
     listen(self)
 
-fork_server.ForkServer._listen = tell_and_listen
+fork_launcher.ForkLauncher._listen = tell_and_listen
 sg.LocalCluster(workers=1, ps=1)
 """
 
@@ -123,11 +124,10 @@ def test_ctrl_c_while_the_cluster_starts_waits_for_nobody() -> None:
 def test_tasks_die_with_the_process_that_forked_them(caplog: pytest.LogCaptureFixture) -> None:
     """Even when the fork server itself is killed."""
     with LocalCluster(workers=1, ps=1) as cluster:
-        assert cluster._fork_server is not None
         pids = [cluster.pid("worker", 0), cluster.pid("ps", 0)]
-        os.kill(cluster._fork_server.pid, signal.SIGKILL)
+        os.kill(cluster._tasks.launcher.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_running(pid) for pid in pids))
-        wait_until(lambda: "ended with the process" in repr(cluster))
+        wait_until(lambda: repr(cluster).count("ended: the process that starts tasks is gone") == 2)
     assert "the process that starts tasks is gone" in caplog.text
 
 
@@ -166,7 +166,7 @@ def test_workers_are_replaced_while_one_has_closed_its_pipe(connect: Any) -> Non
 
     with LocalCluster(workers=3, ps=1) as cluster:
         coordinator = connect(cluster)
-        known = f"/proc/{cluster._fork_server.pid}/fd"
+        known = f"/proc/{cluster._tasks.launcher.pid}/fd"
         before = len(os.listdir(known))
         closed = coordinator.schedule(close_pipe).fetch(timeout_s=30)
         wait_until(lambda: len(os.listdir(known)) < before)
@@ -229,7 +229,7 @@ def test_impossible_sizes_are_refused(options: dict[str, int]) -> None:
 
 def test_unknown_tasks_are_refused(cluster: LocalCluster) -> None:
     """With a list of those there are."""
-    with pytest.raises(ValueError, match="no task 9 in job 'worker'"):
+    with pytest.raises(ValueError, match="there is no task 'worker:9'"):
         cluster.pid("worker", 9)
 
 
@@ -248,7 +248,7 @@ def test_fifty_idle_workers_can_connect() -> None:
                 return sg.get_current_worker_index()
 
             with sg.ClusterCoordinator(strategy, options=options) as coordinator:
-                assert coordinator._engine.queue.workers_up() == 50
+                assert workers_up(coordinator) == 50
                 everywhere = coordinator.create_per_worker_resource(count_me)
                 wait_until(lambda: [float(count) for count in counts] == [50.0, 50.0])
                 values = [

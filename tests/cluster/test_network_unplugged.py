@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduling import workers_up
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._cluster.coordinator import watch_threads
-from stratagem._cluster.coordinator.engine import Engine
-from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
@@ -144,23 +144,21 @@ def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(
             )
 
         coordinator: ClusterCoordinator = connect(Cabled)
-        assert coordinator._engine.queue.workers_up() == 2
+        assert workers_up(coordinator) == 2
         values = [coordinator.schedule(where, args=(0.1,)) for _ in range(6)]
         assert set(coordinator.fetch(values)) == {0, 1}
         values = [coordinator.schedule(where, args=(0.2,)) for _ in range(6)]
         cable.unplug()
         coordinator.join(timeout_s=30)
         assert len(coordinator.fetch(values)) == 6
-        assert not coordinator._engine.queue.is_up(1)
+        assert not coordinator.workers[1].connected
         check_found_by_silence(caplog.text)
-        assert [worker.life for worker in coordinator.workers] == [1, 1]
+        assert [worker.incarnation for worker in coordinator.workers] == [1, 1]
         cable.plug()
-        engine = coordinator._engine
-        with engine.changed:
-            assert engine.changed.wait_for(lambda: engine.queue.workers_up() == 2, timeout=30)
+        wait_until(lambda: workers_up(coordinator) == 2)
         values = [coordinator.schedule(where, args=(0.1,)) for _ in range(6)]
         assert set(coordinator.fetch(values)) == {0, 1}
-        assert coordinator.workers[1].life > 1
+        assert coordinator.workers[1].incarnation > 1
         coordinator.close()
     finally:
         cable.close()
@@ -202,25 +200,23 @@ if can_make_networks():
         finally:
             ip("netns", "delete", SPACE)
 
-    def spin(until_s: float) -> int:
+    def spin(until_s: float, mark: str) -> int:
         """Runs on a worker: the far one computes on and on, though nobody will ever hear of it."""
         time = __import__("time")
         index = sg.get_current_worker_index()
+        if index == 1:
+            open(mark, "a").close()
         deadline = time.monotonic() + (until_s if index == 1 else 0.0)
         while time.monotonic() < deadline:
             pass
         return index
-
-    def values_at(engine: Engine, worker: int) -> list[Closure]:
-        """Closures that are with a worker."""
-        with engine.lock:
-            return [engine._closures[number] for number in engine.queue.at_worker(worker)]
 
     def test_unplugged_worker_is_found_by_its_silence(
         cable: str,
         connect: Callable[..., Any],
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
+        tmp_path: Path,
     ) -> None:
         """Issue 4, section 4: busy or not; the kernel says that nothing arrives there any more."""
         monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", KEY)
@@ -241,17 +237,17 @@ if can_make_networks():
                     )
 
                 coordinator = connect(Cluster, heartbeat_limit_s=3.0)
-                assert coordinator._engine.queue.workers_up() == 2
+                assert workers_up(coordinator) == 2
                 values = [coordinator.schedule(where, args=(0.2,)) for _ in range(6)]
                 assert set(coordinator.fetch(values)) == {0, 1}
                 # The near worker is quick, and may run many before the far one has its first.
-                values, engine = [], coordinator._engine
-                while not any(one.sent_at for one in values_at(engine, 1)):
-                    values.append(coordinator.schedule(spin, args=(40.0,)))
+                values, mark = [], tmp_path / "far"
+                while not mark.exists():
+                    values.append(coordinator.schedule(spin, args=(40.0, str(mark))))
                 ip("link", "set", cable, "down")
                 coordinator.join(timeout_s=30)
                 assert coordinator.fetch(values) == [0] * len(values)
-                assert not coordinator._engine.queue.is_up(1)
+                assert not coordinator.workers[1].connected
                 check_found_by_silence(caplog.text)
                 assert "nothing sent to it arrives" in caplog.text
         finally:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from plain_strategy import PlainOnCoordinator
 from torch import nn
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._cluster.contract import PlainOnCoordinator
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +69,7 @@ class MovingViews(PlainOnCoordinator):
     """Plain views with one update that says no more than that something moved."""
 
     def __init__(self, refuses: Path) -> None:
+        super().__init__()
         self.version = 0
         self._refuses = str(refuses)
 
@@ -101,4 +102,4 @@ def test_updates_that_cannot_be_read_come_again(
                 coordinator.schedule(lambda: 7)
             coordinator.join(timeout_s=60)
     assert coordinator.fetch([coordinator.schedule(lambda: 7) for _ in range(20)]) == [7] * 20
-    assert [worker.life for worker in coordinator.workers] == [1, 1]
+    assert [worker.incarnation for worker in coordinator.workers] == [1, 1]

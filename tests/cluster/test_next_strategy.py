@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from plain_strategy import PlainOnCoordinator, PlainOnWorker
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._cluster.contract import Applied, PlainOnCoordinator, PlainOnWorker
+from stratagem._cluster.contract import Applied
 
 pytestmark = pytest.mark.process
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.process
 def test_after_close_the_cluster_serves_the_next_and_old_variables_are_freed() -> None:
     """Issue 4, section 1."""
     with LocalCluster(workers=1, ps=1, in_process=True) as cluster:
-        (server,) = (task for task, _ in cluster._tasks if "ParameterServer" in repr(task))
+        tasks = cluster._tasks.launcher._tasks
+        (server,) = (task for task, _ in tasks if "ParameterServer" in repr(task))
         for expected in (3.0, 4.0):
             strategy = sg.ParameterServerStrategy(cluster.resolver)
             with strategy.scope():
@@ -62,6 +64,7 @@ class Moving(PlainOnCoordinator):
     """A strategy with one thing that moves: a number every closure must see as it was."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.version = 0
         self.number = 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduling import workers_up
 from waiting import wait_until
 
 from stratagem import ClusterCoordinator, LocalCluster
@@ -61,7 +62,7 @@ def test_an_allocation_that_fails_is_an_error_of_the_closure(
         value.fetch()
     values = [coordinator.schedule(os.getpid) for _ in range(20)]
     assert set(coordinator.fetch(values)) <= set(before)
-    assert [worker.life for worker in coordinator.workers] == [1, 1]
+    assert [worker.incarnation for worker in coordinator.workers] == [1, 1]
     assert views.fences == []
 
 
@@ -91,7 +92,7 @@ def check_ran_elsewhere(
     ((worker, life),) = views.fences
     assert life == 1
     assert cluster.wait_restarted(worker, old[worker]) != old[worker]
-    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+    wait_until(lambda: workers_up(coordinator) == 2)
     assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
 
 

@@ -11,7 +11,6 @@ import pytest
 import stratagem as sg
 from stratagem._cluster.discovery.platform_resolvers import expand_hostlist, expand_tasks_per_node
 from stratagem.cluster_resolver import (
-    ClusterDeviceFilters,
     ExecutableLocation,
     GCEClusterResolver,
     KubernetesClusterResolver,
@@ -63,7 +62,7 @@ def test_unknown_jobs_and_tasks_are_refused() -> None:
 
 def test_device_filters_are_kept() -> None:
     """CDF-1."""
-    filters = ClusterDeviceFilters()
+    filters = sg.compat.ClusterDeviceFilters()
     filters.set_device_filters("worker", 0, ["/job:ps"])
     filters.set_device_filters("worker", 0, ["/job:chief"])
     assert filters.device_filters("worker", 0) == ("/job:chief",)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from waiting import Gate, pass_gate, wait_until
@@ -14,8 +12,6 @@ from waiting import Gate, pass_gate, wait_until
 import stratagem as sg
 from stratagem import LocalCluster
 from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
-from stratagem._cluster.coordinator.worker_link import WorkerLink
-from stratagem.config import ClusterOptions
 from stratagem.errors import (
     ClosureCancelled,
     DeadlineExceeded,
@@ -180,44 +176,3 @@ def test_join_gives_up_after_its_limit_and_cancels_nothing(
     gate.open()
     coordinator.join()
     assert value.fetch() == "through"
-
-
-class _NotingStop(threading.Event):
-    """Stops the link before it connects, and notes how long it would have waited before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited: list[float | None] = []
-        self.set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waited.append(timeout)
-        return True
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (ClusterOptions(), [0.0, 0.0, 0.0, 0.0]),
-        (ClusterOptions(start_delay_s=2.0), [0.0, 2.0, 4.0, 6.0]),
-        (ClusterOptions(start_delay_s=2.0, start_delay_max_s=3.0), [0.0, 2.0, 3.0, 3.0]),
-    ],
-)
-def test_workers_start_one_after_another(options: ClusterOptions, expected: list[float]) -> None:
-    """CCO-3."""
-
-    class Owner:
-        name = "owner"
-
-    found = []
-    for index in range(4):
-        owner: Any = Owner()
-        owner.options = options
-        link = WorkerLink(
-            owner, index, task_index=index, workers=4, address="127.0.0.1:1", key=None
-        )
-        stop = _NotingStop()
-        link._stop = stop
-        link._live()
-        found += stop.waited
-    assert found == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ class OnServers:
     """Looks like a cluster to the coordinator fixture."""
 
     def __init__(self, **jobs: list[str]) -> None:
-        self.resolver = SimpleClusterResolver(ClusterSpec(jobs))
+        self.resolver: Any = SimpleClusterResolver(ClusterSpec(jobs))
 
 
 def test_job_and_index_are_inferred_or_asked_for() -> None:
@@ -66,6 +67,79 @@ def test_listening_beyond_this_machine_needs_a_key() -> None:
     """Issue 4, section 1: refused with the reason."""
     with pytest.raises(PermissionError, match="STRATAGEM_CLUSTER_KEY"):
         sg.Server({"ps": ["0.0.0.0:0"]})
+
+
+KEY = "a key for the servers' tests"
+
+
+@pytest.mark.parametrize(
+    ("address", "advertised", "expected"),
+    [
+        ("10.1.2.3:0", None, r"10\.1\.2\.3:[1-9]\d+"),
+        ("10.1.2.3:0", "proxy.example", r"proxy\.example:[1-9]\d+"),
+        ("127.0.0.1:0", "proxy.example:99", r"proxy\.example:99"),
+        ("0.0.0.0:0", None, rf"{re.escape(os.uname().nodename)}:[1-9]\d+"),
+        ("[::1]:0", None, r"\[::1\]:[1-9]\d+"),
+    ],
+)
+def test_the_address_is_one_that_others_can_use(
+    address: str, advertised: str | None, expected: str
+) -> None:
+    """The bound port, on the host others know; never 0.0.0.0."""
+    with sg.Server({"ps": [address]}, key=KEY, advertised_address=advertised) as server:
+        assert re.fullmatch(expected, server.address)
+        assert server.target == f"grpc://{server.address}"
+
+
+def test_an_advertised_address_is_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="is not an address"):
+        sg.Server({"ps": ["127.0.0.1:0"]}, advertised_address="somewhere:http")
+
+
+def test_the_key_is_given_by_argument(connect: Callable[..., Any]) -> None:
+    """And the environment of the process need not have it."""
+    with sg.Server({"worker": ["127.0.0.1:0"]}, key=KEY) as worker:
+        cluster = OnServers(worker=[worker.address])
+        with pytest.raises(UnavailableError, match="key"):
+            connect(cluster, connect_timeout_s=1.0)
+        cluster.resolver = SimpleClusterResolver(
+            ClusterSpec({"worker": [worker.address]}), cluster_key=KEY
+        )
+        assert connect(cluster).schedule(lambda: 1).fetch(timeout_s=30) == 1
+    with pytest.raises(ValueError, match="the cluster key has"):
+        sg.Server({"worker": ["127.0.0.1:0"]}, key="short")
+
+
+class MovingResolver(sg.cluster_resolver.ClusterResolver):
+    """Knows where the worker is at the moment."""
+
+    address = ""
+
+    def cluster_spec(self) -> ClusterSpec:
+        if not self.address:
+            raise RuntimeError("the worker has no address now")
+        return ClusterSpec({"worker": [self.address]})
+
+
+def test_a_worker_that_comes_back_at_another_port_rejoins(connect: Callable[..., Any]) -> None:
+    """The resolver is asked at every attempt; what the worker kept is built again."""
+    cluster = OnServers()
+    cluster.resolver = resolver = MovingResolver()
+    with sg.Server({"worker": ["127.0.0.1:0"]}) as first:
+        resolver.address = first.address
+        coordinator = connect(cluster)
+        box = coordinator.create_per_worker_resource(list)
+        assert coordinator.schedule(len, args=(box,)).fetch(timeout_s=30) == 0
+        resolver.address = ""
+    value = coordinator.schedule(len, args=(box,))
+    with sg.Server({"worker": ["127.0.0.1:0"]}) as second:
+        assert second.address != first.address
+        resolver.address = second.address
+        assert value.fetch(timeout_s=30) == 0
+        (worker,) = coordinator.workers
+        assert worker.address == second.address
+        assert worker.incarnation == 2
+        coordinator.close()
 
 
 def test_servers_serve_one_coordinator_after_another(connect: Callable[..., Any]) -> None:
@@ -112,7 +186,7 @@ COORDINATOR = """
 import sys, threading
 import stratagem as sg
 sys.path.insert(0, sys.argv[2])
-from conftest import PlainStrategy
+from plain_strategy import PlainStrategy
 from stratagem.cluster_resolver import SimpleClusterResolver
 spec = sg.ClusterSpec({"worker": [sys.argv[1]]})
 strategy = PlainStrategy(SimpleClusterResolver(spec))
@@ -128,7 +202,13 @@ def test_worker_outlives_a_killed_coordinator(connect: Callable[..., Any]) -> No
     """Coordinator gone (SIGKILL): the server notices and waits for a new one."""
     with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
         process = subprocess.Popen(
-            [sys.executable, "-c", COORDINATOR, worker.address, str(Path(__file__).parent)],
+            [
+                sys.executable,
+                "-c",
+                COORDINATOR,
+                worker.address,
+                str(Path(__file__).parents[1] / "plugins"),
+            ],
             env={**os.environ, "PYTHONPATH": SRC},
             stdout=subprocess.PIPE,
             text=True,

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
@@ -55,10 +56,7 @@ def test_lost_server_is_noticed_when_nothing_runs() -> None:
         with ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
             coordinator.join()
             cluster.kill_ps(0)
-            with coordinator._engine.changed:
-                assert coordinator._engine.changed.wait_for(
-                    lambda: coordinator._engine.queue.error is not None, timeout=5.0
-                ), "not noticed within five seconds"
+            wait_until(lambda: coordinator.errors)
             with pytest.raises(ParameterServerLost) as caught:
                 coordinator.done()
             assert isinstance(caught.value, UnavailableError)

@@ -124,7 +124,7 @@ def test_a_lost_worker_is_fenced_and_returns_by_its_number(
         assert float(total) == 20.0
         with sg.Server({"worker": {4: gone.address}}):
             deadline = time.monotonic() + 30.0
-            while [status.life for status in coordinator.workers][1] < 2 or not all(
+            while [status.incarnation for status in coordinator.workers][1] < 2 or not all(
                 status.connected for status in coordinator.workers
             ):
                 assert time.monotonic() < deadline, coordinator.workers

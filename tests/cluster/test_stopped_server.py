@@ -59,4 +59,4 @@ def test_workers_go_on_when_a_stopped_server_is_back(monkeypatch: pytest.MonkeyP
                 assert [float(total) for total in totals] == [expected, expected]
                 weight = model.weight.detach()
                 assert torch.equal(weight, torch.full((256, 256), -expected))
-            assert [worker.life for worker in coordinator.workers] == [1, 1]
+            assert [worker.incarnation for worker in coordinator.workers] == [1, 1]

@@ -56,7 +56,7 @@ def test_workers_may_come_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever waits learns once for whom, where and why, and then that all have come."""
-    monkeypatch.setattr(startup, "TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(startup, "LOG_AFTER_S", 0.2)
     with sg.Server({"worker": ["127.0.0.1:0"]}) as there:
         with starting(connect, On(there.address, nobody[0])) as made:
             wait_until(lambda: "waiting for workers" in caplog.text)
@@ -78,7 +78,7 @@ def test_a_worker_s_name_may_become_known_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind a headless service, names appear when their pods are ready."""
-    monkeypatch.setattr(startup, "TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(startup, "LOG_AFTER_S", 0.2)
     with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
         with starting(connect, On("worker-0.training.invalid:2222")) as made:
             wait_until(lambda: "waiting for workers" in caplog.text)
@@ -104,7 +104,7 @@ def test_workers_that_never_come_are_all_named(
 def test_what_is_no_address_is_refused_at_once(connect: Callable[..., Any], address: str) -> None:
     """A ValueError (13.3), naming the task."""
     with pytest.raises(
-        ValueError, match=re.escape(f"address of /job:worker/task:1 is wrong: {address!r}")
+        ValueError, match=re.escape(f"address of /job:worker/task:1 is invalid: {address!r}")
     ):
         connect(On("127.0.0.1:9", address), connect_timeout_s=LONG_S)
 
@@ -137,7 +137,7 @@ def test_somebody_else_at_the_address_is_noticed_at_once(connect: Callable[..., 
     """A web server, say: no worker will ever answer there."""
     with (
         somebody_else(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,
-        pytest.raises(UnavailableError, match=r"no worker takes part.*does not speak") as raised,
+        pytest.raises(UnavailableError, match=r"every worker refused.*does not speak") as raised,
     ):
         connect(On(address), connect_timeout_s=LONG_S)
     assert f"/job:worker/task:0 at {address!r}" in str(raised.value)
@@ -149,7 +149,7 @@ def test_a_parameter_server_at_the_address_is_noticed_at_once(connect: Callable[
     with (
         sg.Server({"ps": ["127.0.0.1:0"]}) as server,
         pytest.raises(
-            UnavailableError, match=r"no worker takes part.*this is /job:ps/task:0"
+            UnavailableError, match=r"every worker refused.*this is /job:ps/task:0"
         ) as raised,
     ):
         connect(On(server.address), connect_timeout_s=LONG_S)

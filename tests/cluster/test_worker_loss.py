@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduling import workers_up
 from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
@@ -67,7 +68,7 @@ def test_closure_of_a_lost_worker_runs_elsewhere(
     ((worker, life),) = views.fences
     assert life == 1
     assert cluster.wait_restarted(worker, before[worker]) != before[worker]
-    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+    wait_until(lambda: workers_up(coordinator) == 2)
 
 
 def test_worker_is_lost_between_closures_too(cluster: LocalCluster, connect: Any) -> None:
@@ -78,7 +79,7 @@ def test_worker_is_lost_between_closures_too(cluster: LocalCluster, connect: Any
     cluster.kill_worker(0)
     cluster.wait_restarted(0, old)
     coordinator.join()
-    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+    wait_until(lambda: workers_up(coordinator) == 2)
     assert coordinator.fetch([coordinator.schedule(lambda n: n, args=(n,)) for n in range(9)]) == [
         *range(9)
     ]
@@ -102,7 +103,7 @@ def test_closure_that_kills_three_workers_is_named(cluster: LocalCluster, connec
     with pytest.raises(ClosurePoisonous):
         value.fetch()
     assert innocent.fetch() == "fine"
-    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+    wait_until(lambda: workers_up(coordinator) == 2)
     assert coordinator.schedule(lambda: 2).fetch(timeout_s=30) == 2
 
 
@@ -155,7 +156,7 @@ def test_user_error_wins_over_a_loss(cluster: LocalCluster, connect: Any, tmp_pa
         slow.fetch()
     assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
     del old
-    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+    wait_until(lambda: workers_up(coordinator) == 2)
 
 
 def test_no_worker_at_all_is_an_error_not_a_hang(connect: Any) -> None:
@@ -163,7 +164,7 @@ def test_no_worker_at_all_is_an_error_not_a_hang(connect: Any) -> None:
     with LocalCluster(workers=1, ps=1, restart=False) as cluster:
         coordinator = connect(cluster, worker_wait_s=0.5)
         cluster.kill_worker(0)
-        wait_until(lambda: coordinator._engine.queue.workers_up() == 0)
+        wait_until(lambda: workers_up(coordinator) == 0)
         value = coordinator.schedule(lambda: 1)
         with pytest.raises(UnavailableError, match="no worker has answered"):
             coordinator.join(timeout_s=30)
@@ -179,12 +180,12 @@ def test_watchdog_says_what_everybody_does(
     coordinator = connect(cluster, watchdog_s=0.3)
     with caplog.at_level("WARNING", logger="stratagem.coordinator"):
         coordinator.schedule(pass_gate, args=(gate.path,))
-        wait_until(lambda: "stratagem-watch-workers" in caplog.text)
+        wait_until(lambda: "stratagem-watch-closures" in caplog.text)
         gate.open()
         coordinator.join()
     assert "no closure finished for" in caplog.text
     assert "in flight" in caplog.text
-    assert "stratagem-watch-workers" in caplog.text
+    assert "stratagem-watch-closures" in caplog.text
 
 
 def test_random_kills_lose_no_closure(cluster: LocalCluster, connect: Any) -> None:
@@ -216,7 +217,7 @@ def test_random_kills_lose_no_closure(cluster: LocalCluster, connect: Any) -> No
         thread.join()
     assert coordinator.fetch(values) == list(range(1000))
     assert len(killed) >= 3
-    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+    wait_until(lambda: workers_up(coordinator) == 2)
 
 
 def test_coordinator_sees_a_loss_by_eof_not_by_waiting(cluster: LocalCluster, connect: Any) -> None:
@@ -224,9 +225,13 @@ def test_coordinator_sees_a_loss_by_eof_not_by_waiting(cluster: LocalCluster, co
     coordinator: ClusterCoordinator = connect(cluster, heartbeat_limit_s=1000.0)
     old = cluster.pid("worker", 1)
     cluster.kill_worker(1)
-    wait_until(lambda: coordinator._engine.links[1].last_error is not None)
+    wait_until(lambda: coordinator.workers[1].last_error is not None)
     cluster.wait_restarted(1, old)
-    wait_until(lambda: coordinator._engine.queue.workers_up() == 2)
+    wait_until(lambda: workers_up(coordinator) == 2)
+
+
+def link_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.endswith("-link")]
 
 
 @contextmanager
@@ -259,8 +264,6 @@ def test_close_does_not_wait_for_a_worker_that_cannot_be_reached(
             Partly, connect_timeout_s=6.0, close_timeout_s=2.0
         )
         assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
-        links = coordinator._engine.links
-        assert all(link._thread.is_alive() for link in links)
+        assert len(link_threads()) == 4
         coordinator.close()
-        assert not any(link._thread.is_alive() for link in links)
-        assert [link.connected for link in links] == [False] * 4
+        assert link_threads() == []

@@ -1,4 +1,4 @@
-"""Scheduling one function and returning its result."""
+"""Schedule one function and return its result; count the workers that take closures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ WAIT_S = 240.0
 
 
 def run(coordinator: sg.ClusterCoordinator, function: Callable[..., Any], *args: Any) -> Any:
-    """Schedules one call, waits for everything, gives what it returned."""
+    """Schedule one call, wait for everything, return its result."""
     value = coordinator.schedule(function, args=args)
     coordinator.join(timeout_s=WAIT_S)
     return value.get(timeout_s=WAIT_S)
+
+
+def workers_up(coordinator: sg.ClusterCoordinator) -> int:
+    """Return how many workers take closures now."""
+    return sum(worker.connected for worker in coordinator.workers)

@@ -161,4 +161,4 @@ def test_what_there_was_no_memory_for_is_sent_again(
     process.schedule(limit_memory, args=(0,))
     process.join(timeout_s=60)
     assert process.schedule(use).fetch(timeout_s=60) == SPARE
-    assert [worker.life for worker in process.workers] == [1]
+    assert [worker.incarnation for worker in process.workers] == [1]

@@ -22,8 +22,8 @@ from hostile import (
     send_then_hang_up,
 )
 from orders import amount
+from plain_strategy import PlainSetup
 
-from stratagem._cluster.contract import PlainSetup
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, unpack
@@ -70,7 +70,6 @@ def opening(setup: messages.Packed) -> messages.OpenWorker:
     return messages.OpenWorker(
         coordinator="fuzz",
         worker=0,
-        workers=1,
         incarnation=1,
         setup=setup,
         heartbeat_s=0.5,

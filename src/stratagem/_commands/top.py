@@ -83,7 +83,7 @@ def _worker(index: int, address: str) -> WorkerRow:
         name=f"worker {index}",
         state=str(facts.get("state", "running")),
         steps=_number(facts, "steps"),
-        restarts=max(0, _number(facts, "life") - 1),
+        restarts=max(0, _number(facts, "incarnation") - 1),
     )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from stratagem._cluster.launch.fork_server import run_python
 from stratagem._demo.clicks import WideAndDeep
+from stratagem.errors import StartupError
 
 __all__ = ["draw_curves", "predict_without_stratagem", "save_model"]
 
@@ -48,7 +50,18 @@ with torch.no_grad():
     logit = model(torch.tensor({ids.tolist()!r}), torch.tensor({dense.tolist()!r}))
 print(json.dumps(torch.sigmoid(logit).item()))
 """
-    return float(json.loads(run_python(script, timeout_s=_PREDICT_LIMIT_S)))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=_PREDICT_LIMIT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise StartupError(
+            f"the process without Stratagem ended with code {done.returncode}: {done.stderr[-2000:]}"
+        )
+    return float(json.loads(done.stdout))
 
 
 def draw_curves(

@@ -40,7 +40,7 @@ class ClusterObserver:
     def has_restarted(self, index: int) -> bool:
         """Return whether a worker was lost and is connected again."""
         status = self._coordinator.workers[index]
-        return status.connected and status.life > 1
+        return status.connected and status.incarnation > 1
 
     def workers(self, steps_of: Mapping[int, int]) -> list[WorkerRow]:
         """Return one row per worker."""
@@ -49,7 +49,7 @@ class ClusterObserver:
                 name=f"worker {status.index}",
                 state="running" if status.connected else "lost",
                 steps=steps_of.get(status.index, 0),
-                restarts=max(0, status.life - 1),
+                restarts=max(0, status.incarnation - 1),
             )
             for status in self._coordinator.workers
         ]

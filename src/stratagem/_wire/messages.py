@@ -434,18 +434,19 @@ class Stats(Message, frozen=True):
 
 
 class OpenWorker(Message, frozen=True):
-    """First message to a worker, a request: begin a life for this coordinator.
+    """First message to a worker, a request: open a session with this coordinator.
 
-    `setup` is packed; its object connects the worker to the strategy's servers.
+    `setup` is packed; its object connects the worker to the strategy's servers. `seed`: of the job; random numbers
+    of closures are derived from it.
     """
 
     coordinator: str
     worker: int
-    workers: int
     incarnation: int
     setup: Packed
     heartbeat_s: float
     heartbeat_limit_s: float
+    seed: int = 0
 
 
 class WorkerOpened(Message, frozen=True):

@@ -1,6 +1,6 @@
 """tf.distribute's historical names, for ported programs. New programs need none of them.
 
-- `RunOptions`, `CommunicationOptions`, `function`: accepted for tf.distribute's spelling, without effect (`options`);
+- `RunOptions`, `CommunicationOptions`, `ClusterDeviceFilters`, `function`: accepted for tf.distribute's spelling, without effect (`options`);
 - `experimental_set_strategy`: the older name of `stratagem.set_strategy`;
 - `experimental`: the names of ``tf.distribute.experimental``;
 - `v1`: the classes of ``tf.compat.v1``;
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
     from stratagem.compat import experimental as experimental
     from stratagem.compat import v1 as v1
+    from stratagem.compat.device_filters import ClusterDeviceFilters as ClusterDeviceFilters
     from stratagem.compat.extended import StrategyExtended as StrategyExtended
 
 __all__ = [
+    "ClusterDeviceFilters",
     "CommunicationImplementation",
     "CommunicationOptions",
     "RunOptions",
@@ -60,6 +62,10 @@ def __getattr__(name: str) -> Any:
     # Imported when used: `experimental` imports the cluster packages.
     if name in ("v1", "experimental"):
         return importlib.import_module(f"stratagem.compat.{name}")
+    if name == "ClusterDeviceFilters":
+        from stratagem.compat.device_filters import ClusterDeviceFilters
+
+        return ClusterDeviceFilters
     if name == "StrategyExtended":
         from stratagem.compat.extended import StrategyExtended
 

@@ -1,385 +1,423 @@
-"""Decides which closure goes to which worker, and what becomes of it when something fails.
+"""Decide which worker runs which closure, and what happens to closures when something fails.
 
-Pure: no thread, no clock, no socket, no exception type of a worker. The coordinator tells it what
-happened (`add`, `completed`, `worker_lost`, …) under its own lock and carries out the actions that
-come back. Closures are known by their number alone.
+Pure: no thread, clock, socket or user's exception. The engine calls a method for every event while it holds
+its lock, and executes every action that the method returns. Closures and workers are known by number.
 
-Where a closure can be::
+States of a closure::
 
-    add ──▶ queued ──take──▶ in flight ──completed/failed──▶ settled
-              ▲                  │  │
-              │   returned       │  └─worker_lost──▶ limbo ──fenced──▶ queued again (at the end)
-              └──(not started)───┘                               └──▶ settled: poisoned, cancelled
+    add ──▶ queued ──take──▶ in flight ──finished, failed──▶ resolved
+              ▲                │    │
+              └───returned─────┘    └─worker_lost──▶ fencing ──worker_fenced──▶ queued again (at the end)
+                (not started)                                          └─────▶ resolved: poisoned, cancelled
 
-*Limbo* is the time between a worker's loss and the moment every parameter server has confirmed that
-it refuses that worker's late writes: only then may the closure run elsewhere.
+A closure is *fencing* from the loss of its worker until every parameter server has confirmed that it refuses
+late writes of that worker. Only then may the closure run elsewhere.
 
-Two kinds of closures: *shared* ones, which any worker may take, and *resources*, which belong to one
-worker, are served first, are not counted by `idle`, and are aborted, not moved, when it is lost.
+Any worker may run a *shared* closure. A *resource* closure belongs to one worker: it is sent first, does not
+count for `idle`, and is aborted when its worker is lost.
+
+Workers join (`add_worker`) and leave (`drain_worker`) at any time. A draining worker finishes what it runs,
+gives back what it has not started, and gets nothing new.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, final
 
 from typing_extensions import override
 
-QUEUE_LIMIT = 262_144
-"""As tf.distribute (CCO-12): at some 500 bytes a closure this is about 130 MB."""
+from stratagem._cluster.coordinator.closure_actions import (
+    Action,
+    DeliverResults,
+    Fate,
+    FenceWorker,
+    RaiseError,
+    RecallClosures,
+    ReleaseWorker,
+    RequeueClosure,
+    ResolveClosure,
+    SendClosures,
+)
 
-POISON_LIMIT = 3
-"""A closure lost with this many workers in a row is taken to be the cause."""
-
-
-class Fate(enum.Enum):
-    """How a closure ended without a result of its own."""
-
-    CANCELLED = "cancelled"
-    ABORTED = "aborted"
-    POISONED = "poisoned"
-
-
-class ResolveClosure(NamedTuple):
-    """The closure will not run (again): tell whoever waits for it."""
-
-    closure: int
-    fate: Fate
-    workers: tuple[int, ...] = ()
-
-
-class FenceWorker(NamedTuple):
-    """Make every server refuse this life of the worker, then call `fenced`."""
-
-    worker: int
-    incarnation: int
-
-
-class RecallClosures(NamedTuple):
-    """Ask the worker to give back what it has not started; it answers with `returned`."""
-
-    worker: int
-    closures: tuple[int, ...]
-
-
-Action = ResolveClosure | FenceWorker | RecallClosures
+AHEAD_S: Final = (
+    0.02  # work sent ahead to a worker: several wake-ups, and little to repeat after a loss
+)
+MIN_WINDOW: Final = 2  # closures at one worker, the running one included
+MAX_WINDOW: Final = 64
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker as the queue sees it."""
-
     incarnation: int = 0
     up: bool = False
-    window: int = 2
-    in_flight: dict[int, None] = field(default_factory=dict)  # an ordered set: sent first, first
+    draining: bool = False
+    window: int = MIN_WINDOW
+    mean_run_s: float = 0.0
+    in_flight: dict[int, None] = field(default_factory=dict)  # an ordered set, oldest first
     resources: dict[int, None] = field(default_factory=dict)  # resource closures in flight
     waiting_resources: deque[int] = field(default_factory=deque)
+    fencing: list[int] | None = None  # closures that wait for the fence
     recalling: bool = False
-    solo: bool = False  # runs a closure that was lost before: nothing else is sent beside it
+    solo: bool = False  # runs a closure that was lost before, and nothing beside it
+
+    @property
+    def has_room(self) -> bool:
+        blocked = not self.up or self.draining or self.recalling or self.solo
+        return not blocked and len(self.in_flight) < self.window
+
+    def measured(self, run_s: float) -> None:
+        """Adapt the window to how long the worker's closures take."""
+        mean = self.mean_run_s
+        self.mean_run_s = run_s if mean == 0.0 else 0.75 * mean + 0.25 * run_s
+        window = int(AHEAD_S / max(self.mean_run_s, 1e-6))
+        self.window = min(MAX_WINDOW, max(MIN_WINDOW, window))
 
 
+@final
 class ClosureQueue:
-    """The queue and its decisions.
+    """The closures of one coordinator, and the decisions about them.
 
     Args:
-        workers: how many workers there are; all start down.
         limit: closures that may be queued before `full`; 0 means no limit.
-        poison_limit: losses in a row after which a closure is not tried again.
+        poison_limit: losses in a row after which a closure is considered their cause and not tried again.
+        server_failures: reports about one parameter server at which its failure is raised (FLT-10).
+        deadlines: missed deadlines at which one is raised (FLT-11); -1 means a tenth of the workers.
 
     Example:
-        >>> queue = ClosureQueue(workers=2)
-        >>> queue.add(1)
+        >>> queue = ClosureQueue()
+        >>> queue.add_worker(0)
         >>> queue.worker_up(0, incarnation=1)
-        >>> queue.take(0)
-        [1]
-        >>> queue.worker_lost(0)
-        [FenceWorker(worker=0, incarnation=1)]
-        >>> queue.fenced(0)
         []
+        >>> queue.add(7), queue.take(0)
+        ([SendClosures(worker=0)], [7])
+        >>> queue.worker_lost(0), queue.worker_fenced(0)
+        ([FenceWorker(worker=0, incarnation=1)], [RequeueClosure(closure=7, lost=True)])
         >>> queue
-        <ClosureQueue [1 queued, 0 in flight, 0 in limbo, 0 of 2 workers up]>
+        <ClosureQueue [1 queued, 0 in flight, 0 fencing, 0 of 1 workers up]>
     """
 
     def __init__(
-        self, workers: int, *, limit: int = QUEUE_LIMIT, poison_limit: int = POISON_LIMIT
+        self,
+        *,
+        limit: int = 262_144,
+        poison_limit: int = 3,
+        server_failures: int = 3,
+        deadlines: int = -1,
     ) -> None:
-        self._workers = [_Worker() for _ in range(workers)]
+        self.stopped = False  # an error waits to be raised: nothing is sent until `resume`
+        self._workers: dict[int, _Worker] = {}
         self._limit = limit
         self._poison_limit = poison_limit
+        self._failure_limit = server_failures
+        self._deadline_limit = deadlines
         self._queued: deque[int] = deque()
-        self._limbo: dict[int, list[int]] = {}
         self._lost_with: dict[int, list[int]] = {}
         self._in_flight = 0
-        self._error: BaseException | None = None
+        self._fencing = 0
+        self._server_failures: dict[str, int] = {}
+        self._deadlines = 0
 
     # ------------------------------------------------------------------ questions
 
     @property
     def full(self) -> bool:
-        """Whether `add` must wait."""
+        """True if `add` must wait."""
         return 0 < self._limit <= len(self._queued)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued, in flight or in limbo (resources not counted)."""
+        """True if no shared closure is queued, in flight or fencing."""
         return not self._queued and self.quiet
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing runs or may still run."""
-        return self._in_flight == 0 and not any(self._limbo.values())
+        """True if no shared closure runs or may still run."""
+        return self._in_flight == 0 and self._fencing == 0
 
     @property
-    def queued(self) -> int:
-        """How many shared closures wait for a worker."""
-        return len(self._queued)
-
-    @property
-    def in_flight(self) -> int:
-        """How many shared closures are at a worker."""
-        return self._in_flight
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error since the last `clear_error`."""
-        return self._error
+    def workers(self) -> tuple[int, ...]:
+        """Numbers of all workers."""
+        return tuple(self._workers)
 
     def is_up(self, worker: int) -> bool:
-        """Whether the worker takes closures."""
-        return self._workers[worker].up
+        """Return whether the worker answers."""
+        return worker in self._workers and self._workers[worker].up
 
     def workers_up(self) -> int:
-        """How many workers take closures."""
-        return sum(worker.up for worker in self._workers)
+        """Return the number of workers that answer."""
+        return sum(worker.up for worker in self._workers.values())
 
-    def at_worker(self, worker: int) -> tuple[int, ...]:
-        """Shared closures at this worker, oldest first."""
-        return tuple(self._workers[worker].in_flight)
+    # ------------------------------------------------------------------ closures
 
-    def least_loaded_worker(self) -> int | None:
-        """The worker with the fewest closures that has room for one, if there is work for it."""
-        if not self._queued or self._error is not None:
-            return None
-        best, fewest = None, 0
-        for number, worker in enumerate(self._workers):
-            count = len(worker.in_flight)
-            if (
-                worker.up
-                and count < worker.window
-                and not worker.recalling
-                and not worker.solo
-                and (best is None or count < fewest)
-            ):
-                best, fewest = number, count
-        return best
-
-    # ------------------------------------------------------------------ work
-
-    def add(self, closure: int) -> None:
-        """A shared closure was scheduled; the caller has checked `full` and `error`."""
-        if self._error is not None:
-            raise RuntimeError("add() while an error waits to be raised: call clear_error() first.")
+    def add(self, closure: int) -> list[Action]:
+        """Queue a shared closure. The caller has checked `full` and `stopped`."""
+        if self.stopped:
+            raise RuntimeError("add() while an error waits to be raised: call resume() first.")
         self._queued.append(closure)
+        return self._send_next()
 
-    def add_resource(self, closure: int, worker: int) -> list[Action]:
-        """A closure only this worker may run; aborted at once while the worker is down."""
-        if not self._workers[worker].up:
-            return [ResolveClosure(closure, Fate.ABORTED)]
-        self._workers[worker].waiting_resources.append(closure)
-        return []
+    def add_resource(self, closure: int, number: int) -> list[Action]:
+        """Queue a closure for one worker; abort it while that worker is down."""
+        worker = self._workers[number]
+        if not worker.up or worker.draining:
+            return [ResolveClosure(closure, "aborted")]
+        worker.waiting_resources.append(closure)
+        return [SendClosures(number)]
 
     def take(self, number: int) -> list[int]:
-        """The closures to send to this worker now; they count as in flight from here on."""
-        worker = self._workers[number]
-        if not worker.up:
+        """Return the closures to send to this worker now. From here on they are in flight."""
+        worker = self._workers.get(number)
+        if worker is None or not worker.up:
             return []
-        taken: list[int] = []
-        while worker.waiting_resources:
-            closure = worker.waiting_resources.popleft()
-            worker.resources[closure] = None
-            taken.append(closure)
-        if worker.recalling or worker.solo or self._error is not None:
-            return taken
-        room = worker.window - len(worker.in_flight)
-        while room > 0 and self._queued:
+        taken = list(worker.waiting_resources)
+        if taken:
+            worker.waiting_resources.clear()
+            worker.resources.update(dict.fromkeys(taken))
+        free = worker.window - len(worker.in_flight)
+        if self.stopped or not worker.has_room:
+            free = 0
+        while self._queued and free > 0:
             closure = self._queued[0]
             if self._lost_with and closure in self._lost_with:
-                # It went down with a worker before. Alone on an idle worker its guilt, or its
-                # innocence, is certain; beside others a loss would blame them all.
+                # It was lost with a worker before. If it runs alone, the next loss shows whether it
+                # is the cause; beside others a loss would incriminate them all.
                 if worker.in_flight:
                     break
                 worker.solo = True
-                room = 1
+                free = 1
             self._queued.popleft()
             worker.in_flight[closure] = None
             self._in_flight += 1
             taken.append(closure)
-            room -= 1
+            free -= 1
         return taken
 
-    def completed(self, number: int, closure: int) -> bool:
-        """The worker reports a result; False if this closure is not (any more) its business."""
-        worker = self._workers[number]
-        if closure in worker.in_flight:
-            del worker.in_flight[closure]
-            self._in_flight -= 1
-            worker.solo = False
-            worker.window = max(worker.window, 2)
-            if self._lost_with:
-                self._lost_with.pop(closure, None)
-            return True
-        if closure in worker.resources:
-            del worker.resources[closure]
-            return True
-        return False
+    def finished(self, number: int, closures: Sequence[int], run_s: float) -> list[Action]:
+        """Handle results; those of closures that the worker no longer has do not count.
 
-    def failed(self, number: int, closure: int, error: BaseException) -> list[Action] | None:
-        """The worker reports a user's exception; None if the closure is not its business.
-
-        The closure itself is settled by the caller, with the exception. For a resource the
-        exception concerns nobody but those who use it; for a shared closure the queue stops.
+        `run_s`: how long one of the closures took on average.
         """
-        shared = closure in self._workers[number].in_flight
-        if not self.completed(number, closure):
-            return None
-        return self.stop(error) if shared else []
+        worker = self._workers.get(number)
+        if worker is None:
+            return []
+        counted = tuple(closure for closure in closures if self._end(worker, closure))
+        if not counted:
+            return []
+        worker.measured(run_s)
+        return [DeliverResults(counted), *self._drained(number), *self._send_next(number)]
 
-    def retry(self, number: int, closure: int) -> list[Action] | None:
-        """The closure ended by a passing trouble, not by its own doing: queue it again."""
-        if closure not in self._workers[number].in_flight:
-            return None
-        self.completed(number, closure)
-        return self._requeue([closure])
+    def failed(
+        self, number: int, closure: int, *, blame: str = "user", task: str = ""
+    ) -> list[Action]:
+        """Handle an exception: retry the closure, or stop the queue. A resource stops nothing.
+
+        `blame` is that of `messages.Failed`; `task` is the parameter server to blame.
+        """
+        worker = self._workers.get(number)
+        shared = worker is not None and closure in worker.in_flight
+        if worker is None or not self._end(worker, closure):
+            return []
+        if shared and self._is_transient(blame, task):
+            actions = self._requeue([closure], lost=False)
+        else:
+            actions = [ResolveClosure(closure, "failed")]
+            if shared:
+                actions += self._stop(closure)
+        return [*actions, *self._drained(number), *self._send_next(number)]
 
     def returned(self, number: int, closures: Sequence[int]) -> list[Action]:
-        """The worker gives back what it had not started; keeps the order of the queue."""
-        worker = self._workers[number]
+        """Queue closures that a worker gave back unstarted, in front, in their old order."""
+        worker = self._workers.get(number)
+        if worker is None:
+            return []
         worker.recalling = False
         back = [closure for closure in closures if closure in worker.in_flight]
         for closure in back:
             del worker.in_flight[closure]
+        self._in_flight -= len(back)
         if back:
             worker.solo = False
         if worker.in_flight:
-            worker.window = (
-                1  # it is busy with something long: nothing is sent ahead until it is done
-            )
-        self._in_flight -= len(back)
-        if self._error is not None:
-            return [self._settle(closure, Fate.CANCELLED) for closure in back]
-        self._queued.extendleft(reversed(back))
-        return []
+            worker.window = 1  # it runs a long closure: send nothing ahead until that is done
+        cancelled = self._resolve_all(back, "cancelled") if self.stopped else []
+        if not self.stopped:
+            self._queued.extendleft(reversed(back))
+        return [*cancelled, *self._drained(number), *self._send_next(number)]
 
-    def rebalance(self) -> list[Action]:
-        """Takes back closures that wait behind a long one while another worker has nothing."""
-        if self._queued or self._error is not None or self._in_flight < 2:
+    def tick(self) -> list[Action]:
+        """Send closures to workers that have room, and recall closures that wait behind a long one."""
+        if self.stopped:
             return []
-        if not any(worker.up and not worker.in_flight for worker in self._workers):
-            return []
-        return self._recall_all(at_least=2)
+        if self._queued:
+            return self._send_next()
+        idle = any(worker.has_room and not worker.in_flight for worker in self._workers.values())
+        return self._recall(self.workers, at_least=2) if idle and self._in_flight >= 2 else []
 
-    def set_window(self, number: int, window: int) -> None:
-        """How many closures may be at this worker at a time, the running one included."""
-        self._workers[number].window = max(1, window)
+    # ------------------------------------------------------------------ workers
 
-    # ------------------------------------------------------------------ workers come and go
+    def add_worker(self, number: int) -> None:
+        """Add a worker. It is down until `worker_up`."""
+        if number in self._workers:
+            raise RuntimeError(f"worker {number} was added twice.")
+        self._workers[number] = _Worker()
 
-    def worker_up(self, number: int, *, incarnation: int) -> None:
-        """The worker answers; `incarnation` is larger than that of its last life."""
+    def drain_worker(self, number: int) -> list[Action]:
+        """Give the worker nothing more; `ReleaseWorker` follows when it has finished."""
         worker = self._workers[number]
-        if worker.up or number in self._limbo:
-            raise RuntimeError(f"worker {number} came up before its last life was settled.")
+        worker.draining = True
+        aborted = self._resolve_all(worker.waiting_resources, "aborted")
+        worker.waiting_resources.clear()
+        return [*aborted, *self._recall([number], at_least=1), *self._drained(number)]
+
+    def worker_up(self, number: int, *, incarnation: int) -> list[Action]:
+        """Handle a worker that answers. `incarnation` is larger than that of its last session."""
+        worker = self._workers[number]
+        if worker.up or worker.fencing is not None:
+            raise RuntimeError(f"worker {number} came up before its last incarnation was fenced.")
         worker.up = True
         worker.incarnation = incarnation
+        return self._send_next(number)
 
     def worker_lost(self, number: int) -> list[Action]:
-        """The worker is gone. Its closures wait in limbo until `fenced`."""
-        worker = self._workers[number]
-        if not worker.up:
+        """Handle the loss of a worker. Its closures wait until `worker_fenced`."""
+        worker = self._workers.get(number)
+        if worker is None or not worker.up:
             return []
-        actions: list[Action] = [FenceWorker(number, worker.incarnation)]
-        actions += [ResolveClosure(closure, Fate.ABORTED) for closure in worker.resources]
-        actions += [ResolveClosure(closure, Fate.ABORTED) for closure in worker.waiting_resources]
-        self._limbo[number] = list(worker.in_flight)
         self._in_flight -= len(worker.in_flight)
-        self._workers[number] = _Worker(incarnation=worker.incarnation, window=worker.window)
-        return actions
+        self._fencing += len(worker.in_flight)
+        self._workers[number] = _Worker(
+            incarnation=worker.incarnation,
+            draining=worker.draining,
+            window=worker.window,
+            fencing=list(worker.in_flight),
+        )
+        aborted = self._resolve_all([*worker.resources, *worker.waiting_resources], "aborted")
+        return [FenceWorker(number, worker.incarnation), *aborted]
 
-    def fenced(self, number: int) -> list[Action]:
-        """No server takes writes of that life any more: its closures may run elsewhere."""
-        closures = self._limbo.pop(number, [])
-        actions: list[Action] = []
-        again = []
+    def worker_fenced(self, number: int) -> list[Action]:
+        """Queue the closures of a lost worker again: no server accepts its writes any more."""
+        worker = self._workers.get(number)
+        if worker is None or worker.fencing is None:
+            return []
+        closures, worker.fencing = worker.fencing, None
+        self._fencing -= len(closures)
         for closure in closures:
-            blame = self._lost_with.setdefault(closure, [])
-            blame.append(number)
-            if len(blame) < self._poison_limit:
-                again.append(closure)
-            else:
-                actions.append(self._settle(closure, Fate.POISONED))
-        return actions + self._requeue(again)
+            self._lost_with.setdefault(closure, []).append(number)
+        poisoned = [one for one in closures if len(self._lost_with[one]) >= self._poison_limit]
+        actions = self._requeue([one for one in closures if one not in poisoned], lost=True)
+        for closure in poisoned:
+            actions += [*self._resolve_all([closure], "poisoned"), *self._stop(closure)]
+        actions += self._drained(number)
+        if self._queued:
+            actions += [SendClosures(other) for other, one in self._workers.items() if one.has_room]
+        return actions
 
     # ------------------------------------------------------------------ errors
 
-    def stop(self, error: BaseException) -> list[Action]:
-        """Serves nothing more until `clear_error`: queued closures are cancelled now."""
-        if self._error is not None:
-            return []
-        self._error = error
-        cancelled = [self._settle(closure, Fate.CANCELLED) for closure in self._queued]
-        self._queued.clear()
-        return [*cancelled, *self._recall_all(at_least=1)]
+    def stop(self) -> list[Action]:
+        """Handle an error that belongs to no closure: cancel what is queued until `resume`."""
+        return self._stop(None)
 
-    def abandon(self) -> list[int]:
-        """Gives up what is in flight or in limbo, without waiting; late reports will not count.
-
-        For errors after which nothing that runs can end well: a lost parameter server.
-        """
-        given_up = [closure for closures in self._limbo.values() for closure in closures]
-        for number in self._limbo:
-            self._limbo[number] = []
-        for worker in self._workers:
-            given_up += worker.in_flight
+    def server_lost(self) -> list[Action]:
+        """Stop, and wait for no closure that runs: it waits for that server, or is about to."""
+        actions = self._stop(None)
+        for number, worker in list(self._workers.items()):
+            given_up = [*worker.in_flight, *(worker.fencing or ())]
+            actions += self._resolve_all(given_up, "given up")
             worker.in_flight.clear()
             worker.solo = False
-        self._in_flight = 0
-        for closure in given_up:
-            self._lost_with.pop(closure, None)
-        return given_up
+            if worker.fencing is not None:
+                worker.fencing = []
+            actions += self._drained(number)
+        self._in_flight = self._fencing = 0
+        return actions
 
-    def clear_error(self) -> BaseException | None:
-        """The error, which has now been raised to the user; work may go on."""
-        error, self._error = self._error, None
-        return error
+    def resume(self) -> None:
+        """Accept closures again: the error has been raised to the user."""
+        self.stopped = False
 
     # ------------------------------------------------------------------ inside
 
-    def _requeue(self, closures: list[int]) -> list[Action]:
-        if self._error is not None:
-            return [self._settle(closure, Fate.CANCELLED) for closure in closures]
+    def _end(self, worker: _Worker, closure: int) -> bool:
+        """Take a closure from its worker; return False if that worker does not have it."""
+        if closure in worker.in_flight:
+            del worker.in_flight[closure]
+            self._in_flight -= 1
+            worker.solo = False
+            worker.window = max(worker.window, MIN_WINDOW)
+            if self._lost_with:
+                self._lost_with.pop(closure, None)
+            return True
+        return worker.resources.pop(closure, 0) is None
+
+    def _is_transient(self, blame: str, task: str) -> bool:
+        """Count a failure of a server or a deadline; return whether to ignore it (FLT-10, FLT-11)."""
+        if blame == "server":
+            self._server_failures[task] = self._server_failures.get(task, 0) + 1
+            return self._server_failures[task] < self._failure_limit
+        if blame == "deadline":
+            self._deadlines += 1
+            limit = self._deadline_limit
+            return self._deadlines < (limit if limit >= 0 else len(self._workers) // 10)
+        return False
+
+    def _stop(self, closure: int | None) -> list[Action]:
+        if self.stopped:
+            return []
+        self.stopped = True
+        cancelled = self._resolve_all(self._queued, "cancelled")
+        self._queued.clear()
+        return [RaiseError(closure), *cancelled, *self._recall(self.workers, at_least=1)]
+
+    def _requeue(self, closures: Sequence[int], *, lost: bool) -> list[Action]:
+        if self.stopped:
+            return self._resolve_all(closures, "cancelled")
         self._queued.extend(closures)
-        return []
+        return [RequeueClosure(closure, lost) for closure in closures]
 
-    def _settle(self, closure: int, fate: Fate) -> ResolveClosure:
-        return ResolveClosure(closure, fate, tuple(self._lost_with.pop(closure, ())))
+    def _resolve_all(self, closures: Iterable[int], fate: Fate) -> list[Action]:
+        lost_with = self._lost_with
+        return [ResolveClosure(one, fate, tuple(lost_with.pop(one, ()))) for one in closures]
 
-    def _recall_all(self, *, at_least: int) -> list[Action]:
+    def _send_next(self, number: int | None = None) -> list[Action]:
+        """Send closures to the worker with the fewest, and to worker `number`, if there are any."""
+        if not self._queued or self.stopped:
+            return []
+        best, fewest = None, 0
+        for other, worker in self._workers.items():
+            count = len(worker.in_flight)
+            if (best is None or count < fewest) and count < worker.window and worker.has_room:
+                best, fewest = other, count
+        sends: list[Action] = [] if best is None else [SendClosures(best)]
+        if best != number and number in self._workers and self._workers[number].has_room:
+            sends.append(SendClosures(number))
+        return sends
+
+    def _recall(self, numbers: Iterable[int], *, at_least: int) -> list[Action]:
         actions: list[Action] = []
-        for number, worker in enumerate(self._workers):
+        for number in numbers:
+            worker = self._workers[number]
             if worker.up and len(worker.in_flight) >= at_least and not worker.recalling:
                 worker.recalling = True
                 actions.append(RecallClosures(number, tuple(worker.in_flight)))
         return actions
 
+    def _drained(self, number: int) -> list[Action]:
+        """Forget a draining worker that has nothing left to finish."""
+        worker = self._workers[number]
+        busy = worker.in_flight or worker.resources or worker.fencing is not None
+        if not worker.draining or busy:
+            return []
+        del self._workers[number]
+        return [ReleaseWorker(number)]
+
     @override
     def __repr__(self) -> str:
-        limbo = sum(len(closures) for closures in self._limbo.values())
-        failed = f", stopped by {self._error!r}" if self._error is not None else ""
+        stopped = ", stopped by an error" if self.stopped else ""
         return (
             f"<ClosureQueue [{len(self._queued)} queued, {self._in_flight} in flight, "
-            f"{limbo} in limbo, {self.workers_up()} of {len(self._workers)} workers up{failed}]>"
+            f"{self._fencing} fencing, {self.workers_up()} of {len(self._workers)} workers up{stopped}]>"
         )

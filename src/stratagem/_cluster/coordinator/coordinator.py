@@ -1,17 +1,20 @@
-"""The public `ClusterCoordinator`: what people call.
+"""The public `ClusterCoordinator`: checks arguments, waits, and raises errors of closures.
 
-It checks, waits and raises; the work is done by `engine.py`, the packing by `sending.py`.
+`engine.py` does the work, `sender.py` the packing.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, final
+from typing import Any, TypeVar, final
 
+import torch
 from typing_extensions import override
 
 from stratagem import metrics
@@ -27,48 +30,66 @@ from stratagem._cluster.coordinator.remote_values import (
 )
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.startup import await_workers, check_addresses
+from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
 from stratagem._cluster.launch.tasks import cluster_key
 from stratagem._core.asynchronous import refuse_async
 from stratagem._owner import Owner
 from stratagem.config import ClusterOptions
-from stratagem.errors import DeadlineExceeded
+from stratagem.errors import DeadlineExceeded, MisuseError
+
+_T = TypeVar("_T")
+
+_making = threading.Lock()  # of the one coordinator of each strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """One worker as the coordinator sees it now.
+    """Present state of one worker.
 
     Example:
         >>> from stratagem._cluster.coordinator.coordinator import WorkerStatus
-        >>> WorkerStatus(index=0, task="/job:worker/task:0", connected=True, life=2).life
-        2
+        >>> WorkerStatus(index=0, task="/job:worker/task:0", connected=True, incarnation=2).index
+        0
     """
 
     index: int
     task: str
     connected: bool
-    life: int
-    """How many lives it has begun for this coordinator: above 1, it was lost and came back."""
+    """True if it receives closures."""
+    incarnation: int
+    """How many sessions it has had with this coordinator: above 1, it was lost and came back."""
+    address: str = ""
+    last_error: BaseException | None = None
+    """Why its last session ended, or why the last attempt to connect failed."""
+
+
+class _OnePerStrategy(ABCMeta):
+    """Makes a second construction return the strategy's coordinator (CCO-1)."""
+
+    def __call__(cls: type[_T], strategy: Any, *, options: ClusterOptions | None = None) -> _T:
+        coordinator = ClusterCoordinator.of(strategy)
+        coordinator._start(options)
+        assert isinstance(coordinator, cls)
+        return coordinator
 
 
 @final
-class ClusterCoordinator(Owner):
+class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     """Schedules functions on the workers of a parameter-server cluster.
 
-    One coordinator per strategy: constructing it again gives the same object (CCO-1), and entering
-    the strategy's scope makes it (PSS-5). It connects to the workers when it is constructed here, or
-    at the first call of one that a scope has made. Close it, or use it as a context manager; the
-    cluster then serves the next strategy.
+    A strategy has one coordinator: constructing it again returns the same object (CCO-1). Entering the
+    strategy's scope makes it (PSS-5). It connects to the workers when it is constructed here, or at the
+    first call. Close it, or use it as a context manager; the cluster then serves the next strategy.
 
     Args:
         strategy: a `ParameterServerStrategy`.
         options: limits; by default from the environment (`ClusterOptions.from_environment`).
 
     Raises:
-        ValueError: `strategy` has no cluster, the address of a worker is none, or its coordinator works
-            with other options already.
-        UnavailableError: no worker answered within ``connect_timeout_s``, or all refused, which is
-            not waited for; construct it again when they are there.
+        ValueError: `strategy` has no cluster, a worker's address is invalid, or the coordinator is
+            already connected with other options.
+        UnavailableError: no worker answered within ``connect_timeout_s``, or all refused. Construct the
+            coordinator again when they are up.
 
     Example:
         >>> import stratagem as sg
@@ -81,26 +102,16 @@ class ClusterCoordinator(Owner):
         [0, 1, 4, 9]
     """
 
-    _making: ClassVar[threading.Lock] = threading.Lock()
-
-    _strategy: weakref.ref[ClusterStrategy]
-    _starting: threading.RLock
-    _running: Engine | None
-    _closed: bool
-    _joining: int
-
-    def __new__(cls, strategy: Any, *, options: ClusterOptions | None = None) -> Self:
-        """The strategy's coordinator, at work."""
-        found = cls.of(strategy)
-        found._start(options)
-        return found
-
-    def __init__(self, strategy: Any, *, options: ClusterOptions | None = None) -> None:
-        """Everything happens in `__new__`: a second construction must not begin again."""
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)  # the strategy holds the coordinator
+        self._starting = threading.RLock()
+        self._running: Engine | None = None
+        self._closed = False
+        self._joining = 0
 
     @classmethod
-    def of(cls, strategy: Any) -> Self:
-        """The strategy's coordinator, which may not have begun to work (PSS-5).
+    def of(cls, strategy: Any) -> ClusterCoordinator:
+        """Return the strategy's coordinator, which may not have connected yet (PSS-5).
 
         Example:
             >>> import stratagem as sg
@@ -115,52 +126,39 @@ class ClusterCoordinator(Owner):
             raise ValueError(
                 f"{strategy!r} has no cluster: ClusterCoordinator needs a ParameterServerStrategy."
             )
-        with cls._making:
-            found = strategy._cluster_coordinator
+        with _making:
+            found: ClusterCoordinator | None = strategy._cluster_coordinator
             if found is None:
-                found = super().__new__(cls)
-                found._strategy = weakref.ref(strategy)  # which holds this coordinator
-                found._starting = threading.RLock()
-                found._running = None
-                found._closed = False
-                found._joining = 0
+                found = type.__call__(cls, strategy)
                 strategy._cluster_coordinator = found
-        assert isinstance(found, cls)
-        return found
+            return found
 
     @property
     def _engine(self) -> Engine:
         return self._running or self._start(None)
 
     def _start(self, options: ClusterOptions | None) -> Engine:
-        """Connects to the workers, unless that is done."""
+        """Connect to the workers, once."""
         with self._starting:
             if self._running is not None:
                 if options is not None and options != self._running.options:
                     raise ValueError(
-                        f"this strategy's coordinator works with {self._running.options!r} already, "
-                        f"not with {options!r}: give the options when it is first constructed."
+                        f"this strategy's coordinator already works with {self._running.options!r}, "
+                        f"not with {options!r}: pass the options when it is first constructed."
                     )
                 return self._running
             strategy = self._strategy()
             if self._closed or strategy is None:
                 raise _closed_error("ClusterCoordinator")
-            resolver = strategy.cluster_resolver
-            engine = Engine(
-                resolver.cluster_spec(),
-                strategy._cluster_views(),
-                options or ClusterOptions.from_environment(),
-                key=cluster_key(resolver.cluster_key_text()),
-            )
-            check_addresses(engine.links)
+            engine = _make_engine(strategy, options or ClusterOptions.from_environment())
             engine.start()
             try:
                 await_workers(engine)
-            except BaseException:  # Ctrl-C while waiting, too: its threads run already
+            except BaseException:  # Ctrl-C too: the threads run already
                 engine.close()
                 raise
             self._running = engine
-            # One that is simply forgotten ends its threads (CCO-2). The engine knows nothing of us.
+            # A coordinator that is not referenced any more ends its threads (CCO-2).
             weakref.finalize(self, engine.abandon).atexit = False
             return engine
 
@@ -168,33 +166,41 @@ class ClusterCoordinator(Owner):
 
     @property
     def strategy(self) -> Any:
-        """The strategy this coordinator works for."""
+        """The strategy this coordinator belongs to."""
         return self._strategy()
+
+    @property
+    def options(self) -> ClusterOptions:
+        """The limits this coordinator works with."""
+        return self._engine.options
 
     @property
     def errors(self) -> list[ClosureRecord]:
         """Every error so far (the last 1000), with worker, function and remote traceback."""
         with self._engine.lock:
-            return list(self._engine.errors)
+            return list(self._engine.closures.errors)
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        """Every worker, in order: whether it answers, and how often it had to come back."""
-        return [
-            WorkerStatus(
-                index=link.task_index,
-                task=link.task,
-                connected=link.connected,
-                life=link.incarnation,
-            )
-            for link in self._engine.links
-        ]
+        """State of every worker, in order."""
+        with self._engine.lock:
+            return [
+                WorkerStatus(
+                    index=link.task_index,
+                    task=link.task,
+                    connected=self._engine.queue.is_up(number),
+                    incarnation=link.incarnation,
+                    address=link.address,
+                    last_error=link.last_error,
+                )
+                for number, link in self._engine.links.items()
+            ]
 
     @property
     def worker_metrics(self) -> metrics.Snapshot:
-        """What the workers measured (compute, read, push …), merged; about a second old."""
+        """Metrics of all workers (compute, read, push …), merged; about a second old."""
         with self._engine.lock:
-            return metrics.merge(list(self._engine.facts.values()))
+            return metrics.merge(list(self._engine.worker_facts.values()))
 
     def schedule(
         self,
@@ -204,22 +210,22 @@ class ClusterCoordinator(Owner):
         *,
         exactly_once: bool = True,
     ) -> RemoteValue:
-        """Puts a call of `fn` in the queue; the next free worker runs it.
+        """Queue a call of `fn`; the next free worker runs it.
 
         Returns at once unless the queue is full. Strategy, model, optimizer, variables and per-worker
-        values, captured or passed, arrive as the worker's view of the same thing.
+        values, captured or passed, arrive as the worker's view of the same object.
 
         Args:
             fn: any callable, lambdas and functions of ``__main__`` included.
-            args: its positional arguments, as they are now.
+            args: its positional arguments, with their present values.
             kwargs: its keyword arguments.
             exactly_once: if a worker is lost and the call is repeated on another one, servers do not apply
                 writes to variables again that they have applied. The function must make its writes in
                 the same order each time. False: such writes count twice.
 
         Raises:
-            TypeError: `fn` is not callable, or asynchronous (``async def``), `args` no tuple or list, `kwargs` no mapping, or one of them
-                cannot be sent.
+            TypeError: `fn` is not callable or is asynchronous (``async def``), `args` is not a tuple or
+                list, `kwargs` is not a mapping, or one of them cannot be sent.
             ValueError: a `RemoteValue` among the arguments.
             Exception: the first error of an earlier closure, once (CCO-20).
         """
@@ -242,63 +248,64 @@ class ClusterCoordinator(Owner):
         self._refuse_if_closed("schedule")
         began = time.perf_counter()
         call = engine.sender.pack(fn, args, kwargs)
-        value = RemoteValue(engine.bell, call.function.name)
+        value = RemoteValue(engine.result_condition, call.function.name)
         closure = Closure(0, call, value, began, exactly_once)
         with engine.changed:
             self._ready_to_schedule()
-            worker = engine.locked_add(closure)
-        if worker is not None:
-            engine.pump(engine.links[worker])
+            actions = engine.locked_add(closure)
+        engine.execute(actions)
         return value
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until every closure scheduled so far is done.
+        """Wait until every closure scheduled so far is done.
 
         Args:
-            timeout_s: how long to wait; by default as long as it takes.
+            timeout_s: how long to wait; by default without limit.
 
         Raises:
             DeadlineExceeded: not done within `timeout_s`; nothing is cancelled.
             Exception: the first error of a closure, once; the rest has been cancelled (CCO-22).
         """
-        with self._engine.changed:
+        engine = self._engine
+        with engine.changed:
             self._joining += 1
             try:
                 self._refuse_if_closed("join")
-                if not self._engine.changed.wait_for(self._settled, timeout_s):
+                if not engine.changed.wait_for(self._is_done, timeout_s):
                     raise DeadlineExceeded(
-                        f"join: not done within {timeout_s:g} s: {self._engine.queue!r}. Wait longer, or "
+                        f"join: not done within {timeout_s:g} s: {engine.queue!r}. Wait longer, or "
                         "look at coordinator.errors and the workers' log."
                     )
                 self._raise_error()
                 self._refuse_if_closed("join")
             finally:
                 self._joining -= 1
-                self._engine.changed.notify_all()
+                engine.changed.notify_all()
 
     def done(self) -> bool:
-        """Whether every closure scheduled so far is done.
+        """Return whether every closure scheduled so far is done.
 
         Raises:
             Exception: the first error of a closure, once (CCO-20).
         """
-        with self._engine.changed:
+        engine = self._engine
+        with engine.changed:
             self._refuse_if_closed("done")
-            if self._engine.queue.error is not None:
-                self._engine.changed.wait_for(self._settled)
+            if engine.queue.stopped:
+                engine.changed.wait_for(self._is_done)
                 self._raise_error()
-            return self._engine.queue.idle
+            return engine.queue.idle
 
     def fetch(self, val: Any) -> Any:
-        """Waits for every `RemoteValue` in a nest and puts the result in its place (RMV-4)."""
+        """Wait for every `RemoteValue` in a nest and return the nest with their results (RMV-4)."""
         return map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """A dataset every worker builds for itself; iterate over it to get one iterator per worker.
+        """Return a dataset that every worker builds for itself; ``iter()`` of it starts the iterators.
 
         Args:
-            dataset_fn: a function that returns a dataset (it runs on the workers; with a parameter it
-                receives an `InputContext`), or a dataset.
+            dataset_fn: a function that returns a dataset, or a dataset. The function runs on the
+                workers; with a parameter it receives an `InputContext`.
 
         Raises:
             ValueError: neither.
@@ -317,23 +324,19 @@ class ClusterCoordinator(Owner):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> PerWorkerValues:
-        """Runs `fn` once on each worker, which keeps the result; again when a worker is replaced."""
+        """Run `fn` once on each worker, which keeps the result; again when a worker is replaced."""
         if not callable(fn):
             raise TypeError(f"create_per_worker_resource({fn!r}): expected something callable.")
         refuse_async(fn, "create_per_worker_resource()")
         self._refuse_if_closed("create_per_worker_resource")
         engine = self._engine
-        call = engine.sender.pack(fn, args, kwargs)
-        name = f"resource {call.function.name}"
-        values = PerWorkerValues([RemoteValue(engine.bell, name) for _ in engine.links])
-        engine.add_resource(call, values)
-        return values
+        return engine.add_resource(engine.sender.pack(fn, args, kwargs))
 
     @override
     def close(self) -> None:
-        """Ends the work: what is not done is cancelled, workers and servers are free again.
+        """Cancel unfinished closures, free the variables and release workers and servers.
 
-        Variables of the strategy are freed on the servers. May be called again.
+        May be called again.
         """
         with self._starting:
             was_closed, self._closed = self._closed, True
@@ -349,9 +352,9 @@ class ClusterCoordinator(Owner):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
-            "a ClusterCoordinator was captured by or passed to a scheduled function (or pickled): it "
-            "belongs to the program that made it, and only that schedules. Return what the next step "
-            "depends on, and schedule it there."
+            "a ClusterCoordinator was captured by or passed to a scheduled function (or pickled): only "
+            "the program that made it can schedule. Return what the next step depends on, and "
+            "schedule that step there."
         )
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -363,36 +366,36 @@ class ClusterCoordinator(Owner):
         if engine is None:
             return f"<ClusterCoordinator [{'closed' if self._closed else 'not connected'}]>"
         state = "closed" if self._closed else repr(engine.queue)
-        return f"<ClusterCoordinator {engine.name} [{state}, {engine.finished} done]>"
+        return f"<ClusterCoordinator {engine.name} [{state}, {engine.closures.finished} done]>"
 
     # ------------------------------------------------------------------ inside
 
     def _create_iterators(self, source: object) -> PerWorkerValues:
-        arguments = (source, tuple(link.task_index for link in self._engine.links))
-        return self.create_per_worker_resource(make_iterator, args=arguments)
+        with self._engine.lock:
+            workers = tuple(link.task_index for link in self._engine.links.values())
+        return self.create_per_worker_resource(make_iterator, args=(source, workers))
 
     def _ready_to_schedule(self) -> None:
-        """Waits for room and for other threads' joins; raises what waits to be raised."""
+        """Wait for a place in the queue and for joins of other threads; raise a kept error."""
         engine, queue = self._engine, self._engine.queue
-        if engine.closed or queue.error is not None or self._joining or queue.full:
+        if engine.closed or queue.stopped or self._joining or queue.full:
             engine.changed.wait_for(
                 lambda: (
                     engine.closed
-                    or (queue.error is not None and queue.quiet)
-                    or (queue.error is None and not self._joining and not queue.full)
+                    or (queue.stopped and queue.quiet)
+                    or not (queue.stopped or self._joining or queue.full)
                 )
             )
             self._refuse_if_closed("schedule")
             self._raise_error()
 
-    def _settled(self) -> bool:
+    def _is_done(self) -> bool:
         queue = self._engine.queue
-        return self._engine.closed or (queue.quiet if queue.error is not None else queue.idle)
+        return self._engine.closed or (queue.quiet if queue.stopped else queue.idle)
 
     def _raise_error(self) -> None:
-        error = self._engine.queue.clear_error()
+        error = self._engine.locked_take_error()
         if error is not None:
-            self._engine.changed.notify_all()
             raise error
 
     def _refuse_if_closed(self, what: str) -> None:
@@ -400,8 +403,23 @@ class ClusterCoordinator(Owner):
             raise _closed_error(what)
 
 
-def _closed_error(what: str) -> RuntimeError:
-    return RuntimeError(
+def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
+    resolver, views = strategy.cluster_resolver, strategy._cluster_views()
+    spec = resolver.cluster_spec()
+    tasks = spec.task_indices("worker")
+    check_addresses((task, spec.task_address("worker", task)) for task in tasks)
+    settings = LinkSettings(
+        options=options,
+        setup=views.worker_setup,
+        addresses=WorkerAddresses(resolver.cluster_spec, options.restart_pause_s),
+        key=cluster_key(resolver.cluster_key_text()),
+        seed=torch.initial_seed(),
+    )
+    return Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
+
+
+def _closed_error(what: str) -> MisuseError:
+    return MisuseError(
         f"{what}: this coordinator is closed. Make a new strategy and a coordinator for it; the "
         "cluster can serve them."
     )

@@ -1,17 +1,17 @@
-"""The coordinator's engine: carries out what the queue decides.
+"""Execute the decisions of the closure queue: send closures, store results, fence and release workers.
 
-Decisions are made by `closures.ClosureQueue`. Events come from the links' threads (`link.py`), from
-the watching threads (`watch.py`) and from the user's (`coordinator.py`).
+Events come from the threads of the links (`worker_link.py`), from the watch threads (`watch_threads.py`) and
+from the user's threads (`coordinator.py`). Every event goes to the `ClosureQueue`; every action that the
+queue returns is executed here.
 
-Locks, taken in this order, never the other way round: the sender's packing lock; a link's `sending`,
-which keeps the order of what one worker is told; `lock` (of the condition `changed`), for the queue,
-the tables and remote values. Nothing that can wait is done while `lock` is held. Methods whose name
-begins with ``locked_`` are called while holding it.
+Locks, always acquired in this order: the sender's packing lock; a link's `sending`, which keeps the order
+of the messages to one worker; `lock` (of the condition `changed`), which guards the queue, the tables and
+the remote values. A thread that holds `lock` never waits for I/O. Methods with ``locked_`` in their name are
+called while holding it.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import threading
@@ -19,178 +19,299 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
 
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnCoordinator
-from stratagem._cluster.coordinator.closure_queue import (
-    Action,
-    ClosureQueue,
-    Fate,
-    RecallClosures,
-    ResolveClosure,
-)
+from stratagem._cluster.coordinator import closure_actions as actions
+from stratagem._cluster.coordinator.closure_actions import Action, Sending
+from stratagem._cluster.coordinator.closure_queue import ClosureQueue
+from stratagem._cluster.coordinator.closure_table import Cause, ClosureTable, aborted
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.coordinator.remote_values import (
-    ClosureRecord,
     PerWorkerValues,
+    RemoteValue,
     ResultCondition,
 )
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links
-from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.worker import output
 from stratagem._wire import messages
 from stratagem._wire.failures import exception_from
-from stratagem._wire.handshake import ClusterKey
-from stratagem._wire.messages import Frame
+from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
-from stratagem.errors import (
-    ClosureAborted,
-    ClosureCancelled,
-    ClosurePoisonous,
-    ParameterServerLost,
-    UnavailableError,
-    WorkerLost,
-)
+from stratagem.errors import ClosureCancelled, ParameterServerLost, UnavailableError, WorkerLost
 
 _log = logging.getLogger("stratagem.coordinator")
 
-IN_FLIGHT_S: Final = 0.02
-"""Work sent ahead to a worker, in seconds: several times a wake-up, short against any fault."""
-
-MAX_WINDOW: Final = 64
-MIN_WINDOW: Final = 2
-
-ERRORS_KEPT: Final = 1000
-"""Errors kept in `coordinator.errors`; the oldest go first."""
-
-_COUNTED: Final = (
-    "scheduled",
-    "completed",
-    "failed",
-    "retried",
-    "workers_lost",
-    "closures_repeated",
-)
+_SENDING = (actions.SendClosures, actions.RecallClosures, actions.FenceWorker)
 
 
 @final
 class Engine:
-    """Queue, links and closures of one coordinator."""
+    """Queue, links and closures of one coordinator.
+
+    Args:
+        views: what the coordinator asks of the strategy.
+        options: limits.
+        make_link: makes the link of a worker, from this engine, the worker's number and its task index.
+        tasks: task indices of the first workers; `add_worker` adds more.
+    """
 
     def __init__(
         self,
-        spec: ClusterSpec,
         views: StrategyOnCoordinator,
         options: ClusterOptions,
-        *,
-        key: ClusterKey | None,
+        make_link: Callable[[Engine, int, int], WorkerLink],
+        tasks: Sequence[int] = (),
     ) -> None:
-        tasks = spec.task_indices("worker")
         self.name = f"coordinator-{uuid.uuid4().hex[:8]}"
         self.options = options
         self.views = views
         self.sender = Sender(views)
         self.lock = threading.Lock()
-        self.bell = ResultCondition(self.lock)
-        self.changed = self.bell.condition
+        self.result_condition = ResultCondition(self.lock)
+        self.changed = self.result_condition.condition
         self.queue = ClosureQueue(
-            len(tasks), limit=options.queue_limit, poison_limit=options.poison_limit
+            limit=options.queue_limit,
+            poison_limit=options.poison_limit,
+            server_failures=options.transient_ps_failures,
+            deadlines=options.transient_timeouts,
         )
+        self.closures = ClosureTable(options.heartbeat_limit_s)
+        self.links: dict[int, WorkerLink] = {}
         self.closed = False
         self.abandoned = False
-        self.errors: deque[ClosureRecord] = deque(maxlen=ERRORS_KEPT)
-        self.facts: dict[int, metrics.Snapshot] = {}
-        self.finished = 0
-        self.lives = [0] * len(tasks)
-        self.resources: dict[int, tuple[weakref.ref[PerWorkerValues], Call]] = {}
-        self._closures: dict[int, Closure] = {}
-        self._numbers = itertools.count(1)
+        self.error: BaseException | None = None  # to be raised at the user's next call
+        self.worker_facts: dict[int, metrics.Snapshot] = {}
+        self._make_link = make_link
+        self._started = False
+        self._tasks: dict[int, str] = {}  # names of all workers ever, by number
+        self._incarnations: dict[int, int] = {}  # the last one of each task index
+        self._released_links: list[WorkerLink] = []
+        self._worker_numbers = itertools.count()
+        self._resources: dict[int, tuple[weakref.ref[PerWorkerValues], Call]] = {}
         self._resource_numbers = itertools.count(1)
-        self._released: deque[int] = deque()
-        self._finished_numbers: list[int] = []  # that servers have not been told
-        self._server_reports: dict[str, int] = {}
-        self._deadlines = 0
-        self._timers = {
-            phase: metrics.timer(f"closure.{phase}") for phase in ("queue", "send", "compute")
-        }
-        self._counters = {what: metrics.counter(f"coordinator.{what}") for what in _COUNTED}
-        self.links = [
-            WorkerLink(
-                self,
-                number,
-                task_index=task,
-                workers=len(tasks),
-                address=spec.task_address("worker", task),
-                key=key,
-            )
-            for number, task in enumerate(tasks)
-        ]
+        self._collected: deque[int] = deque()  # resources that nothing refers to any more
+        self._workers_lost = metrics.counter("coordinator.workers_lost")
         self._watch = WatchThreads(self)
+        for task in tasks:
+            self.add_worker(task)
 
     def start(self) -> None:
-        """Begins to connect and to watch."""
-        for link in self.links:
+        """Start the threads that connect to the workers and watch them."""
+        self._started = True
+        for link in self.links.values():
             link.start()
         self._watch.start()
 
     def close(self) -> None:
-        """Cancels what is not done and ends every thread. May be called again."""
+        """Cancel unfinished closures and end every thread. May be called again."""
         with self.changed:
             if self.closed:
                 return
             self.closed = True
-            error = ClosureCancelled("the coordinator was closed before this closure was done.")
-            for closure in self._closures.values():
-                closure.value._fail(error)
-            self._closures.clear()
+            self.closures.cancel_all(
+                ClosureCancelled("the coordinator was closed before this closure was done.")
+            )
             self.changed.notify_all()
-        close_links(self.links, self.options.close_timeout_s)
+        close_links([*self.links.values(), *self._released_links], self.options.close_timeout_s)
         self._watch.close(self.options.close_timeout_s)
 
     def abandon(self) -> None:
-        """Nobody has the coordinator any more: the watch ends everything soon.
-
-        Called while objects are being collected, in any thread, whatever it holds: it only notes.
-        """
+        """Ask the watch thread to close the engine. A finalizer calls, in any thread."""
         self.abandoned = True
 
-    # ------------------------------------------------------------------ work comes in
+    # ------------------------------------------------------------------ workers join and leave
 
-    def locked_add(self, closure: Closure) -> int | None:
-        """Queues a closure; gives the worker that should be fed now, if there is one."""
-        closure.number = next(self._numbers)
-        self._closures[closure.number] = closure
-        self.queue.add(closure.number)
-        self._counters["scheduled"].add()
-        return self.queue.least_loaded_worker()
-
-    def add_resource(self, call: Call, values: PerWorkerValues) -> None:
-        """Builds a per-worker value on every worker, now and whenever one is replaced."""
-        number = next(self._resource_numbers)
-        values._resource = number
-        # The callback only notes the number: it may run in any thread, at any time (CCO-32).
-        reference = weakref.ref(values, functools.partial(_note, self._released, number))
+    def add_worker(self, task_index: int) -> None:
+        """Add a worker: connect to it, build the per-worker values on it, send it closures."""
+        number = next(self._worker_numbers)
+        link = self._make_link(self, number, task_index)
         with self.changed:
-            self.resources[number] = (reference, call)
-            for link in self.links:
-                self._locked_build(link, number, values)
-        for link in self.links:
-            self.pump(link)
+            self.queue.add_worker(number)
+            self.links[number] = link
+            self._tasks[number] = link.task
+            for _, values in self._locked_resources():
+                values._by_worker[number] = RemoteValue(self.result_condition, values._name)
+            self._locked_abort_values(number, WorkerLost(f"{link.task} is new", task=link.task))
+        if self._started:
+            link.start()
 
-    def pump(self, link: WorkerLink) -> None:
-        """Sends the worker what it may have now."""
+    def drain_worker(self, number: int) -> None:
+        """Let a worker finish what it runs, send it nothing more, then disconnect it."""
+        self._handle(lambda: self.queue.drain_worker(number))
+
+    # ------------------------------------------------------------------ events of the user
+
+    def locked_add(self, closure: Closure) -> list[Sending]:
+        """Queue a closure; return what to `execute` without the lock."""
+        found = self.queue.add(self.closures.add(closure))
+        return self._locked_execute(found) if found else []  # usually every worker is busy
+
+    def locked_take_error(self) -> BaseException | None:
+        """Return the error to raise, if any, and accept closures again."""
+        error, self.error = self.error, None
+        if error is not None:
+            self.queue.resume()
+            self.changed.notify_all()
+        return error
+
+    def add_resource(self, call: Call) -> PerWorkerValues:
+        """Build a value on every worker, now and whenever a worker joins or returns."""
+        number, collected = next(self._resource_numbers), self._collected
+        values = PerWorkerValues._make(f"resource {call.function.name}", number)
+        # The callback may run in any thread at any time, so it only notes the number (CCO-32).
+        reference = weakref.ref(values, lambda _: collected.append(number))
+        pending: list[Sending] = []
+        with self.changed:
+            self._resources[number] = (reference, call)
+            for worker, link in self.links.items():
+                values._by_worker[worker] = RemoteValue(self.result_condition, values._name)
+                pending += self._locked_build(link, number, values)
+        self.execute(pending)
+        return values
+
+    # ------------------------------------------------------------------ events of the links
+
+    def new_incarnation(self, link: WorkerLink) -> int:
+        """Return a number that no earlier incarnation of this task had."""
+        with self.lock:
+            number = self._incarnations.get(link.task_index, 0) + 1
+            self._incarnations[link.task_index] = number
+            return number
+
+    def worker_up(self, link: WorkerLink) -> None:
+        """Handle a new session: bring the worker up to date, build its values, send closures."""
+        self.sender.catch_up(link)
+        if link.incarnation > 1:
+            _log.info("%s is back (incarnation %d)", link.task, link.incarnation)
+        with self.changed:
+            if self.closed or link.number not in self.links:
+                return
+            up = self.queue.worker_up(link.number, incarnation=link.incarnation)
+            pending = self._locked_execute(up)
+            for resource, values in self._locked_resources():
+                pending += self._locked_build(link, resource, values)
+            self.changed.notify_all()
+        self.execute(pending)
+
+    def worker_reports(self, link: WorkerLink, frames: Sequence[Frame]) -> None:
+        """Handle results, errors and signs of life of a worker."""
+        results: dict[int, Frame] = {}
+        ran_s = 0.0
+        others: list[Message] = []
+        for frame in frames:
+            message = frame.message
+            if isinstance(message, messages.Finished):
+                results[message.closure] = frame
+                ran_s += message.ran_s
+            elif isinstance(message, messages.LogLine):
+                output.log_line(link.task, message)
+            else:
+                if isinstance(message, messages.Failed) and message.lacks:
+                    self._send_definitions_again(link, message.closure)
+                others.append(message)
+        pending: list[Sending] = []
+        with self.changed:
+            if self.closed:
+                return  # its closures have been cancelled
+            if results:
+                done = self.queue.finished(link.number, tuple(results), ran_s / len(results))
+                pending += self._locked_execute(done, results=results)
+            for message in others:
+                pending += self._locked_report(link, message)
+            # With a hundred batches a second, waking a join for each would cost more than the rest.
+            waiting = self.result_condition.waiting_for_values
+            if waiting or others or self.queue.stopped or self.queue.idle:
+                self.changed.notify_all()
+        self.execute(pending)
+
+    def worker_lost(self, link: WorkerLink, reason: Exception) -> None:
+        """Fence the lost incarnation on every server, then let its closures run elsewhere."""
+        _log.warning("%s is lost: %s; its closures run elsewhere", link.task, reason)
+        metrics.event("worker_lost", worker=link.task, reason=str(reason))
+        self._workers_lost.add()
+        lost = WorkerLost(f"{link.task} was lost: {reason}", task=link.task)
+
+        def event() -> list[Action]:
+            self._locked_abort_values(link.number, lost)
+            return self.queue.worker_lost(link.number)
+
+        self._handle(event, Cause(lost))
+
+    def worker_unreachable(self, link: WorkerLink, error: Exception) -> None:
+        """Note a failed attempt to connect; the link tries again."""
+        _log.debug("%s does not answer: %s", link.task, error)
+        with self.changed:
+            self.changed.notify_all()  # a thread that waits for workers may go on without this one
+        if isinstance(error, ParameterServerLost):
+            self.server_lost(error)
+
+    # ------------------------------------------------------------------ events of the watch threads
+
+    def server_lost(self, error: ParameterServerLost) -> None:
+        """Stop everything; the user's next call raises the error."""
+        self._handle(self.queue.server_lost, Cause(error, error.task))
+
+    def no_workers(self, waited_s: float) -> None:
+        """Stop: closures have waited too long for any worker."""
+        text = f"closures wait, but no worker has answered for {waited_s:g} s ({self.why_down()})."
+        self._handle(self.queue.stop, Cause(UnavailableError(text, task="/job:worker")))
+
+    def tick(self) -> None:
+        """Let the queue rebalance, and drop what is no longer referenced. May wait for a worker."""
+        self._handle(self.queue.tick)
+        with self.lock:
+            released = [self._collected.popleft() for _ in range(len(self._collected))]
+            for number in released:
+                del self._resources[number]
+            ended, self.closures.ended = self.closures.ended, []
+            links = list(self.links.values())
+        self.sender.forget(links, released)
+        if ended:
+            self.views.finish_closures(ended)
+
+    def why_down(self) -> str:
+        """Say which workers do not answer, their addresses and the last errors."""
+        return "; ".join(link.why_down() for link in self.links.values() if not link.connected)
+
+    # ------------------------------------------------------------------ executing actions
+
+    def _handle(self, event: Callable[[], list[Action]], cause: Cause | None = None) -> None:
+        """Report an event to the queue and execute the actions it returns."""
+        with self.changed:
+            if self.closed:
+                return
+            found = event()
+            pending = self._locked_execute(found, cause)
+            if found:
+                self.changed.notify_all()
+        self.execute(pending)
+
+    def execute(self, pending: Sequence[Sending]) -> None:
+        """Execute the actions that may wait for a worker or a server."""
+        for action in pending:
+            link = self.links.get(action.worker)
+            if link is None:
+                continue  # released meanwhile
+            if isinstance(action, actions.SendClosures):
+                self._send_closures(link)
+            elif isinstance(action, actions.RecallClosures):
+                link.notify(messages.Recall(closures=action.closures))
+            else:
+                self._fence(link, action.incarnation)
+
+    def _send_closures(self, link: WorkerLink) -> None:
         with link.sending:
             while True:
                 with self.lock:
                     was_full = self.queue.full
-                    numbers = self.queue.take(link.index)
-                    if not numbers:
-                        return
-                    closures = [self._closures[number] for number in numbers]
+                    closures = [self.closures[number] for number in self.queue.take(link.number)]
+                if not closures:
+                    return
                 batch: list[Encoded] = []
                 for closure in closures:
                     self.sender.add(link, closure, batch)
@@ -199,303 +320,97 @@ class Engine:
                     closure.sent_at = sent_at
                 if was_full:
                     with self.changed:
-                        self.changed.notify_all()  # schedule() may wait for room
+                        self.changed.notify_all()  # schedule() may wait for a free place
                 if not link.send(batch):
                     return
 
-    # ------------------------------------------------------------------ what links tell
-
-    def setup_object(self) -> object:
-        """What a worker needs to open a life."""
-        return self.views.worker_setup()
-
-    def next_incarnation(self, worker: int) -> int:
-        """A number no earlier life of the worker had."""
-        with self.lock:
-            self.lives[worker] += 1
-            return self.lives[worker]
-
-    def worker_up(self, link: WorkerLink) -> None:
-        """A life began: it gets the present state, then its resources, then work."""
-        self.sender.catch_up(link)
-        with self.changed:
-            if self.closed:
-                return
-            self.queue.worker_up(link.index, incarnation=link.incarnation)
-            for number, (reference, _) in list(self.resources.items()):
-                values = reference()
-                if values is not None:
-                    self._locked_build(link, number, values)
-            self.changed.notify_all()
-        if link.incarnation > 1:
-            _log.info("%s is back (life %d)", link.task, link.incarnation)
-        self.pump(link)
-
-    def worker_reports(self, link: WorkerLink, frames: Sequence[Frame]) -> None:
-        """Results, errors and signs of life."""
-        finished: list[messages.Finished] = []
-        arrived = time.perf_counter()
-        for frame in frames:
-            if isinstance(frame.message, messages.LogLine):
-                output.log_line(link.task, frame.message)
-            elif isinstance(frame.message, messages.Failed) and frame.message.lacks:
-                self._send_again(link, frame.message.closure)
-        with self.changed:
-            if self.closed:
-                return  # its closures have been cancelled
-            for frame in frames:
-                message = frame.message
-                if isinstance(message, messages.Finished):
-                    if self.queue.completed(link.index, message.closure):
-                        self._locked_complete(message, frame, arrived)
-                        finished.append(message)
-                elif isinstance(message, messages.Failed):
-                    self._locked_failure(link, message)
-                elif isinstance(message, messages.Returned):
-                    self._locked_do(self.queue.returned(link.index, message.closures))
-                elif isinstance(message, messages.Beat) and message.facts:
-                    self.facts[link.index] = metrics.Snapshot.from_plain(message.facts)
-            if finished:
-                self._locked_set_window(link, finished)
-                self.finished += len(finished)
-                self._counters["completed"].add(len(finished))
-            # With a hundred batches a second, waking a join for each would cost more than the rest.
-            if self.bell.waiting_for_values or self.queue.idle or self.queue.error is not None:
-                self.changed.notify_all()
-            # What came back (retries, recalls) may be for somebody who has nothing at all.
-            least_loaded_worker = self.queue.least_loaded_worker()
-        if least_loaded_worker is not None and least_loaded_worker != link.index:
-            self.pump(self.links[least_loaded_worker])
-        self.pump(link)
-
-    def _send_again(self, link: WorkerLink, number: int) -> None:
-        """Before the closure's error is known to anybody, who might schedule it again."""
-        with self.lock:
-            closure = self._closures.get(number)
-        if closure is not None:
-            self.sender.send_again(link, closure.call)
-
-    def worker_lost(self, link: WorkerLink, reason: Exception) -> None:
-        """Fences the life on every server, then lets its closures run elsewhere (contract 6)."""
-        _log.warning("%s is lost: %s; its closures run elsewhere", link.task, reason)
-        metrics.event("worker_lost", worker=link.task, reason=str(reason))
-        self._counters["workers_lost"].add()
-        lost = WorkerLost(f"{link.task} was lost: {reason}", task=link.task)
-        with self.changed:
-            if self.closed:
-                return
-            self.facts.pop(link.index, None)
-            self._counters["closures_repeated"].add(len(self.queue.at_worker(link.index)))
-            self._locked_do(self.queue.worker_lost(link.index), lost)
-            for reference, _ in self.resources.values():
-                values = reference()
-                if values is not None:
-                    values.values[link.index]._abort(_aborted(lost))
-            self.changed.notify_all()
+    def _fence(self, link: WorkerLink, incarnation: int) -> None:
         try:
-            self.views.fence(link.task_index, link.incarnation)
+            self.views.fence(link.task_index, incarnation)
         except ParameterServerLost as error:
             self.server_lost(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, join must not wait for it
-            _log.exception("fencing %s failed: what it ran is not repeated", link.task)
-            self._stop(error)
-        with self.changed:
-            self._locked_do(self.queue.fenced(link.index))
-            self.changed.notify_all()
-        for other in self.links:
-            self.pump(other)
+            _log.exception("fencing %s failed: its closures are not repeated", link.task)
+            self._handle(self.queue.stop, Cause(error))
+        self._handle(lambda: self.queue.worker_fenced(link.number))
 
-    def worker_unreachable(self, link: WorkerLink, error: Exception) -> None:
-        """An attempt to begin a life failed; the link tries again."""
-        _log.debug("%s does not answer: %s", link.task, error)
-        with self.changed:
-            self.changed.notify_all()  # who waits for workers may go on without this one
-        if isinstance(error, ParameterServerLost):
-            self.server_lost(error)
-
-    # ------------------------------------------------------------------ what the watch tells
-
-    def server_lost(self, error: ParameterServerLost) -> None:
-        """A server is gone for good: everything stops, the next call raises it."""
-        with self.changed:
-            if not self.closed and self.queue.error is None:
-                _log.error("%s", error)
-                self.errors.append(
-                    ClosureRecord(closure=None, function="", worker=error.task, error=error)
-                )
-                self._locked_do(self.queue.stop(error))
-                # What runs waits for that server, or is about to: nobody should wait with it.
-                for number in self.queue.abandon():
-                    self._closures.pop(number).value._fail(error)
-                    self._finished_numbers.append(number)
-            self.changed.notify_all()
-
-    def no_workers(self, waited_s: float) -> None:
-        """Closures have waited too long for any worker to come."""
-        what = f"closures wait, but no worker has answered for {waited_s:g} s ({self.why_down()})."
-        self._stop(UnavailableError(what, task="/job:worker"))
-
-    def _stop(self, error: Exception) -> None:
-        """Something is wrong that is nobody's closure: the next call raises it."""
-        with self.changed:
-            self.errors.append(ClosureRecord(closure=None, function="", worker="", error=error))
-            self._locked_do(self.queue.stop(error))
-            self.changed.notify_all()
-
-    def why_down(self) -> str:
-        """Who does not answer, where, and what came of the last attempt."""
-        return "; ".join(link.why_down() for link in self.links if not link.connected)
-
-    def tick(self) -> None:
-        """Looks after idle workers, and things nobody needs any more. May wait for a worker to read."""
+    def _send_definitions_again(self, link: WorkerLink, number: int) -> None:
+        """Send again what a closure needs, before its error is known and it is scheduled again."""
         with self.lock:
-            self._locked_do(self.queue.rebalance())
-            released = self._locked_released()
-            least_loaded_worker = self.queue.least_loaded_worker()
-            finished, self._finished_numbers = self._finished_numbers, []
-        self.sender.forget(self.links, released)
-        if finished:
-            self.views.finish_closures(finished)
-        if least_loaded_worker is not None:
-            self.pump(self.links[least_loaded_worker])
-
-    def look_for_silence(self) -> None:
-        """Gives up workers that have said nothing for too long. Never waits."""
-        now = time.monotonic()
-        for link in self.links:
-            link.look_for_silence(now)
-
-    def beat(self) -> None:
-        """Tells every worker that its coordinator lives. Never waits."""
-        for link in self.links:
-            link.beat()
+            call = self.closures[number].call if number in self.closures else None
+        if call is not None:
+            self.sender.send_again(link, call)
 
     # ------------------------------------------------------------------ inside, holding lock
 
-    def _locked_build(self, link: WorkerLink, resource: int, values: PerWorkerValues) -> None:
-        _, call = self.resources[resource]
-        value = values.values[link.index]
-        closure = Closure(next(self._numbers), call, value, time.perf_counter(), resource=resource)
-        self._closures[closure.number] = closure
+    def _locked_execute(
+        self,
+        found: Sequence[Action],
+        cause: Cause | None = None,
+        results: Mapping[int, Frame] | None = None,
+    ) -> list[Sending]:
+        """Execute what only changes tables and values; return the actions that may wait."""
+        pending: list[Sending] = []
+        for action in found:
+            if isinstance(action, _SENDING):
+                pending.append(action)
+            elif isinstance(action, actions.DeliverResults):
+                assert results is not None
+                self.closures.deliver([results[number] for number in action.closures])
+            elif isinstance(action, actions.ResolveClosure):
+                lost_with = [self._tasks[number] for number in action.workers]
+                cause = self.closures.resolve(action, cause, lost_with)
+            elif isinstance(action, actions.RequeueClosure):
+                self.closures.note_requeued(action, cause)
+            elif isinstance(action, actions.ReleaseWorker):
+                self._locked_release(self.links.pop(action.worker))
+            else:
+                assert cause is not None
+                self.error = cause.error
+                if action.closure is None:
+                    _log.error("%s", cause.error)
+                    self.closures.keep_error(cause)
+        return pending
+
+    def _locked_report(self, link: WorkerLink, message: Message) -> list[Sending]:
+        """Handle any report but a result."""
+        if isinstance(message, messages.Returned):
+            return self._locked_execute(self.queue.returned(link.number, message.closures))
+        if isinstance(message, messages.Failed) and message.closure in self.closures:
+            error = exception_from(message.failure, may_unpickle=True, any_type=True)
+            task = error.task if isinstance(error, ParameterServerLost) else ""
+            return self._locked_execute(
+                self.queue.failed(link.number, message.closure, blame=message.blame, task=task),
+                Cause(error, link.task, message.failure.traceback),
+            )
+        if isinstance(message, messages.Beat) and message.facts and link.number in self.links:
+            self.worker_facts[link.number] = metrics.Snapshot.from_plain(message.facts)
+        return []
+
+    def _locked_release(self, link: WorkerLink) -> None:
+        link.leave()
+        self._released_links.append(link)
+        self._locked_abort_values(link.number, WorkerLost(f"{link.task} has left", task=link.task))
+        for _, values in self._locked_resources():
+            values._by_worker.pop(link.number, None)
+
+    def _locked_build(
+        self, link: WorkerLink, resource: int, values: PerWorkerValues
+    ) -> list[Sending]:
+        """Queue the closure that builds one worker's part of a per-worker value."""
+        call, value = self._resources[resource][1], values._by_worker[link.number]
+        closure = Closure(0, call, value, time.perf_counter(), resource=resource)
         down = WorkerLost(f"{link.task} is down", task=link.task)
-        self._locked_do(self.queue.add_resource(closure.number, link.index), down)
+        found = self.queue.add_resource(self.closures.add(closure), link.number)
+        return self._locked_execute(found, Cause(down))
 
-    def _locked_complete(self, message: messages.Finished, frame: Frame, arrived: float) -> None:
-        closure = self._closures.pop(message.closure)
-        closure.value._set(message.value, frame)
-        self._finished_numbers.append(closure.number)
-        if not closure.resource:
-            timers = self._timers
-            timers["queue"].record(closure.sent_at - closure.scheduled_at + message.waited_s)
-            timers["compute"].record(message.ran_s)
-            travelled = arrived - closure.sent_at - message.waited_s - message.ran_s
-            timers["send"].record(max(0.0, travelled))
+    def _locked_resources(self) -> list[tuple[int, PerWorkerValues]]:
+        """Return the per-worker values that are still referenced, by number."""
+        found = [(number, reference()) for number, (reference, _) in self._resources.items()]
+        return [(number, values) for number, values in found if values is not None]
 
-    def _locked_set_window(self, link: WorkerLink, finished: Sequence[messages.Finished]) -> None:
-        mean = sum(message.ran_s for message in finished) / len(finished)
-        old = link.mean_run_s
-        link.mean_run_s = mean if old == 0.0 else 0.75 * old + 0.25 * mean
-        window = int(IN_FLIGHT_S / max(link.mean_run_s, 1e-6))
-        self.queue.set_window(link.index, min(MAX_WINDOW, max(MIN_WINDOW, window)))
-
-    def _locked_failure(self, link: WorkerLink, message: messages.Failed) -> None:
-        closure = self._closures.get(message.closure)
-        if closure is None:
-            return
-        error = exception_from(message.failure, may_unpickle=True, any_type=True)
-        if not closure.resource and self._is_transient(message, error):
-            actions = self.queue.retry(link.index, message.closure)
-            if actions is not None:
-                self._counters["retried"].add()
-                _log.warning("%s: %s is retried: %s", link.task, closure.name, error)
-                self._locked_do(actions)
-            return
-        actions = self.queue.failed(link.index, message.closure, error)
-        if actions is None:
-            return
-        del self._closures[message.closure]
-        closure.value._fail(error)
-        self._finished_numbers.append(closure.number)
-        if closure.resource:
-            return  # it concerns nobody until somebody uses it (CCO-25)
-        self._counters["failed"].add()
-        self._locked_keep(closure, link.task, error, message.failure.traceback)
-        self._locked_do(actions)
-
-    def _is_transient(self, message: messages.Failed, error: BaseException) -> bool:
-        """FLT-10 and FLT-11: the first reports of a server's trouble are not believed."""
-        if message.blame == "server" and isinstance(error, ParameterServerLost):
-            seen = self._server_reports.get(error.task, 0) + 1
-            self._server_reports[error.task] = seen
-            return seen < self.options.transient_ps_failures
-        if message.blame == "deadline":
-            limit = self.options.transient_timeouts
-            self._deadlines += 1
-            return self._deadlines < (limit if limit >= 0 else len(self.links) // 10)
-        return False
-
-    def _locked_do(self, actions: Sequence[Action], lost: WorkerLost | None = None) -> None:
-        for action in actions:
-            if isinstance(action, ResolveClosure):
-                self._locked_settle(action, lost)
-            elif isinstance(action, RecallClosures):
-                self._watch.recall(action)  # not sent here: a send may wait
-
-    def _locked_settle(self, action: ResolveClosure, lost: WorkerLost | None) -> None:
-        closure = self._closures.pop(action.closure, None)
-        if closure is None:
-            return
-        self._finished_numbers.append(closure.number)
-        if action.fate is Fate.ABORTED:
-            closure.value._abort(_aborted(lost))
-        elif action.fate is Fate.CANCELLED:
-            closure.value._fail(
-                ClosureCancelled(
-                    f"{closure.name} was cancelled because another closure failed; schedule it "
-                    "again if it still matters."
-                )
-            )
-        else:
-            error = self._poisonous(closure, [self.links[n].task for n in action.workers])
-            closure.value._fail(error)
-            self._locked_keep(closure, error.workers[-1], error)
-            self._locked_do(self.queue.stop(error))
-
-    def _poisonous(self, closure: Closure, workers: Sequence[str]) -> ClosurePoisonous:
-        return ClosurePoisonous(
-            f"{closure.name} was lost with {len(workers)} workers in a row "
-            f"({', '.join(workers)}) and is not tried again. It probably ends the process (out of "
-            "memory, a crash in native code, os._exit), or keeps the worker from answering for "
-            f"more than {self.options.heartbeat_limit_s:g} s.",
-            closure=closure.name,
-            workers=workers,
-        )
-
-    def _locked_keep(
-        self, closure: Closure, worker: str, error: BaseException, trace: str = ""
-    ) -> None:
-        self.errors.append(
-            ClosureRecord(
-                closure=closure.number,
-                function=closure.name,
-                worker=worker,
-                error=error,
-                remote_traceback=trace,
-            )
-        )
-
-    def _locked_released(self) -> list[int]:
-        released = []
-        while self._released:
-            number = self._released.popleft()
-            if self.resources.pop(number, None) is not None:
-                released.append(number)
-        return released
-
-
-def _note(released: deque[int], number: int, _: Any) -> None:
-    released.append(number)
-
-
-def _aborted(lost: WorkerLost | None) -> ClosureAborted:
-    return ClosureAborted(f"the worker holding this value is gone: {lost}", original_exception=lost)
+    def _locked_abort_values(self, worker: int, lost: WorkerLost) -> None:
+        self.worker_facts.pop(worker, None)
+        for _, values in self._locked_resources():
+            if worker in values._by_worker:
+                values._by_worker[worker]._abort(aborted(lost))

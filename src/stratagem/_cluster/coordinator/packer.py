@@ -31,6 +31,7 @@ from stratagem._cluster.coordinator.function_identity import (
     mark_value,
 )
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
+from stratagem._cluster.worker.closure_random import global_function
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest_of, pack, ship_by_value
 from stratagem._wire.frames import Buffer, Limits
@@ -302,7 +303,8 @@ class Packer:
             )
         token = self._views.describe(obj)
         if token is None:
-            return None
+            name = global_function(obj)  # `from random import shuffle`: the worker's own
+            return None if name is None else ("g", name)
         self._tokens.append(token)
         if self._holding:
             self._holds.append(obj)

@@ -1,7 +1,7 @@
-"""What `schedule` and `create_per_worker_*` give back: values that are, or will be, elsewhere.
+"""Return values of `schedule` and `create_per_worker_*`: results that arrive later, or stay on workers.
 
-`RemoteValue` is one closure's result, `PerWorkerValues` one value per worker, `PerWorkerDataset`
-makes one iterator per worker. The coordinator fills them in; they decide nothing.
+`RemoteValue` is the result of one closure, `PerWorkerValues` one value per worker, `PerWorkerDataset`
+makes one iterator per worker. The engine sets them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stratagem._core import context
 from stratagem._core.user_contexts import InputContext
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame, Packed
-from stratagem.errors import ClosureAborted, ClosureCancelled, DeadlineExceeded
+from stratagem.errors import ClosureAborted, DeadlineExceeded, WrongArgumentType
 
 if TYPE_CHECKING:
     from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 @final
 class ResultCondition:
-    """A condition that knows who waits for what, so that nobody is woken for nothing.
+    """A condition that counts the threads waiting for a result, so that others are woken less often.
 
     Args:
-        lock: guards everything the waiters look at.
+        lock: guards everything that waiting threads read.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
         self.condition = threading.Condition(lock)
         self.waiting_for_values = 0
-        """Threads inside `RemoteValue.get`: they want to see every result."""
+        """Threads inside `RemoteValue.get`: they must be woken by every result."""
 
     def wait_for_value(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Waits, with the lock held, until a value is there; False when the time is over."""
+        """Wait, holding the lock, until a value is there; return False after the timeout."""
         self.waiting_for_values += 1
         try:
             return self.condition.wait_for(ready, timeout_s)
@@ -49,7 +49,7 @@ class ResultCondition:
 
 
 class RemoteValueStatus(enum.Enum):
-    """Where a remote value stands (RMV-1)."""
+    """State of a remote value (RMV-1)."""
 
     NOT_READY = "not ready"
     READY = "ready"
@@ -58,10 +58,10 @@ class RemoteValueStatus(enum.Enum):
 
 @final
 class RemoteValue:
-    """The result of a scheduled function, once it is there.
+    """The result of a scheduled function.
 
-    Made by `ClusterCoordinator.schedule`. `get` and `fetch` wait for it; an exception of the
-    function is raised by both, every time.
+    Made by `ClusterCoordinator.schedule`. `get` and `fetch` wait for the result. Both raise the
+    exception of the function, every time.
 
     Example:
         >>> import stratagem as sg
@@ -73,10 +73,10 @@ class RemoteValue:
         3
     """
 
-    __slots__ = ("__weakref__", "_bell", "_error", "_name", "_raw", "_status", "_value")
+    __slots__ = ("__weakref__", "_condition", "_error", "_name", "_raw", "_status", "_value")
 
-    def __init__(self, bell: ResultCondition, name: str) -> None:
-        self._bell = bell
+    def __init__(self, condition: ResultCondition, name: str) -> None:
+        self._condition = condition
         self._name = name
         self._status = RemoteValueStatus.NOT_READY
         self._error: BaseException | None = None
@@ -89,40 +89,38 @@ class RemoteValue:
         return self._status
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Waits for the value and gives it, tensors as tensors.
+        """Wait for the result and return it, tensors as tensors.
 
         Args:
-            timeout_s: how long to wait; by default as long as it takes.
+            timeout_s: how long to wait; by default without limit.
 
         Raises:
             ClosureCancelled: another closure failed first, or the coordinator was closed.
-            DeadlineExceeded: not there within `timeout_s`.
-            Exception: what the function raised.
+            DeadlineExceeded: there is no result within `timeout_s`.
+            Exception: the exception of the function.
         """
-        with self._bell.condition:
+        with self._condition.condition:
             self._wait(timeout_s)
             if self._error is not None:
                 raise self._error
-            if self._status is RemoteValueStatus.ABORTED:
-                raise ClosureCancelled(f"{self._name} was lost with its worker; schedule it again.")
             if self._raw is not None:
-                # Unpacked here, not when it arrives: most results of a training step are not read.
+                # Unpacked here and not on arrival: most results of training steps are never read.
                 packed, frame = self._raw
                 self._value = unpack(packed, frame)
                 self._raw = None
             return self._value
 
     def fetch(self, timeout_s: float | None = None) -> Any:
-        """As `get`, with tensors as NumPy arrays (bfloat16 as float32) and scalars as numbers."""
+        """Return the result as `get` does, with tensors as NumPy arrays (bfloat16 as float32)."""
         return map_leaves(_to_numpy, self.get(timeout_s))
 
     def _wait(self, timeout_s: float | None) -> None:
-        if self._status is RemoteValueStatus.NOT_READY and not self._bell.wait_for_value(
+        if self._status is RemoteValueStatus.NOT_READY and not self._condition.wait_for_value(
             lambda: self._status is not RemoteValueStatus.NOT_READY, timeout_s
         ):
-            raise DeadlineExceeded(f"{self._name} was not there within {timeout_s:g} s.")
+            raise DeadlineExceeded(f"{self._name} has no result after {timeout_s:g} s.")
 
-    # What the coordinator does, holding the condition's lock.
+    # Called by the engine, holding the condition's lock.
 
     def _set(self, value: Packed | None, frame: Frame | None) -> None:
         if value is not None and frame is not None:
@@ -148,10 +146,10 @@ class RemoteValue:
 
 @final
 class PerWorkerValues:
-    """One value per worker, each held by its worker.
+    """One value per worker; each stays on its worker.
 
-    Made by the coordinator only. Passed to `schedule`, the function receives the executing
-    worker's own value.
+    Made by the coordinator only. When passed to `schedule`, the function receives the value of the
+    worker that runs it.
 
     Example:
         >>> import stratagem as sg
@@ -159,28 +157,34 @@ class PerWorkerValues:
         ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
         ...     with sg.ClusterCoordinator(strategy) as coordinator:
         ...         counters = coordinator.create_per_worker_resource(lambda: [40])
-        ...         coordinator.schedule(lambda mine: mine[0] + 2, args=(counters,)).fetch(
-        ...             timeout_s=30
-        ...         )
+        ...         coordinator.schedule(lambda mine: mine[0] + 2, args=(counters,)).fetch()
         42
     """
 
-    __slots__ = ("__weakref__", "_resource", "_values")
+    __slots__ = ("__weakref__", "_by_worker", "_name", "_resource")
 
     def __init__(self, values: Sequence[RemoteValue]) -> None:
         for value in values:
             if not isinstance(value, RemoteValue):
-                raise AssertionError(
+                raise WrongArgumentType(
                     f"PerWorkerValues holds {value!r}: expected RemoteValues only; they are made by "
                     "create_per_worker_dataset and create_per_worker_resource."
                 )
-        self._values = tuple(values)
+        # By the worker's number. The engine adds the workers that join and drops those that leave.
+        self._by_worker = dict(enumerate(values))
         self._resource = 0
+        self._name = ""
+
+    @classmethod
+    def _make(cls, name: str, resource: int) -> PerWorkerValues:
+        made = cls(())
+        made._name, made._resource = name, resource
+        return made
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """State of each worker's value (the values themselves stay with the workers)."""
-        return self._values
+        """The state of each worker's value. The values themselves stay on the workers."""
+        return tuple(self._by_worker.values())
 
     def __iter__(self) -> Iterator[object]:
         return self
@@ -193,13 +197,13 @@ class PerWorkerValues:
 
     @override
     def __repr__(self) -> str:
-        states = ", ".join(value.status.value for value in self._values)
+        states = ", ".join(value.status.value for value in self.values)
         return f"<PerWorkerValues [{states}]>"
 
 
 @final
 class PerWorkerDataset:
-    """A dataset that is built anew by every worker; `iter` of it starts an iterator on each.
+    """A dataset that every worker builds for itself; ``iter()`` starts one iterator per worker.
 
     Made by `ClusterCoordinator.create_per_worker_dataset`.
     """
@@ -214,7 +218,7 @@ class PerWorkerDataset:
 
     @property
     def element_spec(self) -> object:
-        """Shape and kind of an element, from the dataset built once on the coordinator (CCO-30)."""
+        """Shapes and types of an element, from the dataset built once on the coordinator (CCO-30)."""
         if self._spec is None:
             dataset: Any = build_dataset(self._source, index=0, workers=1)
             self._spec = dataset.element_spec
@@ -227,17 +231,11 @@ class PerWorkerDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class ClosureRecord:
-    """One error: whose it was, where, and what happened.
+    """One error of a scheduled function, with its worker and remote traceback.
 
     Example:
         >>> from stratagem._cluster.coordinator.remote_values import ClosureRecord
-        >>> ClosureRecord(
-        ...     closure=3,
-        ...     function="step",
-        ...     worker="/job:worker/task:1",
-        ...     error=ValueError("no"),
-        ...     remote_traceback="...",
-        ... ).error
+        >>> ClosureRecord(closure=3, function="step", worker="w", error=ValueError("no")).error
         ValueError('no')
     """
 
@@ -249,9 +247,9 @@ class ClosureRecord:
 
 
 def build_dataset(source: object, *, index: int, workers: int) -> Iterable[object]:
-    """The dataset of one worker: `source` itself, or what the function `source` returns.
+    """Return the dataset of one worker: `source` itself, or the result of the function `source`.
 
-    A function with a parameter receives an `InputContext` that says which worker this is.
+    A function with a parameter receives an `InputContext` with the worker's index.
     """
     if not callable(source):
         dataset = source
@@ -261,8 +259,8 @@ def build_dataset(source: object, *, index: int, workers: int) -> Iterable[objec
         dataset = source()
     if not isinstance(dataset, Iterable):
         raise TypeError(
-            f"the dataset function returned {dataset!r}: expected something to iterate over, such "
-            "as an sg.data.Dataset or a DataLoader."
+            f"the dataset function returned {dataset!r}: expected an iterable, such as an "
+            "sg.data.Dataset or a DataLoader."
         )
     return dataset
 
@@ -277,13 +275,19 @@ def _takes_context(function: Callable[..., object]) -> bool:
 
 
 def make_iterator(source: object, workers: Sequence[int]) -> Iterator[object]:
-    """Runs on a worker: its iterator over its own dataset. `workers`: the indices of all of them."""
-    index = workers.index(context.get_current_worker_index())
-    return iter(build_dataset(source, index=index, workers=len(workers)))
+    """Start the iterator of the worker that runs this. `workers`: task indices of all workers."""
+    index = context.get_current_worker_index()
+    if index not in workers and callable(source) and _takes_context(source):
+        raise ValueError(
+            f"worker {index} joined after this dataset was made for the workers {list(workers)}, which "
+            "share its rows by InputContext: create the per-worker dataset again."
+        )
+    place = workers.index(index) if index in workers else 0
+    return iter(build_dataset(source, index=place, workers=len(workers)))
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Applies a function to the leaves of lists, tuples, named tuples and dictionaries.
+    """Apply a function to the leaves of lists, tuples, named tuples and dictionaries.
 
     Example:
         >>> map_leaves(lambda leaf: leaf * 2, {"a": (1, [2])})

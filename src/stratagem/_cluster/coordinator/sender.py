@@ -1,8 +1,8 @@
-"""What a worker must be told before and with a closure, in which order.
+"""Pack calls, and build the batches of messages that bring a closure to a worker.
 
-Functions and definitions once per worker life, updates when they moved, then the closure itself.
-`Sender` packs on the user's thread (`shipping.py`) and builds the batches that links send; whether
-and to whom a closure goes is decided by the engine.
+A worker receives each function and definition once per incarnation, updates when something changed, then
+the closure itself. `Sender` packs on the user's thread (`packer.py`) and builds batches for the links. The
+engine decides which worker gets a closure.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from stratagem._wire.frames import Buffer
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A packed call: the function, its arguments, and the state of the strategy it belongs to."""
+    """A packed call: the function, its arguments, and the version of the strategy's state."""
 
     function: PackedObject
     arguments: PackedObject | None
     version: int
     holds: Sequence[object] = ()
-    """What the function captures of the strategy's: not to be freed before the call is done."""
+    """Objects of the strategy that the function captures: kept alive until the call is done."""
 
 
 @dataclass(slots=True, eq=False)
 class Closure:
-    """One closure on its way."""
+    """A scheduled call and where its result goes."""
 
     number: int
     call: Call
@@ -57,7 +57,7 @@ class Sender:
     def __init__(self, views: StrategyOnCoordinator) -> None:
         self._views = views
         self._packing = threading.Lock()
-        self._shipper = Packer(views)
+        self._packer = Packer(views)
         self._version = 0
         self._updates: deque[tuple[int, PackedObject]] = deque()
 
@@ -67,60 +67,60 @@ class Sender:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> Call:
-        """Packs a call as everything is now; raises what cannot be sent."""
+        """Pack a call with the present state of everything; raise if something cannot be sent."""
         with self._packing:
-            shipped, holds = self._shipper.function(function)
+            packed, holds = self._packer.function(function)
             arguments = None
             if args or kwargs:
-                arguments = self._shipper.arguments(args or (), dict(kwargs or {}))
+                arguments = self._packer.arguments(args or (), dict(kwargs or {}))
             version = self._views.snapshot()
             if version != self._version:
-                shipment = self._pack_updates(self._version, version)
-                self._shipper.define_again(self._views.outdated())
-                if shipment is not None:
-                    self._updates.append((version, shipment))
+                updates = self._pack_updates(self._version, version)
+                self._packer.define_again(self._views.outdated())
+                if updates is not None:
+                    self._updates.append((version, updates))
                 self._version = version
-        return Call(shipped, arguments, version, holds)
+        return Call(packed, arguments, version, holds)
 
     def catch_up(self, link: WorkerLink) -> None:
-        """Tells a new life what the strategy's state is now."""
+        """Send a new incarnation the present state of the strategy."""
         with self._packing:
             version = self._version
-            shipment = self._pack_updates(0, version)
+            updates = self._pack_updates(0, version)
         with link.sending:
-            link.version = version
-            if shipment is not None:
+            link.sent.version = version
+            if updates is not None:
                 batch: list[Encoded] = []
-                self._add_updates(link, shipment, batch, whole=True)
+                self._add_updates(link, updates, batch, whole=True)
                 link.send(batch)
 
     def send_again(self, link: WorkerLink, call: Call) -> None:
-        """Something that a call needs did not arrive as it should: all of it goes with the next one.
+        """Send everything that a call needs again with the next closure that needs it.
 
-        A worker that has an object already keeps it. What moved on goes now: it belongs to no call.
+        Something arrived damaged. The worker keeps the objects it has. Updates are sent now, since
+        they belong to no call.
         """
-        shipped = (call.function, call.arguments)
         with link.sending:
-            link.functions.discard(call.function.digest)
-            for shipment in shipped:
-                if shipment is not None:
-                    for token in shipment.tokens:
+            link.sent.functions.discard(call.function.digest)
+            for packed in (call.function, call.arguments):
+                if packed is not None:
+                    for token in packed.tokens:
                         self._forget_definition(link, token)
         self.catch_up(link)
 
     def add(self, link: WorkerLink, closure: Closure, batch: list[Encoded]) -> None:
-        """Adds a closure, and before it what this worker has not been told yet. Holds `sending`."""
-        call = closure.call
+        """Add a closure, and before it what this worker has not received yet. Holds `sending`."""
+        call, sent = closure.call, link.sent
         function, arguments = call.function, call.arguments
         for token in function.tokens:
             self._add_definition(link, token, batch)
-        if call.version > link.version:
-            for version, shipment in tuple(self._updates):
-                if link.version < version <= call.version:
-                    self._add_updates(link, shipment, batch)
-            link.version = call.version
-        if function.digest not in link.functions:
-            link.functions.add(function.digest)
+        if call.version > sent.version:
+            for version, updates in tuple(self._updates):
+                if sent.version < version <= call.version:
+                    self._add_updates(link, updates, batch)
+            sent.version = call.version
+        if function.digest not in sent.functions:
+            sent.functions.add(function.digest)
             define = messages.Define(value=function.packed, function=function.digest)
             batch.append((define, function.buffers))
         buffers: Sequence[Buffer] = ()
@@ -138,44 +138,44 @@ class Sender:
         batch.append((run, buffers))
 
     def forget(self, links: Sequence[WorkerLink], resources: Sequence[int]) -> None:
-        """Drops, here and at the workers, what nobody will refer to any more."""
+        """Drop, here and on the workers, functions and resources that nothing refers to any more."""
         with self._packing:
-            functions, self._shipper.evicted = tuple(self._shipper.evicted), []
-            oldest = min((link.version for link in links if link.connected), default=0)
+            functions, self._packer.evicted = tuple(self._packer.evicted), []
+            oldest = min((link.sent.version for link in links if link.connected), default=0)
             while self._updates and self._updates[0][0] <= oldest:
                 self._updates.popleft()
         if not functions and not resources:
             return
         for link in links:
             with link.sending:
-                known = tuple(digest for digest in functions if digest in link.functions)
-                link.functions.difference_update(known)
+                known = tuple(digest for digest in functions if digest in link.sent.functions)
+                link.sent.functions.difference_update(known)
                 if resources or known:
                     link.notify(messages.Forget(functions=known, resources=tuple(resources)))
 
     def _pack_updates(self, after: int, upto: int) -> PackedObject | None:
         updates = self._views.updates(after, upto)
-        return self._shipper.updates(updates) if updates else None
+        return self._packer.updates(updates) if updates else None
 
     def _add_updates(
-        self, link: WorkerLink, shipment: PackedObject, batch: list[Encoded], *, whole: bool = False
+        self, link: WorkerLink, updates: PackedObject, batch: list[Encoded], *, whole: bool = False
     ) -> None:
-        for token in shipment.tokens:
+        for token in updates.tokens:
             self._add_definition(link, token, batch)
-        batch.append((messages.Update(updates=shipment.packed, whole=whole), shipment.buffers))
+        batch.append((messages.Update(updates=updates.packed, whole=whole), updates.buffers))
 
     def _forget_definition(self, link: WorkerLink, token: Hashable) -> None:
-        if token in link.tokens:
-            link.tokens.discard(token)
-            for _, nested in self._shipper.definitions[token]:
+        if token in link.sent.tokens:
+            link.sent.tokens.discard(token)
+            for _, nested in self._packer.definitions[token]:
                 for inner in nested:
                     self._forget_definition(link, inner)
 
     def _add_definition(self, link: WorkerLink, token: Hashable, batch: list[Encoded]) -> None:
-        if token in link.tokens:
+        if token in link.sent.tokens:
             return
-        link.tokens.add(token)
-        for encoded, nested in self._shipper.definitions[token]:
+        link.sent.tokens.add(token)
+        for encoded, nested in self._packer.definitions[token]:
             for inner in nested:
                 self._add_definition(link, inner, batch)
             batch.append(encoded)

@@ -1,103 +1,103 @@
-"""Waiting for the workers when a coordinator starts: for as long as it is of use, and saying for whom.
+"""Wait for the workers when a coordinator starts.
 
-The links' threads make the attempts (`link.py`) and go on with them for ever; here it is only decided when the
-coordinator may begin. A worker that does not answer may just be starting. One that answered and refused will refuse again,
-and an address that is none stays none: nobody waits for those.
+The links' threads connect, and go on trying after the start. This module decides how long the coordinator
+waits for them. A worker that does not answer may be starting. A worker that refused will refuse again, and
+an invalid address stays invalid: the coordinator does not wait for those.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from stratagem._cluster.coordinator.engine import Engine
-from stratagem._cluster.coordinator.worker_link import WorkerLink
 from stratagem._wire.connecting import check_destination
 from stratagem.errors import UnavailableError
 
 _log = logging.getLogger("stratagem.coordinator")
 
-TELL_AFTER_S: Final = 2.0
-"""Silence that a person at a terminal begins to wonder about; workers of a script are up by then."""
+LOG_AFTER_S: Final = 2.0
+"""When to log which workers are late: a person at a terminal begins to wonder; most workers are up."""
 
 _SETTING: Final = "STRATAGEM_CONNECT_TIMEOUT_S"
 
 
-def check_addresses(links: Sequence[WorkerLink]) -> None:
-    """Finds addresses that no waiting will mend.
+def check_addresses(addresses: Iterable[tuple[int, str]]) -> None:
+    """Refuse addresses of workers that can never be connected to.
 
     Raises:
-        ValueError: an address that is none, with its task.
+        ValueError: an invalid address, with its task.
     """
-    for link in links:
+    for task, address in addresses:
         try:
-            check_destination(link.address)
+            check_destination(address)
         except ValueError as error:
-            raise ValueError(f"the address of {link.task} is wrong: {error}.") from error
+            raise ValueError(
+                f"the address of /job:worker/task:{task} is invalid: {error}."
+            ) from error
 
 
 def await_workers(engine: Engine) -> None:
-    """Waits until every worker has answered; goes on without some, but not without any.
+    """Wait until every worker has answered; go on without some of them, but not without any.
 
     Raises:
-        UnavailableError: there is no worker to go on with; it names each, its address and why.
-        ParameterServerLost: a worker found out that a server is gone.
+        UnavailableError: no worker is up; it names each worker, its address and the reason.
+        ParameterServerLost: a worker found that a server is gone.
     """
     limit_s = engine.options.connect_timeout_s
     began = time.monotonic()
-    told = False
-    if limit_s > TELL_AFTER_S and not _wait(engine, TELL_AFTER_S):
-        told = True
+    late = limit_s > LOG_AFTER_S and not _wait(engine, LOG_AFTER_S)
+    if late:
         why = engine.why_down()
         _log.warning("waiting for workers: %s, up to %g s (%s)", why, limit_s, _SETTING)
     _wait(engine, began + limit_s - time.monotonic())
     with engine.lock:
-        error = engine.queue.error
+        error = engine.error
         up, wanted = engine.queue.workers_up(), len(engine.links)
     if error is not None:
         raise error
     if up == 0:
-        raise _nobody(engine)
+        raise _no_worker(engine)
     if up < wanted:
         _log.warning(
             "%d of %d workers answer, going on without the rest: %s", up, wanted, engine.why_down()
         )
-    elif told:
+    elif late:
         _log.warning("all %d workers answer after %.1f s", wanted, time.monotonic() - began)
 
 
 def _wait(engine: Engine, timeout_s: float) -> bool:
-    """Whether each has answered, in one way or the other, within the time."""
+    """Return whether every worker is up or has refused within the time."""
 
     def all_answered() -> bool:
-        refused = sum(link.taken or link.refused for link in engine.links)
-        return engine.queue.error is not None or engine.queue.workers_up() + refused >= len(
-            engine.links
-        )
+        refused = sum(link.taken or link.refused for link in engine.links.values())
+        up = engine.queue.workers_up()
+        return engine.error is not None or up + refused >= len(engine.links)
 
     with engine.changed:
         return engine.changed.wait_for(all_answered, timeout=timeout_s)
 
 
-def _nobody(engine: Engine) -> UnavailableError:
-    why, task = engine.why_down(), engine.links[0].task if len(engine.links) == 1 else "/job:worker"
-    if any(link.taken for link in engine.links):
+def _no_worker(engine: Engine) -> UnavailableError:
+    links, why = list(engine.links.values()), engine.why_down()
+    task = links[0].task if len(links) == 1 else "/job:worker"
+    if any(link.taken for link in links):
         return UnavailableError(
             f"no worker is free ({why}). A worker serves one coordinator at a time: wait until the "
             "other one is done, or start workers of your own.",
             task=task,
         )
-    if all(link.refused for link in engine.links):
+    if all(link.refused for link in links):
         return UnavailableError(
-            f"no worker takes part: {why}. That is not mended by waiting: correct the workers' "
-            "addresses in the cluster specification, or what the workers were started with.",
+            f"every worker refused: {why}. Waiting does not help: correct the workers' addresses in "
+            "the cluster specification, or the arguments the workers were started with.",
             task=task,
         )
     return UnavailableError(
         f"no worker answered within {engine.options.connect_timeout_s:g} s: {why}. Start the "
-        f"workers, or correct their addresses in the cluster specification; {_SETTING} changes how "
-        "long they are waited for.",
+        f"workers, or correct their addresses in the cluster specification; {_SETTING} sets how long "
+        "to wait.",
         task=task,
     )

@@ -1,26 +1,21 @@
-"""Three threads beside a coordinator's engine: for signs of life, for work, for the servers.
+"""Three threads beside a coordinator's engine: for heartbeats, for closures, for parameter servers.
 
-They only notice; what follows is decided by the engine. The first does nothing that can wait: a worker
-that hangs in the middle of a large message would otherwise keep everybody from noticing, and from
-telling the other workers that their coordinator lives. Sends that must not happen under the engine's
-lock (recalls) are made by the second.
+They report events to the engine. The first thread never waits for another process: otherwise a worker that
+hangs in the middle of a large message would delay the heartbeats to the others.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
+import sys
 import threading
 import time
-from collections import deque
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
-from typing_extensions import override
-
-from stratagem._cluster.coordinator.closure_queue import RecallClosures
-from stratagem._cluster.launch.fork_server import dump_stacks
-from stratagem._wire import messages
 from stratagem.errors import ParameterServerLost
 
 if TYPE_CHECKING:
@@ -28,72 +23,57 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("stratagem.coordinator")
 
-TICK_S = 0.1
-"""How often workers and servers are looked after: bounds how long a closure waits behind a long one."""
+TICK_S = 0.1  # how often the threads look: bounds how long a closure waits behind a long one
 
 
 @final
 class WatchThreads:
-    """The watching threads of one engine."""
+    """The watch threads of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._recalls: deque[RecallClosures] = deque()
-        self._wake = threading.Event()
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._watch_life, name="stratagem-watch-life", daemon=True),
-            threading.Thread(
-                target=self._watch_workers, name="stratagem-watch-workers", daemon=True
-            ),
-            threading.Thread(
-                target=self._watch_servers, name="stratagem-watch-servers", daemon=True
-            ),
+            threading.Thread(target=run, name=f"stratagem-watch-{name}", daemon=True)
+            for name, run in (
+                ("heartbeats", self._watch_heartbeats),
+                ("closures", self._watch_closures),
+                ("servers", self._watch_servers),
+            )
         ]
-        self._idle_since = time.monotonic()
-        self._seen = 0
-        self._alone_since: float | None = None
+        self._progress_at = time.monotonic()
+        self._finished = 0
+        self._no_worker_since: float | None = None
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
-    def recall(self, action: RecallClosures) -> None:
-        """Asks a worker, soon, for what it has not started."""
-        self._recalls.append(action)
-        self._wake.set()
-
     def close(self, timeout_s: float) -> None:
-        """Ends the threads. May be called again."""
+        """End the threads. May be called again."""
         self._stop.set()
-        self._wake.set()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _watch_life(self) -> None:
-        beat_at = 0.0
+    def _watch_heartbeats(self) -> None:
+        sent_at = 0.0
         while not self._stop.wait(TICK_S):
             if self._engine.abandoned:
                 self._engine.close()
                 return
-            self._guard(self._engine.look_for_silence)
             now = time.monotonic()
-            if now - beat_at >= self._engine.options.heartbeat_s:
-                beat_at = now
-                self._guard(self._engine.beat)
-            self._look_for_workers(now)
-            self._look_for_progress(now)
+            due = now - sent_at >= self._engine.options.heartbeat_s
+            if due:
+                sent_at = now
+            for link in list(self._engine.links.values()):
+                self._guard(functools.partial(link.watch, now, send_heartbeat=due))
+            self._check_workers(now)
+            self._check_progress(now)
 
-    def _watch_workers(self) -> None:
-        while not self._stop.is_set():
-            self._wake.wait(TICK_S)
-            self._wake.clear()
-            while self._recalls:
-                action = self._recalls.popleft()
-                link = self._engine.links[action.worker]
-                link.notify(messages.Recall(closures=action.closures))
+    def _watch_closures(self) -> None:
+        while not self._stop.wait(TICK_S):
             self._guard(self._engine.tick)
 
     def _watch_servers(self) -> None:
@@ -107,43 +87,44 @@ class WatchThreads:
         except ParameterServerLost as error:
             if not self._stop.is_set():
                 self._engine.server_lost(error)
-        except Exception:  # noqa: BLE001 - a watcher that ended would be missed by nobody, until it is needed
+        except Exception:  # noqa: BLE001 - the thread must survive any error
             if not self._stop.is_set():
-                _log.exception("watching failed")
+                _log.exception("a check of the coordinator failed")
 
-    def _look_for_workers(self, now: float) -> None:
+    def _check_workers(self, now: float) -> None:
+        """Report closures that have waited too long for any worker."""
         queue = self._engine.queue
         with self._engine.lock:
-            alone = not queue.idle and queue.workers_up() == 0
-        if not alone:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = now
-        elif now - self._alone_since > self._engine.options.worker_wait_s:
-            self._engine.no_workers(now - self._alone_since)
-            self._alone_since = None
+            waits = not queue.idle and queue.workers_up() == 0
+        if not waits:
+            self._no_worker_since = None
+        elif self._no_worker_since is None:
+            self._no_worker_since = now
+        elif now - self._no_worker_since > self._engine.options.worker_wait_s:
+            self._engine.no_workers(now - self._no_worker_since)
+            self._no_worker_since = None
 
-    def _look_for_progress(self, now: float) -> None:
-        """The watchdog (WDG-1): says what everybody does when nothing gets done."""
+    def _check_progress(self, now: float) -> None:
+        """Log the stacks of all threads when no closure has finished for too long (WDG-1)."""
         limit_s = self._engine.options.watchdog_s
-        finished = self._engine.finished
         with self._engine.lock:
+            finished = self._engine.closures.finished
             busy = not self._engine.queue.idle
-            work = repr(self._engine.queue)
-        if limit_s <= 0 or finished != self._seen or not busy:
-            self._seen = finished
-            self._idle_since = now
-        elif now - self._idle_since >= limit_s:
-            stacks = io.StringIO()
-            dump_stacks(stacks)
+            state = repr(self._engine.queue)
+        if limit_s <= 0 or finished != self._finished or not busy:
+            self._finished = finished
+            self._progress_at = now
+        elif now - self._progress_at >= limit_s:
             _log.warning(
-                "no closure finished for %g s: %s%s",
-                now - self._idle_since,
-                work,
-                stacks.getvalue(),
+                "no closure finished for %g s: %s%s", now - self._progress_at, state, _all_stacks()
             )
-            self._idle_since = now
+            self._progress_at = now
 
-    @override
-    def __repr__(self) -> str:
-        return f"<Watch [{'closed' if self._stop.is_set() else 'watching'}]>"
+
+def _all_stacks() -> str:
+    text = io.StringIO()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        text.write(f"\nThread {names.get(ident, ident)}:\n")
+        traceback.print_stack(frame, file=text)
+    return text.getvalue()

@@ -1,9 +1,8 @@
-"""The coordinator's connection to one worker, through all of the worker's lives.
+"""The coordinator's connection to one worker, through all incarnations of the worker.
 
-One thread per worker connects (again and again), opens a life, hands what the worker reports to the
-coordinator, and tells it when the life is over. Sending is done by whoever has something to send,
-under the link's own lock, so that definitions, updates and closures keep their order. What is sent
-and what a loss means is decided elsewhere (`closures.py`, `coordinator.py`).
+One thread per worker connects (again and again), opens a session, passes the worker's messages to the
+engine, and reports the end of the session. Other threads send, holding the link's `sending` lock, so that
+definitions, updates and closures keep their order. The engine decides what to send and what a loss means.
 """
 
 from __future__ import annotations
@@ -11,19 +10,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Sequence
-from typing import Final, Protocol, final
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, final
 
 from typing_extensions import override
 
 from stratagem._cluster.coordinator.packer import Encoded
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack
 from stratagem._wire.connecting import connect, reason
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
-from stratagem._wire.messages import Frame, Message
+from stratagem._wire.messages import Message
 from stratagem._wire.process_probe import LivenessCheck
 from stratagem.config import ClusterOptions
 from stratagem.errors import (
@@ -35,48 +36,72 @@ from stratagem.errors import (
     WorkerLost,
 )
 
+if TYPE_CHECKING:
+    from stratagem._cluster.coordinator.engine import Engine
+
 _log = logging.getLogger("stratagem.coordinator")
 
-RECEIVE_S = 0.5
-"""Longest sleep of a link's thread between two looks at whether it should end."""
+RECEIVE_S: Final = 0.5  # longest sleep of a link's thread before it checks whether it should end
+RESULTS_AT_ONCE: Final = 64  # messages passed on together: waiting threads are woken once for all
 
-RESULTS_AT_ONCE = 64
-"""Reports handed over together, so that waiters are woken once for all of them."""
-
-
-TAKEN_S = 1.0
-"""How long a worker must have been another coordinator's before it is left to it: one that is being
-closed is gone in a tenth of that."""
-
+TAKEN_S: Final = 1.0
+"""How long a worker must have served another coordinator before this one stops waiting for it. A
+coordinator that is being closed is gone in a tenth of that."""
 
 _MAY_PASS: Final = (ConnectionLost, DeadlineExceeded, WorkerBusy, ParameterServerLost)
-"""What came of an attempt when nobody is there yet, or when it is not the worker's own answer. Every other error is:
-another key or protocol, another task, a setup that fails there."""
+"""Errors of an attempt to connect that a later attempt may not meet. Any other error is the worker's own
+refusal: another key or protocol, another task, a setup that fails there."""
 
 
-class LinkOwner(Protocol):
-    """What a link tells its coordinator; all calls come from the link's thread."""
+@final
+class WorkerAddresses:
+    """Looks up addresses of workers when needed: a task may come back at another address.
 
-    name: str
+    All links share one call of the resolver's `cluster_spec` per `max_age_s`: it may ask another system.
+    """
+
+    def __init__(self, cluster_spec: Callable[[], ClusterSpec], max_age_s: float) -> None:
+        self._cluster_spec = cluster_spec
+        self._max_age_s = max_age_s
+        self._lock = threading.Lock()
+        self._known: ClusterSpec | None = None
+        self._asked_at = 0.0
+
+    def __call__(self, task_index: int) -> str:
+        """Return the address of a worker.
+
+        Raises:
+            ConnectionLost: the resolver failed, or does not know the worker.
+        """
+        with self._lock:
+            now = time.monotonic()
+            try:
+                if self._known is None or now - self._asked_at >= self._max_age_s:
+                    self._known = self._cluster_spec()
+                    self._asked_at = now
+                return self._known.task_address("worker", task_index)
+            except Exception as error:  # resolvers are users' classes
+                raise ConnectionLost(f"the cluster resolver gave no address: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """Settings shared by all links of a coordinator."""
+
     options: ClusterOptions
+    setup: Callable[[], object]  # makes the object that connects a worker to the strategy
+    addresses: Callable[[int], str]  # looks up a worker's address, at every attempt
+    key: ClusterKey | None = None
+    seed: int = 0  # of the job
 
-    def setup_object(self) -> object:
-        """What the worker needs to open a life."""
 
-    def next_incarnation(self, worker: int) -> int:
-        """A number no earlier life of the worker had."""
+@dataclass(slots=True)
+class SentObjects:
+    """Objects that the worker's current incarnation has received. Guarded by the link's `sending`."""
 
-    def worker_up(self, link: WorkerLink) -> None:
-        """A life began."""
-
-    def worker_reports(self, link: WorkerLink, frames: Sequence[Frame]) -> None:
-        """Messages of the worker, oldest first."""
-
-    def worker_lost(self, link: WorkerLink, reason: Exception) -> None:
-        """The life is over; returns when its closures are settled and its writes are fenced."""
-
-    def worker_unreachable(self, link: WorkerLink, error: Exception) -> None:
-        """An attempt to begin a life failed."""
+    functions: set[bytes] = field(default_factory=set)
+    tokens: set[Hashable] = field(default_factory=set)
+    version: int = 0
 
 
 @final
@@ -84,69 +109,55 @@ class WorkerLink:
     """Connection and thread of one worker.
 
     Args:
-        owner: the coordinator.
-        index: the worker's place among the workers, from 0.
-        task_index: its number in the cluster; the same unless the cluster has gaps.
-        workers: how many there are.
-        address: where it listens.
-        key: the cluster's key.
+        events: the engine; all calls come from the link's thread.
+        number: the worker's number in the engine.
+        task_index: the worker's index in the cluster.
+        settings: the same for all workers.
     """
 
     def __init__(
-        self,
-        owner: LinkOwner,
-        index: int,
-        *,
-        task_index: int,
-        workers: int,
-        address: str,
-        key: ClusterKey | None,
+        self, events: Engine, number: int, task_index: int, *, settings: LinkSettings
     ) -> None:
-        self.index = index
+        self.number = number
         self.task_index = task_index
         self.task = f"/job:worker/task:{task_index}"
-        self.address = address
+        self.address = "?"  # of the last attempt
         self.incarnation = 0
-        self.pid = 0
         self.sending = threading.Lock()
-        # Guarded by `sending`: what the worker's current life has been told.
-        self.functions: set[bytes] = set()
-        self.tokens: set[Hashable] = set()
-        self.version = 0
-        self.mean_run_s = 0.0
+        self.sent = SentObjects()
         self.last_error: Exception | None = None
-        self.taken = False  # it serves another coordinator, which lives
-        self.refused = False  # it answered, and will give the same answer again
+        self.taken = False  # it serves another coordinator, which is alive
+        self.refused = False  # it answered with an error that will not go away
+        self._events = events
+        self._settings = settings
+        self._options = settings.options
         self._busy_since: float | None = None
-        self._owner = owner
-        self._workers = workers
-        self._key = key
         self._channel: Channel | None = None
-        self._silence = LivenessCheck(self.task, log=_log)
-        self._opening: Channel | None = None  # while a life is being opened, for close()
-        self._why: Exception | None = None
+        self._opening: Channel | None = None  # while a session is being opened, for leave()
+        self._liveness = LivenessCheck(self.task, log=_log)
+        self._end_reason: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._live, name=f"stratagem-worker-{task_index}-link", daemon=True
+            target=self._run, name=f"stratagem-worker-{task_index}-link", daemon=True
         )
 
     def start(self) -> None:
-        """Begins to connect."""
+        """Start the thread that connects."""
         self._thread.start()
 
     @property
     def connected(self) -> bool:
-        """Whether a life is open."""
+        """True if a session is open."""
         return self._channel is not None
 
     def why_down(self) -> str:
-        """Who it is, where, and what came of the last attempt to reach it."""
+        """Say which worker this is, its address, and why the last attempt failed."""
         error = self.last_error
         why = "no attempt has ended yet" if error is None else reason(error)
         return f"{self.task} at {self.address!r}: {why}"
 
     def send(self, batch: Sequence[Encoded]) -> bool:
-        """Sends messages; False if the worker is gone (the link's thread tells the coordinator)."""
+        """Send messages; return False if the worker is gone (the link's thread reports that)."""
         channel = self._channel
         if channel is None:
             return False
@@ -158,23 +169,14 @@ class WorkerLink:
         return True
 
     def notify(self, message: Message) -> bool:
-        """Sends one message without buffers."""
+        """Send one message without buffers."""
         return self.send([(message, ())])
 
-    def beat(self) -> None:
-        """Says that the coordinator lives, unless it is saying something else; never waits."""
-        channel = self._channel
-        if channel is not None:
-            try:
-                channel.try_notify(messages.Beat())
-            except WireError as error:
-                self.give_up(error)
-
-    def look_for_silence(self, now: float) -> None:
-        """Gives the worker up if it has said nothing for too long. Never waits; one thread calls."""
-        channel, options = self._channel, self._owner.options
+    def watch(self, now: float, *, send_heartbeat: bool) -> None:
+        """Give the worker up if it was silent for too long; send a heartbeat. Never waits."""
+        channel, options = self._channel, self._options
         silent_s = 0.0 if channel is None else channel.silent_s()
-        why = self._silence.judge(
+        why = self._liveness.judge(
             now,
             silent_s=silent_s,
             limit_s=options.heartbeat_limit_s,
@@ -183,17 +185,22 @@ class WorkerLink:
         )
         if why is not None:
             self.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s{why}", task=self.task))
+        elif channel is not None and send_heartbeat:
+            try:
+                channel.try_notify(messages.Beat())  # unless another message is being sent
+            except WireError as error:
+                self.give_up(error)
 
     def give_up(self, reason: Exception) -> None:
-        """Ends this life: the worker is silent, or sends cannot reach it."""
+        """End this session: the worker is silent, or cannot be sent to."""
+        if self._end_reason is None:
+            self._end_reason = reason
         channel = self._channel
-        if self._why is None:
-            self._why = reason
         if channel is not None:
             channel.close()
 
     def leave(self) -> None:
-        """Says goodbye and asks the thread to end, without waiting. May be called again."""
+        """Release the worker and ask the thread to end, without waiting. May be called again."""
         self._stop.set()
         channel, opening = self._channel, self._opening
         if opening is not None:
@@ -206,54 +213,55 @@ class WorkerLink:
             channel.close()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the thread to end; it does as soon as it looks, see `leave`."""
+        """Wait for the thread to end, see `leave`."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     # ------------------------------------------------------------------ the link's thread
 
-    def _live(self) -> None:
-        options = self._owner.options
-        delay = options.start_delay_s * self.index
+    def _run(self) -> None:
+        options = self._options
+        delay_s = options.start_delay_s * self.number
         if options.start_delay_max_s:
-            delay = min(delay, options.start_delay_max_s)
-        self._stop.wait(delay)
+            delay_s = min(delay_s, options.start_delay_max_s)
+        self._stop.wait(delay_s)
         while not self._stop.is_set():
             try:
-                channel = self._open_life()
-            except Exception as error:  # noqa: BLE001 - setup runs code of others on the worker
+                channel = self._open_session()
+            except Exception as error:  # noqa: BLE001 - setup runs code of users on the worker
                 if self._stop.is_set():
                     return
-                self.last_error = error
                 self._note_answer(error)
-                self._owner.worker_unreachable(self, error)
+                self._events.worker_unreachable(self, error)
                 self._stop.wait(options.restart_pause_s)
                 continue
             with channel:
-                reason = self._hear(channel)
+                end_reason = self._receive_all(channel)
             self._channel = None
             if self._stop.is_set():
                 return
-            self.last_error = reason
-            self._owner.worker_lost(self, reason)
+            self.last_error = end_reason
+            self._events.worker_lost(self, end_reason)
 
     def _note_answer(self, error: Exception) -> None:
-        """Whose coordinator is dead or leaving will be free soon; one that goes on speaking lives."""
+        """Note why an attempt failed, and whether a later attempt can do better."""
+        self.last_error = error
         self.refused = not isinstance(error, _MAY_PASS)
-        if not isinstance(error, WorkerBusy) or error.coordinator == self._owner.name:
+        if not isinstance(error, WorkerBusy) or error.coordinator == self._events.name:
             self._busy_since, self.taken = None, False
             return
         now = time.monotonic()
         if self._busy_since is None:
             self._busy_since = now
-        # It was heard after we first asked.
+        # The worker has heard its coordinator after our first attempt: that coordinator is alive.
         self.taken = now - self._busy_since > max(TAKEN_S, error.heard_s)
 
-    def _open_life(self) -> Channel:
-        options = self._owner.options
+    def _open_session(self) -> Channel:
+        options = self._options
+        self.address = self._settings.addresses(self.task_index)
         channel = connect(
             self.address,
-            key=self._key,
+            key=self._settings.key,
             timeout_s=min(5.0, options.connect_timeout_s),
             peer=self.task,
             limits=Limits(),
@@ -265,13 +273,13 @@ class WorkerLink:
             if self._stop.is_set():
                 raise WireError("closed")
             outgoing = Outgoing()
-            incarnation = self._owner.next_incarnation(self.index)
+            incarnation = self._events.new_incarnation(self)
             opening = messages.OpenWorker(
-                coordinator=self._owner.name,
+                coordinator=self._events.name,
                 worker=self.task_index,
-                workers=self._workers,
                 incarnation=incarnation,
-                setup=pack(self._owner.setup_object(), outgoing),
+                setup=pack(self._settings.setup(), outgoing),
+                seed=self._settings.seed,
                 heartbeat_s=options.heartbeat_s,
                 heartbeat_limit_s=options.heartbeat_limit_s,
             )
@@ -286,22 +294,18 @@ class WorkerLink:
         finally:
             self._opening = None
         with self.sending:
-            self.functions.clear()
-            self.tokens.clear()
-            self.version = 0
+            self.sent = SentObjects()
             self.incarnation = incarnation
-            self.pid = reply.pid
-            self._silence = LivenessCheck(self.task, reply.process, log=_log)
-            self.mean_run_s = 0.0
-            self._why = None
+            self._liveness = LivenessCheck(self.task, reply.process, log=_log)
+            self._end_reason = None
             self._busy_since, self.taken, self.refused = None, False, False
             self._channel = channel
         return channel
 
-    def _hear(self, channel: Channel) -> Exception:
-        """Listens until the life is over; gives the reason."""
+    def _receive_all(self, channel: Channel) -> Exception:
+        """Receive until the session ends; return the reason."""
         try:
-            self._owner.worker_up(self)
+            self._events.worker_up(self)
             while not self._stop.is_set():
                 frame = channel.receive(timeout_s=RECEIVE_S)
                 if frame is None:
@@ -312,23 +316,22 @@ class WorkerLink:
                     if more is None:
                         break
                     frames.append(more)
-                self._owner.worker_reports(self, frames)
+                self._events.worker_reports(self, frames)
         except (WireError, ParameterServerLost) as error:
-            return self._why or error
-        except Exception as error:  # noqa: BLE001
-            # A mistake of ours or of the strategy: this life ends, the thread must not.
-            _log.exception("%s: handling its reports failed", self.task)
+            return self._end_reason or error
+        except Exception as error:  # noqa: BLE001 - ends the session, not the thread
+            _log.exception("%s: handling its messages failed", self.task)
             return error
-        return self._why or WireError("closed")
+        return self._end_reason or WireError("closed")
 
     @override
     def __repr__(self) -> str:
-        state = f"life {self.incarnation}" if self.connected else f"down: {self.last_error!r}"
+        state = f"incarnation {self.incarnation}" if self.connected else f"{self.last_error!r}"
         return f"<WorkerLink to {self.task} at {self.address} [{state}]>"
 
 
 def close_links(links: Sequence[WorkerLink], timeout_s: float) -> None:
-    """Leaves all workers at once, then waits: nobody waits for one that does not answer."""
+    """Leave all workers at once, then wait for the threads together."""
     deadline = time.monotonic() + timeout_s
     for link in links:
         link.leave()

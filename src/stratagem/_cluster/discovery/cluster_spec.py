@@ -1,13 +1,13 @@
-"""Which tasks a cluster has, and where: `ClusterSpec`.
+"""`ClusterSpec`: the tasks of a cluster and their addresses.
 
-Plain data, checked when made. Resolvers (`resolvers.py`) produce specs; servers, strategies and the
-coordinator read them.
+Plain data, checked on construction. Resolvers produce specs; servers, strategies and the coordinator read
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import SupportsIndex
 
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ Tasks = Mapping[int, str] | Mapping[str, str] | Sequence[str]
 
 
 class ClusterSpec:
-    """The jobs of a cluster, and the address of each of their tasks.
+    """The jobs of a cluster, and the addresses of their tasks.
 
     Args:
         cluster: a mapping from job name to its addresses, as a list (tasks 0, 1, …) or as a mapping
@@ -53,15 +53,15 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks the job has."""
+        """Return the number of tasks of a job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Indices of the job's tasks, sorted."""
+        """Return the indices of a job's tasks, sorted."""
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Address of one task."""
+        """Return the address of one task."""
         job = self._job(job_name)
         if task_index not in job:
             raise ValueError(
@@ -70,14 +70,14 @@ class ClusterSpec:
         return job[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Addresses of the job's tasks by index, None where an index is not used."""
+        """Return the addresses of a job's tasks by index, None for an unused index."""
         job = self._job(job_name)
         if not job:
             raise ValueError(f"job {job_name!r} has no tasks.")
         return [job.get(index) for index in range(max(job) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """A dense job as a list, one with gaps (or none) as a dictionary."""
+        """Return a dense job as a list, one with gaps (or without tasks) as a dictionary."""
         result: dict[str, list[str] | dict[int, str]] = {}
         for job, tasks in self._jobs.items():
             dense = bool(tasks) and max(tasks) + 1 == len(tasks)
@@ -101,10 +101,11 @@ class ClusterSpec:
         if isinstance(other, ClusterSpec):
             return self._jobs == other._jobs
         if isinstance(other, Mapping):
-            try:
-                return self._jobs == ClusterSpec(other)._jobs
-            except (TypeError, ValueError):
-                return False
+            tasks = {
+                job: dict(enumerate(given)) if isinstance(given, (list, tuple)) else given
+                for job, given in other.items()
+            }
+            return self._jobs == tasks
         return NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # equal to dictionaries, which have no hash
@@ -113,37 +114,6 @@ class ClusterSpec:
     def __repr__(self) -> str:
         jobs = self.as_dict()
         return f"ClusterSpec({{{', '.join(f'{job!r}: {jobs[job]!r}' for job in sorted(jobs))}}})"
-
-
-class ClusterDeviceFilters:
-    """Which tasks' devices a task may see; kept for code that sets them.
-
-    Workers and parameter servers here never talk to each other's kind, so filters change nothing.
-
-    Example:
-        >>> from stratagem.cluster_resolver import ClusterDeviceFilters
-        >>> filters = ClusterDeviceFilters()
-        >>> filters.set_device_filters("worker", 0, ["/job:ps", "/job:worker/task:0"])
-        >>> filters.device_filters("worker", 0)
-        ('/job:ps', '/job:worker/task:0')
-    """
-
-    def __init__(self) -> None:
-        self._filters: dict[tuple[str, int], tuple[str, ...]] = {}
-
-    def set_device_filters(
-        self, job_name: str, task_index: int, device_filters: Iterable[str]
-    ) -> None:
-        """Replaces the filters of one task."""
-        filters = tuple(device_filters)
-        for entry in filters:
-            if not isinstance(entry, str):
-                raise AssertionError(f"device filter {entry!r} is not a string.")
-        self._filters[job_name, task_index] = filters
-
-    def device_filters(self, job_name: str, task_index: int) -> tuple[str, ...]:
-        """The filters of one task; empty means it sees everything."""
-        return self._filters.get((job_name, task_index), ())
 
 
 def _checked_job(job: object) -> str:
@@ -173,8 +143,7 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
     return result
 
 
-def _index(job: str, index: Any) -> int:
-    try:
+def _index(job: str, index: object) -> int:
+    if isinstance(index, SupportsIndex) or (isinstance(index, str) and index.isdecimal()):
         return int(index)
-    except (TypeError, ValueError):
-        raise TypeError(f"task index {index!r} of job {job!r} is not a number.") from None
+    raise TypeError(f"task index {index!r} of job {job!r} is not a number.")

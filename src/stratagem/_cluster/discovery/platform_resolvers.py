@@ -1,7 +1,6 @@
 """Resolvers that ask another system: Slurm, Kubernetes, Google Compute Engine, SageMaker.
 
-Each reads what its system says and turns it into a `ClusterSpec`. Client libraries are imported
-only when used, and every resolver takes a client of the caller's instead.
+Client libraries are imported only when used, and every resolver accepts a client instead.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.discovery.resolvers import ClusterResolver
+from stratagem._cluster.discovery.resolvers import ClusterResolver, Found
 
 _HOST_PART = re.compile(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)")
 _TASKS_PART = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Slurm's short form of host names, spelled out.
+    """Expand Slurm's short form of host names.
 
     Example:
         >>> expand_hostlist("n[01-03,7],m5")
@@ -38,16 +37,14 @@ def expand_hostlist(hostlist: str) -> list[str]:
                 f"host list {hostlist!r} cannot be read at {rest!r}: expected a form such as 'n[01-03],m5'."
             )
         prefix, ranges, suffix = part.groups()
-        hosts += [
-            f"{prefix}{number}{suffix}"
-            for number in ([""] if ranges is None else _numbers(ranges, hostlist))
-        ]
+        numbers = [""] if ranges is None else _numbers(ranges, hostlist)
+        hosts += [f"{prefix}{number}{suffix}" for number in numbers]
         rest = rest[part.end() + 1 :]
     return hosts
 
 
 def expand_tasks_per_node(tasks: str) -> list[int]:
-    """Slurm's short form of tasks per node, spelled out.
+    """Expand Slurm's short form of tasks per node.
 
     Example:
         >>> expand_tasks_per_node("3(x2),2,1")
@@ -70,34 +67,32 @@ def _numbers(ranges: str, hostlist: str) -> list[str]:
         first, dash, last = piece.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(f"host list {hostlist!r} cannot be read at [{ranges}].")
-        if not dash:
-            numbers.append(first)
-            continue
-        if int(last) < int(first):
+        if dash and int(last) < int(first):
             raise ValueError(f"host list {hostlist!r}: the range {piece} goes backwards.")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        stop = int(last or first) + 1
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), stop)]
     return numbers
 
 
 @final
 class SlurmClusterResolver(ClusterResolver):
-    """The cluster of a Slurm job step, one task of ours per Slurm task (RES-4).
+    """The cluster of a Slurm job step, one task per Slurm task (RES-4).
 
-    Hosts are sorted; task k of a host listens on ``port_base + k``; tasks are dealt to jobs in
-    the order of the job names. Machines without GPUs are fine: leave the GPU arguments alone.
+    Hosts are sorted; task k of a host listens on ``port_base + k``; tasks are given to jobs in the order of
+    the job names. On machines without GPUs leave the GPU arguments out.
 
     Args:
-        jobs: how many tasks each job gets; by default all are workers.
+        jobs: number of tasks of each job; by default all are workers.
         port_base: port of the first task on every host.
-        gpus_per_node: GPUs of a node; by default what this machine has.
-        gpus_per_task: GPUs each task gets; by default an equal share, 0 without GPUs.
-        tasks_per_node: tasks on each node; by default what Slurm says.
+        gpus_per_node: GPUs of a node; by default those of this machine.
+        gpus_per_task: GPUs of each task; by default an equal share.
+        tasks_per_node: tasks on each node; by default from Slurm.
         auto_set_gpu: set ``CUDA_VISIBLE_DEVICES`` for this process when its tasks share GPUs.
-        rpc_layer: name put before addresses by `master`.
+        rpc_layer: name that `master` puts before addresses.
 
     Raises:
-        RuntimeError: not run by Slurm, more GPUs asked for than there are, or `jobs` does not add
-            up to the tasks Slurm started.
+        RuntimeError: not started by Slurm, too many GPUs asked for, or `jobs` does not add up to the tasks
+            that Slurm started.
 
     Example:
         >>> import stratagem as sg
@@ -138,21 +133,21 @@ class SlurmClusterResolver(ClusterResolver):
                 f"jobs={dict(jobs)!r} need {sum(jobs.values())} tasks, Slurm started {total} "
                 f"({counts!r}): make the two agree."
             )
-        self._gpus = _GpuShare.of(gpus_per_node, gpus_per_task, max(counts.values()))
-        # Slurm numbers ranks along the host list as given; addresses are dealt out sorted.
+        self._gpus = _gpu_share(gpus_per_node, gpus_per_task, max(counts.values()))
+        # Slurm numbers ranks along the host list as given; addresses are given out sorted.
         places = [(host, k) for host in hosts for k in range(counts[host])]
-        dealt = iter(sorted(places))
+        sorted_places = iter(sorted(places))
         self._spec: dict[str, list[str]] = {}
         for job in sorted(jobs):
             self._spec[job] = []
             for index in range(jobs[job]):
-                host, k = next(dealt)
+                host, k = next(sorted_places)
                 self._spec[job].append(f"{host}:{port_base + k}")
                 if (host, k) == places[rank]:
                     self.task_type, self.task_id = job, index
-        if auto_set_gpu and self._gpus.per_task:
-            first = places[rank][1] * self._gpus.per_task
-            visible = ",".join(str(first + n) for n in range(self._gpus.per_task))
+        if auto_set_gpu and self._gpus:
+            first = places[rank][1] * self._gpus
+            visible = ",".join(str(first + n) for n in range(self._gpus))
             config.set_environment("CUDA_VISIBLE_DEVICES", visible)
 
     @override
@@ -160,36 +155,24 @@ class SlurmClusterResolver(ClusterResolver):
         return ClusterSpec(self._spec)
 
     @override
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return {"GPU": self._gpus.per_task} if self._gpus.per_task else {}
+    def _accelerators(self) -> dict[str, int]:
+        return {"GPU": self._gpus} if self._gpus else {}
 
 
-class _GpuShare:
-    """How many GPUs a node has and each of its tasks gets."""
+def _gpu_share(per_node: int | None, per_task: int | None, tasks: int) -> int:
+    """Return the number of GPUs of each task of a node."""
+    if per_node is None:
+        import torch
 
-    def __init__(self, per_node: int, per_task: int) -> None:
-        self.per_node = per_node
-        self.per_task = per_task
-
-    @classmethod
-    def of(cls, per_node: int | None, per_task: int | None, tasks: int) -> _GpuShare:
-        if per_node is None:
-            import torch
-
-            per_node = torch.cuda.device_count()
-        if per_task is None:
-            per_task = per_node // tasks
-        if per_task * tasks > per_node:
-            raise RuntimeError(
-                f"{tasks} tasks on a node with gpus_per_task={per_task} need {per_task * tasks} "
-                f"GPUs, a node has {per_node}."
-            )
-        return cls(per_node, per_task)
+        per_node = torch.cuda.device_count()
+    if per_task is None:
+        per_task = per_node // tasks
+    if per_task * tasks > per_node:
+        raise RuntimeError(
+            f"{tasks} tasks on a node with gpus_per_task={per_task} need {per_task * tasks} GPUs, a "
+            f"node has {per_node}."
+        )
+    return per_task
 
 
 def _slurm(name: str) -> str:
@@ -232,14 +215,14 @@ class ExecutableLocation(enum.Enum):
 
 @final
 class KubernetesClusterResolver(ClusterResolver):
-    """The cluster formed by the running pods that carry certain labels (RES-5).
+    """The cluster of the running pods that carry certain labels (RES-5).
 
     Args:
         job_to_label_mapping: job name → label selectors of its pods.
-        tf_server_port: port every pod's task listens on.
-        rpc_layer: name put before addresses by `master`.
-        override_client: an object with ``list_pod_for_all_namespaces(label_selector=...)``, used
-            instead of the kubernetes package's client.
+        tf_server_port: port that every pod's task listens on.
+        rpc_layer: name that `master` puts before addresses.
+        override_client: an object with ``list_pod_for_all_namespaces(label_selector=...)``, used instead
+            of the kubernetes package's client.
         executable_location: whether this program runs inside the Kubernetes cluster.
 
     Example:
@@ -309,10 +292,10 @@ class GCEClusterResolver(ClusterResolver):
         project: the project's name.
         zone: the zone's name.
         instance_group: the instance group's name.
-        port: port every machine's task listens on.
+        port: port that every machine's task listens on.
         task_type: the job's name.
         task_id: index of this task.
-        rpc_layer: name put before addresses by `master`.
+        rpc_layer: name that `master` puts before addresses.
         credentials: passed to the client library.
         service: a client of the Compute Engine API, used instead of making one.
 
@@ -337,14 +320,17 @@ class GCEClusterResolver(ClusterResolver):
     ) -> None:
         super().__init__(task_id=task_id, rpc_layer=rpc_layer)
         self._job = task_type
-        self._group = {"project": project, "zone": zone, "instanceGroup": instance_group}
+        self._place = {"project": project, "zone": zone}
+        self._group = instance_group
         self._port = port
         self._service = service or _compute_service(credentials)
 
     @override
     def cluster_spec(self) -> ClusterSpec:
         groups = self._service.instanceGroups()
-        request = groups.listInstances(**self._group, body={"instanceState": "RUNNING"})
+        request = groups.listInstances(
+            **self._place, instanceGroup=self._group, body={"instanceState": "RUNNING"}
+        )
         addresses = []
         while request is not None:
             response = request.execute()
@@ -353,20 +339,13 @@ class GCEClusterResolver(ClusterResolver):
         return ClusterSpec({self._job: sorted(addresses)})
 
     def _address(self, instance: str) -> str:
-        details = (
-            self._service.instances()
-            .get(
-                project=self._group["project"],
-                zone=self._group["zone"],
-                instance=instance.rsplit("/", 1)[-1],
-            )
-            .execute()
-        )
+        name = instance.rsplit("/", 1)[-1]
+        details = self._service.instances().get(**self._place, instance=name).execute()
         return f"{details['networkInterfaces'][0]['networkIP']}:{self._port}"
 
     @override
-    def _found_task_type(self) -> str | None:
-        return self._job
+    def _found(self) -> Found:
+        return Found(task_type=self._job)
 
     @override
     def _set_task_type(self, value: str | None) -> None:
@@ -383,9 +362,8 @@ def _compute_service(credentials: Any) -> Any:
             "GCEClusterResolver needs the package 'google-api-python-client': install it, or pass "
             "service."
         ) from error
-    if credentials == "default":
-        return discovery.build("compute", "v1")
-    return discovery.build("compute", "v1", credentials=credentials)
+    given = {} if credentials == "default" else {"credentials": credentials}
+    return discovery.build("compute", "v1", **given)
 
 
 @final

@@ -1,7 +1,7 @@
-"""Find the cluster and this task's place in it: the resolvers that need no other system.
+"""Find the cluster and this task's place in it: the resolvers that ask no other system.
 
-`platforms.py` has those that ask Slurm, Kubernetes and clouds. Resolvers read; they start nothing.
-Their users are the strategies, `Server` and people's scripts (`resolver.task_type`).
+`platform_resolvers.py` has those that ask Slurm, Kubernetes and clouds. Resolvers read; they start nothing.
+Strategies, `Server` and users' scripts (`resolver.task_type`) use them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
@@ -17,8 +17,18 @@ from stratagem import config
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 
 
+class Found(NamedTuple):
+    """This task's place as a resolver finds it; values set by the user take precedence."""
+
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
+
+
 class ClusterResolver(ABC):
-    """Base of all resolvers: where the cluster's tasks are, and which of them this is.
+    """Base of all resolvers: finds the tasks of the cluster, and which of them this process is.
+
+    `cluster_spec` is called again whenever a task has to be found, so a task may come back elsewhere.
 
     Example:
         >>> import stratagem as sg
@@ -44,19 +54,19 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster as it is known now."""
+        """Return the present cluster."""
 
     def cluster_key_text(self) -> str | None:
-        """The secret that tasks of this cluster prove to each other; None on loopback without one.
+        """Return the key that tasks of this cluster prove to each other; None without one.
 
-        By default the environment's (``STRATAGEM_CLUSTER_KEY`` or the file it names).
+        By default that of the environment (``STRATAGEM_CLUSTER_KEY``, ``STRATAGEM_CLUSTER_KEY_FILE``).
         """
         return config.cluster_key_text()
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Address of a task, by default of this one; '' if neither is known."""
+        """Return the address of a task, by default of this one; '' if neither is known."""
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
         if job is None or index is None:
@@ -64,26 +74,20 @@ class ClusterResolver(ABC):
         return _url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
 
     def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
     ) -> dict[str, int]:
-        """How many accelerators this machine has, by kind; {} if none."""
-        import torch
-
-        count = torch.cuda.device_count()
-        return {"GPU": count} if count else {}
+        """Return the number of accelerators by kind; {} if there are none."""
+        return self._accelerators()
 
     @property
     def environment(self) -> str:
-        """Name of the system the cluster runs on; '' by default."""
+        """Name of the system that runs the cluster; '' by default."""
         return self._environment
 
     @property
     def task_type(self) -> str | None:
         """Job of this task; None if unknown."""
-        return self._task_type if self._task_type is not None else self._found_task_type()
+        return self._task_type if self._task_type is not None else self._found().task_type
 
     @task_type.setter
     def task_type(self, value: str | None) -> None:
@@ -92,7 +96,7 @@ class ClusterResolver(ABC):
     @property
     def task_id(self) -> int | None:
         """Index of this task within its job; None if unknown."""
-        return self._task_id if self._task_id is not None else self._found_task_id()
+        return self._task_id if self._task_id is not None else self._found().task_id
 
     @task_id.setter
     def task_id(self, value: int | None) -> None:
@@ -101,33 +105,33 @@ class ClusterResolver(ABC):
     @property
     def rpc_layer(self) -> str | None:
         """Name put before addresses by `master`."""
-        return self._rpc_layer if self._rpc_layer is not None else self._found_rpc_layer()
+        return self._rpc_layer if self._rpc_layer is not None else self._found().rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, value: str | None) -> None:
         self._rpc_layer = value
 
-    def _found_task_type(self) -> str | None:
-        return None
+    def _accelerators(self) -> dict[str, int]:
+        import torch
+
+        count = torch.cuda.device_count()
+        return {"GPU": count} if count else {}
+
+    def _found(self) -> Found:
+        return Found()
 
     def _set_task_type(self, value: str | None) -> None:
         self._task_type = value
 
-    def _found_task_id(self) -> int | None:
-        return None
-
-    def _found_rpc_layer(self) -> str | None:
-        return None
-
     @override
     def __repr__(self) -> str:
-        who = f"{self.task_type}:{self.task_id}" if self.task_type else "no task"
-        return f"<{type(self).__name__} [{who}, {self.cluster_spec()!r}]>"
+        task = f"{self.task_type}:{self.task_id}" if self.task_type else "no task"
+        return f"<{type(self).__name__} [{task}, {self.cluster_spec()!r}]>"
 
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A resolver for a cluster that is already known (RES-1).
+    """A resolver of a cluster that is known already (RES-1).
 
     Example:
         >>> import stratagem as sg
@@ -183,12 +187,7 @@ class SimpleClusterResolver(ClusterResolver):
         return _url(self._master, rpc_layer or self.rpc_layer) if self._master else ""
 
     @override
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
+    def _accelerators(self) -> dict[str, int]:
         return dict(self._num_accelerators)
 
 
@@ -196,7 +195,7 @@ class SimpleClusterResolver(ClusterResolver):
 class TFConfigClusterResolver(ClusterResolver):
     """Reads the cluster from the environment variable ``TF_CONFIG``, at every access (RES-2).
 
-    ``STRATAGEM_CONFIG`` is read in its place when it is set. Arguments override what it says.
+    ``STRATAGEM_CONFIG`` takes precedence. Arguments override both.
 
     Example:
         >>> import json, os
@@ -241,19 +240,15 @@ class TFConfigClusterResolver(ClusterResolver):
         return self._own_environment or str(_tf_config().get("environment", "") or "")
 
     @override
-    def _found_task_type(self) -> str | None:
-        kind = _tf_config().get("task", {}).get("type")
-        return None if kind is None else str(kind)
-
-    @override
-    def _found_task_id(self) -> int | None:
-        index = _tf_config().get("task", {}).get("index")
-        return None if index is None else int(index)
-
-    @override
-    def _found_rpc_layer(self) -> str | None:
-        layer = _tf_config().get("rpc_layer")
-        return None if layer is None else str(layer)
+    def _found(self) -> Found:
+        settings = _tf_config()
+        task = settings.get("task", {})
+        kind, index, layer = task.get("type"), task.get("index"), settings.get("rpc_layer")
+        return Found(
+            None if kind is None else str(kind),
+            None if index is None else int(index),
+            None if layer is None else str(layer),
+        )
 
     @override
     def master(
@@ -270,9 +265,9 @@ class TFConfigClusterResolver(ClusterResolver):
 
 @final
 class UnionResolver(ClusterResolver):
-    """Several clusters seen as one (RES-3).
+    """Joins several clusters into one (RES-3).
 
-    Lists of the same job are joined in order; if any of them has gaps they are merged by index.
+    Lists of the same job are concatenated in order; if one of them has gaps, they are merged by index.
 
     Example:
         >>> import stratagem as sg
@@ -324,13 +319,8 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     @override
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+    def _accelerators(self) -> dict[str, int]:
+        return self._resolvers[0].num_accelerators()
 
     @override
     @property
@@ -338,20 +328,13 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].environment
 
     @override
-    def _found_task_type(self) -> str | None:
-        return self._resolvers[0].task_type
-
-    @override
-    def _found_task_id(self) -> int | None:
-        return self._resolvers[0].task_id
-
-    @override
-    def _found_rpc_layer(self) -> str | None:
-        return self._resolvers[0].rpc_layer
+    def _found(self) -> Found:
+        first = self._resolvers[0]
+        return Found(first.task_type, first.task_id, first.rpc_layer)
 
 
 def _tf_config() -> dict[str, Any]:
-    """The whole setting; {} if unset. Text that is not JSON raises (a ValueError)."""
+    """Return the whole setting; {} if it is unset. Raise ValueError if it is not JSON."""
     text = config.environment("STRATAGEM_CONFIG")
     name = "STRATAGEM_CONFIG"
     if text is None:

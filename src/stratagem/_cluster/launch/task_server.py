@@ -1,12 +1,13 @@
 """The public `Server`: one task of a cluster, started by hand or by a scheduler.
 
-It makes the same task a `LocalCluster` makes (`tasks.py`) and serves it from a thread. Used by
-people's scripts (one script for all roles, page 003) and by ``stratagem server``.
+It makes the same task as a `LocalCluster` (`tasks.py`) and serves it from a thread. Used by scripts (one
+script for all roles, page 003) and by ``stratagem server``.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any, Final, Self, final
@@ -14,11 +15,10 @@ from typing import Any, Final, Self, final
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.launch.tasks import Task, cluster_key
+from stratagem._cluster.launch.tasks import Task, make_task, warm_up
 from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
-from stratagem._ps.server.loop import ParameterServer
 from stratagem._wire.connecting import split_address
 from stratagem._wire.listener import is_loopback
 from stratagem.config import ClusterOptions, log_as_environment_says
@@ -27,9 +27,10 @@ from stratagem.errors import NotFoundError
 _log = logging.getLogger("stratagem.cluster")
 
 PROTOCOLS: Final = ("grpc", "stratagem")
-"""Names accepted for the one protocol there is; the first is what tf.distribute's users write."""
+"""Names accepted for the only protocol; the first is the one of tf.distribute."""
 
 _SLICE_S: Final = 1.0
+"""How long `join` waits at a time, so that Ctrl-C is handled everywhere."""
 
 
 @final
@@ -40,15 +41,18 @@ class Server(Owner):
         server_or_cluster_def: the cluster, as a `ClusterSpec` or a dictionary.
         job_name: job of this task; may be left out if there is only one.
         task_index: its index; may be left out if the job has only one task.
-        protocol: name of the protocol, ``"grpc"`` by default (it is Stratagem's own under that name).
+        protocol: ``"grpc"`` by default; Stratagem's own protocol has that name, too.
         config: `ClusterOptions`, or None.
-        start: begin to serve at once.
+        start: start to serve at once.
+        key: the cluster key; by default from the environment (``STRATAGEM_CLUSTER_KEY``).
+        advertised_address: host, or ``host:port``, by which others reach this task, if that is not the
+            address in the cluster specification (behind NAT, in a container).
 
     Raises:
         TypeError: not a cluster.
-        ValueError: the job or the index is missing or not in the cluster.
+        ValueError: the job or the index is missing or not in the cluster, or the key is too short.
         NotFoundError: an unknown protocol.
-        PermissionError: an address beyond this machine without a cluster key.
+        PermissionError: an address that other machines reach, without a cluster key.
 
     Example:
         >>> import stratagem as sg
@@ -65,6 +69,9 @@ class Server(Owner):
         protocol: str | None = None,
         config: ClusterOptions | None = None,
         start: bool = True,
+        *,
+        key: str | None = None,
+        advertised_address: str | None = None,
     ) -> None:
         log_as_environment_says()
         spec = ClusterSpec(server_or_cluster_def)
@@ -77,25 +84,25 @@ class Server(Owner):
         if config is not None and not isinstance(config, ClusterOptions):
             raise TypeError(f"config={config!r}: expected ClusterOptions or None.")
         self.cluster_spec = spec
-        self._bind = _bind_address(spec.task_address(self.job_name, self.task_index))
+        self._key = key
+        address = spec.task_address(self.job_name, self.task_index)
+        self._advertised = _split(advertised_address or address)
+        self._bind = _bind_address(address)
         self._task: Task | None = None
-        self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         if start:
             self.start()
 
     def start(self) -> None:
-        """Begins to listen and to serve. Does nothing if it has begun."""
+        """Listen and serve. Does nothing if the task is already started."""
         if self._task is not None or self._closed.is_set():
             return
-        if self.job_name == "ps":
-            self._task = ParameterServer(
-                self._bind, task=f"/job:ps/task:{self.task_index}", key=cluster_key()
-            )
-        else:
-            self._worker = Worker(self._bind, index=self.task_index, key=cluster_key())
-            self._task = self._worker
+        warm_up()
+        role = "ps" if self.job_name == "ps" else "worker"
+        self._task = make_task(
+            role, self.task_index, self._bind, key=self._key, forward_output=False
+        )
         self._thread = threading.Thread(
             target=self._serve,
             args=(self._task,),
@@ -106,33 +113,37 @@ class Server(Owner):
         _log.info("/job:%s/task:%d serves at %s", self.job_name, self.task_index, self.address)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the server is closed; by default for ever, through one coordinator after another.
+        """Wait until the server is closed; by default without limit, for one coordinator after another.
 
-        A worker's prints and log records go to its coordinator as well from here on.
+        From here on the task owns the process: a worker's prints and log records go to its coordinator,
+        too, and random numbers of closures are derived from the coordinator's seed.
         """
         self.start()
-        if self._worker is not None:
+        if isinstance(self._task, Worker):
             keep_freed_memory()
-            self._worker.forward_output(echo=True)
+            self._task.own_process(echo=True)
         if timeout_s is not None:
             self._closed.wait(timeout_s)
             return
-        while not self._closed.wait(_SLICE_S):  # in slices, so that Ctrl-C is heard everywhere
+        while not self._closed.wait(_SLICE_S):
             pass
 
     @property
     def address(self) -> str:
-        """Where it listens, ``host:port``."""
-        return self._task.address if self._task is not None else self._bind
+        """The address by which others reach this task, ``host:port``."""
+        host, port = self._advertised
+        if port == 0 and self._task is not None:
+            port = split_address(self._task.address)[1]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def target(self) -> str:
-        """Address with the protocol before it."""
+        """The address with the protocol in front."""
         return f"{self.protocol}://{self.address}"
 
     @property
     def server_def(self) -> dict[str, Any]:
-        """What this server is, as plain data."""
+        """Cluster, job and index of this server, as plain data."""
         return {
             "cluster": self.cluster_spec.as_dict(),
             "job_name": self.job_name,
@@ -142,7 +153,7 @@ class Server(Owner):
 
     @override
     def close(self) -> None:
-        """Stops serving and frees the address. May be called again."""
+        """Stop serving and free the address. May be called again."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -153,13 +164,13 @@ class Server(Owner):
 
     @classmethod
     def create_local_server(cls, config: ClusterOptions | None = None, start: bool = True) -> Self:
-        """A worker on a free port of this machine, in a cluster of its own."""
+        """Start a worker on a free port of this machine, in a cluster of its own."""
         return cls({"localhost": ["127.0.0.1:0"]}, config=config, start=start)
 
     def _serve(self, task: Task) -> None:
         try:
             task.serve()
-        except Exception:  # whatever it is: the thread ends by it, and somebody should read why
+        except Exception:
             _log.exception("%r ended by an error", self)
             raise
         finally:
@@ -175,14 +186,14 @@ def _own_place(spec: ClusterSpec, job: str | None, index: int | None) -> tuple[s
     if job is None:
         if len(spec.jobs) != 1:
             raise ValueError(
-                f"job_name is missing: the cluster has the jobs {spec.jobs}, say which is this one."
+                f"job_name is missing: the cluster has the jobs {spec.jobs}, pass job_name."
             )
         job = spec.jobs[0]
     indices = spec.task_indices(job)
     if index is None:
         if len(indices) != 1:
             raise ValueError(
-                f"task_index is missing: job {job!r} has the tasks {indices}, say which is this one."
+                f"task_index is missing: job {job!r} has the tasks {indices}, pass task_index."
             )
         index = indices[0]
     spec.task_address(job, index)  # raises if there is none
@@ -190,6 +201,12 @@ def _own_place(spec: ClusterSpec, job: str | None, index: int | None) -> tuple[s
 
 
 def _bind_address(address: str) -> str:
-    """Where to listen: the address itself if it is loopback, else its port on every interface."""
+    """Return the address to listen on: loopback as given, else the port on every interface."""
     host, port = split_address(address)
     return address if is_loopback(host) else f"0.0.0.0:{port}"
+
+
+def _split(advertised: str) -> tuple[str, int]:
+    """Split a host with or without port; replace "every interface" by this machine's name."""
+    host, port = split_address(advertised) if ":" in advertised else (advertised, 0)
+    return (os.uname().nodename if host in ("", "0.0.0.0", "::") else host), port

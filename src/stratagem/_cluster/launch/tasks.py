@@ -1,31 +1,35 @@
-"""Makes the task a job name stands for: a parameter server or a worker.
+"""Make and run the task that a job name stands for: a parameter server or a worker.
 
-Used by `Server`, by the fork server of a `LocalCluster` and by its in-process form, so that all of
-them run the same code.
+Used by `Server` and by every launcher, so that all of them run the same code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, Self
 
+import torch
+
 from stratagem import config
+from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.worker.worker import Worker
+from stratagem._ps.malloc import keep_freed_memory
 from stratagem._ps.server.loop import ParameterServer
 from stratagem._wire.handshake import ClusterKey
 
 
 class Task(Protocol):
-    """A task: listens from its making on, works in `serve`, ends by `close`."""
+    """A task: listens from its construction on, works in `serve`, ends by `close`."""
 
     @property
     def address(self) -> str:
         """Where it listens."""
 
     def serve(self) -> None:
-        """Works in the calling thread until closed."""
+        """Work in the calling thread until closed."""
 
     def close(self) -> None:
-        """Ends it, from any thread."""
+        """End the task, from any thread."""
 
     def __enter__(self) -> Self: ...
 
@@ -33,27 +37,15 @@ class Task(Protocol):
 
 
 def make_task(
-    job: str,
-    index: int,
-    address: str,
-    *,
-    key: str | None = None,
-    forward_output: bool = True,
-    echo: bool = False,
+    job: str, index: int, address: str, *, key: str | None = None, forward_output: bool = True
 ) -> Task:
-    """Makes a task that listens on `address`.
+    """Make a task that listens on `address`.
 
     Raises:
         ValueError: a job that is neither ``worker`` nor ``ps``.
     """
     if job == "worker":
-        return Worker(
-            address,
-            index=index,
-            key=cluster_key(key),
-            forward_output=forward_output,
-            echo=echo,
-        )
+        return Worker(address, index=index, key=cluster_key(key), forward_output=forward_output)
     if job == "ps":
         return ParameterServer(address, task=f"/job:ps/task:{index}", key=cluster_key(key))
     raise ValueError(
@@ -62,7 +54,24 @@ def make_task(
     )
 
 
+def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
+    """Run one task in this process until it ends; call `ready` with its address when it listens."""
+    torch.set_num_threads(order.threads)
+    if order.job == "worker":
+        keep_freed_memory()
+    with make_task(order.job, order.index, order.address, key=order.key or None) as task:
+        ready(task.address)
+        task.serve()
+
+
+def warm_up() -> None:
+    """Make torch import its compiler now: the first optimizer of a process does it, for 1.5 s."""
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.zeros(1)
+    torch.optim.SGD([weight], lr=0.1).step()
+
+
 def cluster_key(text: str | None = None) -> ClusterKey | None:
-    """The key given, or else the one the environment names; None if there is none."""
+    """Return the key given, or else that of the environment; None if there is none."""
     text = text or config.cluster_key_text()
     return ClusterKey.from_text(text) if text else None

@@ -1,8 +1,7 @@
-"""What a worker prints and logs, sent to its coordinator's log.
+"""Send a worker's prints and log records to its coordinator's log.
 
-`OutputForwarder` stands in a worker process for standard output and as a handler of the root logger.
-The coordinator's side is `log_line`. Nothing here is used by in-process workers: they print where
-everybody prints.
+In a worker process `OutputForwarder` replaces standard output and standard error and adds a log handler. Workers
+in the coordinator's own process do not use it. The coordinator calls `log_line`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from stratagem._wire.channel import Channel
 from stratagem._wire.messages import LogLine
 from stratagem.errors import WireError
 
-TEXT_LIMIT: Final = 1 << 16
-"""Longest line sent; a message has a limit, and passing it would end the connection."""
+TEXT_LIMIT: Final = 1 << 16  # longest line sent: a longer message would end the connection
+SEND_S: Final = 2.0  # how long a line may take to be sent
 
 
 @final
 class OutputForwarder:
-    """Takes over `sys.stdout`, `sys.stderr` and logging until closed.
+    """Replaces `sys.stdout` and `sys.stderr`, and adds a log handler, until closed.
 
     Args:
         echo: also write to the streams that were there before.
@@ -41,15 +40,15 @@ class OutputForwarder:
         logging.getLogger().addHandler(self._handler)
 
     def attach(self, channel: Channel) -> None:
-        """From now on lines go to this coordinator."""
+        """Send lines to this coordinator from now on."""
         self._channel = channel
 
     def detach(self) -> None:
-        """There is no coordinator now: lines go to the old streams."""
+        """Write lines to the old streams: there is no coordinator."""
         self._channel = None
 
     def send(self, level: int, logger: str, text: str) -> bool:
-        """Sends a line; False when there is nobody to send it to."""
+        """Send a line; return False if it is to be written to the old streams."""
         channel = self._channel
         if channel is None:
             return False
@@ -57,19 +56,19 @@ class OutputForwarder:
             text = f"{text[:TEXT_LIMIT]} … {len(text) - TEXT_LIMIT} characters left out"
         text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates
         try:
-            channel.notify(LogLine(level=level, logger=logger, text=text), timeout_s=2.0)
+            channel.notify(LogLine(level=level, logger=logger, text=text), timeout_s=SEND_S)
         except WireError:
             return False
         return not self._echo
 
     def close(self) -> None:
-        """Gives the streams back. May be called again."""
+        """Restore the streams. May be called again."""
         sys.stdout, sys.stderr = self._before
         logging.getLogger().removeHandler(self._handler)
 
 
 class _Stream(io.TextIOBase):
-    """Cuts what is written into lines; each thread has a line of its own."""
+    """Splits text into lines, separately for each thread."""
 
     def __init__(self, forwarder: OutputForwarder, under: TextIO, level: int) -> None:
         self._forwarder = forwarder
@@ -106,7 +105,7 @@ class _Stream(io.TextIOBase):
 
 
 class _Handler(logging.Handler):
-    """Sends log records; those of our own wire are left out, they would never end."""
+    """Sends log records, except those about sending."""
 
     def __init__(self, forwarder: OutputForwarder) -> None:
         super().__init__()
@@ -119,8 +118,7 @@ class _Handler(logging.Handler):
 
 
 def log_line(task: str, line: LogLine) -> None:
-    """Puts a worker's line into this process's log, under ``stratagem.tasks.<task>``."""
+    """Log a worker's line in this process, under ``stratagem.tasks.<task>``."""
     origin = f"{line.logger}: " if line.logger else ""
-    logging.getLogger(f"stratagem.tasks.{task}").log(
-        line.level, "[%s] %s%s", task, origin, line.text
-    )
+    logger = logging.getLogger(f"stratagem.tasks.{task}")
+    logger.log(line.level, "[%s] %s%s", task, origin, line.text)

@@ -1,7 +1,7 @@
-"""What a worker has to report: results of closures, held until everything they wrote is acknowledged.
+"""Results of closures, held until the servers have acknowledged everything the closures wrote.
 
-Several results travel together, which costs one system call and one wake-up of the coordinator. The
-working thread flushes; the line thread helps out while a closure runs long (`worker.py`).
+Several results are sent together, for one system call and one wake-up of the coordinator. The working thread
+flushes; the receiving thread does so while a closure runs for long (`session.py`).
 """
 
 from __future__ import annotations
@@ -22,30 +22,22 @@ from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Message
 from stratagem.errors import ClosureInputError, DeadlineExceeded, ParameterServerLost
 
-BATCH: Final = 32
-"""Results sent together at most; beyond it the saving is below 1 µs a closure."""
+BATCH: Final = 32  # most results sent together; beyond it the saving is below 1 µs a closure
+HOLD_S: Final = 0.006  # how long a result may wait for others while more closures wait
+COPY_BYTES: Final = 1 << 14  # smaller results are copied and may wait; larger ones are sent at once
 
-HOLD_S: Final = 0.006
-"""How long a result may be held back for company while more closures wait."""
-
-COPY_BYTES: Final = 1 << 14
-"""Results up to this size are copied and may wait; larger ones are sent at once, uncopied."""
+Report = messages.Finished | messages.Failed
 
 
 class _Result(NamedTuple):
-    message: messages.Finished | messages.Failed
+    message: Report
     buffers: Sequence[Buffer]
     written: int  # writes made when the closure ended: all of them must be acknowledged first
 
 
 @final
 class Results:
-    """Results of one life, in the order the closures ran.
-
-    Args:
-        channel: to the coordinator.
-        task: the worker's name, for errors.
-    """
+    """Results of one session, in the order the closures ran. `task`: the worker's name, for errors."""
 
     def __init__(self, channel: Channel, task: str) -> None:
         self._channel = channel
@@ -57,13 +49,8 @@ class Results:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(
-        self,
-        message: messages.Finished | messages.Failed,
-        buffers: Sequence[Buffer],
-        views: StrategyOnWorker,
-    ) -> None:
-        """Puts a result in line; sends it now if its memory may not wait."""
+    def hold(self, message: Report, buffers: Sequence[Buffer], views: StrategyOnWorker) -> None:
+        """Hold a result; send it now if it is too large to be copied."""
         size = 0
         if buffers:
             size = sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -76,17 +63,17 @@ class Results:
             self.flush(views)
 
     def is_due(self, now: float, next_takes_s: float = 0.0) -> bool:
-        """Whether they should go before another closure is begun that takes so long."""
+        """Return whether to flush before a closure that takes this long."""
         held = len(self._held)
         return held >= BATCH or (held > 0 and now + next_takes_s - self._held_since > HOLD_S)
 
     def flush(self, views: StrategyOnWorker) -> None:
-        """Waits for what is on its way to the servers, then sends everything."""
+        """Wait until all writes are acknowledged, then send everything."""
         with self._flushing:
             self._send(views, views.acknowledged(wait=True))
 
     def flush_ready(self, views: StrategyOnWorker) -> None:
-        """Sends what need not wait any more, writes and results; never waits for the servers."""
+        """Send the results whose writes are acknowledged. Never waits for the servers."""
         if self._flushing.acquire(blocking=False):
             try:
                 self._send(views, views.acknowledged(wait=False))
@@ -96,7 +83,7 @@ class Results:
     def failure(
         self, closure: int, error: BaseException, *, lacks: bool = False
     ) -> messages.Failed:
-        """The report of an error, and whose it is; `lacks`: what the closure needs is to be sent again."""
+        """Make the report of an error. `lacks`: an object that the closure needs must be sent again."""
         blame = "user"
         if isinstance(error, ClosureInputError):
             blame = "input"

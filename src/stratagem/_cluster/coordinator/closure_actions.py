@@ -1,0 +1,65 @@
+"""Actions that `ClosureQueue` returns; the engine executes every one of them."""
+
+from typing import Literal, NamedTuple
+
+Fate = Literal["failed", "cancelled", "aborted", "poisoned", "given up"]
+"""How a closure ended without a result."""
+
+
+class DeliverResults(NamedTuple):
+    """Store the results that the worker reported for these closures."""
+
+    closures: tuple[int, ...]
+
+
+class ResolveClosure(NamedTuple):
+    """Resolve a closure that ended without a result. `workers`: those it was lost with, in order."""
+
+    closure: int
+    fate: Fate
+    workers: tuple[int, ...] = ()
+
+
+class RequeueClosure(NamedTuple):
+    """Note that the closure will run again. `lost`: because its worker was lost."""
+
+    closure: int
+    lost: bool
+
+
+class RaiseError(NamedTuple):
+    """Keep the error of this closure (None: of this event) and raise it at the user's next call."""
+
+    closure: int | None
+
+
+class SendClosures(NamedTuple):
+    """Send the worker what `take` returns."""
+
+    worker: int
+
+
+class RecallClosures(NamedTuple):
+    """Ask the worker to give back the closures it has not started; it answers with `returned`."""
+
+    worker: int
+    closures: tuple[int, ...]
+
+
+class FenceWorker(NamedTuple):
+    """Make every server refuse this incarnation of the worker, then report `worker_fenced`."""
+
+    worker: int
+    incarnation: int
+
+
+class ReleaseWorker(NamedTuple):
+    """Disconnect the worker: it is drained, and the queue has forgotten it."""
+
+    worker: int
+
+
+Sending = SendClosures | RecallClosures | FenceWorker
+"""Actions that may wait for another process."""
+
+Action = DeliverResults | ResolveClosure | RequeueClosure | RaiseError | ReleaseWorker | Sending

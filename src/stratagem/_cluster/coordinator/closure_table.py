@@ -1,0 +1,156 @@
+"""The closures that are not done: their results and errors are stored in their remote values.
+
+Executes, for the engine and under its lock, the queue's actions that need no I/O.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+from stratagem import metrics
+from stratagem._cluster.coordinator.closure_actions import RequeueClosure, ResolveClosure
+from stratagem._cluster.coordinator.remote_values import ClosureRecord
+from stratagem._cluster.coordinator.sender import Closure
+from stratagem._wire import messages
+from stratagem._wire.messages import Frame
+from stratagem.errors import ClosureAborted, ClosureCancelled, ClosurePoisonous
+
+_log = logging.getLogger("stratagem.coordinator")
+
+
+class Cause(NamedTuple):
+    """The error behind an event, and the task that reported it."""
+
+    error: BaseException
+    task: str = ""
+    remote_traceback: str = ""
+
+
+@final
+class ClosureTable:
+    """Closures by number, and what became of those that ended."""
+
+    def __init__(self, heartbeat_limit_s: float) -> None:
+        self.errors: deque[ClosureRecord] = deque(maxlen=1000)  # the oldest are dropped
+        self.finished = 0
+        self.ended: list[int] = []  # closures whose late writes servers must refuse
+        self._limit_s = heartbeat_limit_s  # for the text of an error
+        self._closures: dict[int, Closure] = {}
+        self._numbers = itertools.count(1)
+        self._counters = {
+            what: metrics.counter(f"coordinator.{what}")
+            for what in ("scheduled", "completed", "failed", "retried", "closures_repeated")
+        }
+        self._queue_s, self._send_s, self._compute_s = (
+            metrics.timer(f"closure.{phase}") for phase in ("queue", "send", "compute")
+        )
+
+    def __getitem__(self, number: int) -> Closure:
+        return self._closures[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._closures
+
+    def add(self, closure: Closure) -> int:
+        """Give the closure a number and keep it until it is done."""
+        closure.number = next(self._numbers)
+        self._closures[closure.number] = closure
+        if not closure.resource:
+            self._counters["scheduled"].add()
+        return closure.number
+
+    def deliver(self, frames: Sequence[Frame]) -> None:
+        """Store results."""
+        arrived = time.perf_counter()
+        for frame in frames:
+            message = frame.message
+            assert isinstance(message, messages.Finished)
+            closure = self._closures.pop(message.closure)
+            closure.value._set(message.value, frame)
+            self.ended.append(closure.number)
+            if not closure.resource:
+                at_worker_s = message.waited_s + message.ran_s
+                self._queue_s.record(closure.sent_at - closure.scheduled_at + message.waited_s)
+                self._compute_s.record(message.ran_s)
+                self._send_s.record(max(0.0, arrived - closure.sent_at - at_worker_s))
+        self.finished += len(frames)
+        self._counters["completed"].add(len(frames))
+
+    def resolve(
+        self, action: ResolveClosure, cause: Cause | None, workers: Sequence[str]
+    ) -> Cause | None:
+        """Resolve a closure without a result; return the cause of the actions that follow.
+
+        `workers`: names of the workers that it was lost with.
+        """
+        closure = self._closures.pop(action.closure, None)
+        if closure is None:
+            return cause
+        if action.fate == "cancelled":
+            closure.value._fail(
+                ClosureCancelled(
+                    f"{closure.name} was cancelled because another closure failed; schedule it "
+                    "again if it still matters."
+                )
+            )
+        elif action.fate == "aborted":
+            closure.value._abort(aborted(None if cause is None else cause.error))
+        else:
+            if action.fate == "poisoned":
+                cause = Cause(self._poisonous(closure, workers), workers[-1])
+            assert cause is not None
+            closure.value._fail(cause.error)
+            # A resource that failed to build concerns only the closures that use it (CCO-25).
+            if action.fate != "given up" and not closure.resource:
+                self._counters["failed"].add()
+                self.keep_error(cause, closure)
+        self.ended.append(closure.number)
+        return cause
+
+    def note_requeued(self, action: RequeueClosure, cause: Cause | None) -> None:
+        """Count a closure that runs again."""
+        if action.lost:
+            self._counters["closures_repeated"].add()
+        elif cause is not None:
+            self._counters["retried"].add()
+            name = self._closures[action.closure].name
+            _log.warning("%s: %s is retried: %s", cause.task, name, cause.error)
+
+    def keep_error(self, cause: Cause, closure: Closure | None = None) -> None:
+        """Keep an error for `coordinator.errors`."""
+        number, name = (None, "") if closure is None else (closure.number, closure.name)
+        self.errors.append(
+            ClosureRecord(
+                closure=number,
+                function=name,
+                worker=cause.task,
+                error=cause.error,
+                remote_traceback=cause.remote_traceback,
+            )
+        )
+
+    def cancel_all(self, error: ClosureCancelled) -> None:
+        """Resolve every closure with this error."""
+        for closure in self._closures.values():
+            closure.value._fail(error)
+        self._closures.clear()
+
+    def _poisonous(self, closure: Closure, workers: Sequence[str]) -> ClosurePoisonous:
+        return ClosurePoisonous(
+            f"{closure.name} was lost with {len(workers)} workers in a row "
+            f"({', '.join(workers)}) and is not tried again. It probably ends the process (out of "
+            "memory, a crash in native code, os._exit), or keeps the worker from answering for "
+            f"more than {self._limit_s:g} s.",
+            closure=closure.name,
+            workers=workers,
+        )
+
+
+def aborted(lost: BaseException | None) -> ClosureAborted:
+    """Return the error of a value whose worker is gone."""
+    return ClosureAborted(f"the worker holding this value is gone: {lost}", original_exception=lost)

@@ -1,0 +1,64 @@
+"""The `Launcher` interface: starts and stops the tasks of a cluster, wherever they run.
+
+A launcher starts one process (or thread) per order and reports what happens to it; `TaskSupervisor` decides.
+`fork_launcher.py` starts processes on this machine, `thread_launcher.py` threads of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOrder:
+    """Order to start one task. Plain data: it may be sent to another machine."""
+
+    job: str
+    index: int
+    address: str = "127.0.0.1:0"  # to listen on; with port 0 a free one is taken
+    key: str = ""  # of the cluster
+    threads: int = 1  # of torch
+    environment: Mapping[str, str] = field(default_factory=dict)  # set for this task only
+    stopped_limit_s: float = 0.0  # kill the task when it was stopped (SIGSTOP) so long; 0: never
+
+    @property
+    def task(self) -> str:
+        """Name of the task, such as ``worker:0``."""
+        return f"{self.job}:{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEvent:
+    """Report of a launcher about one task.
+
+    - ``started``: the process `pid` exists.
+    - ``ready``: the task listens at `address`.
+    - ``output``: it printed the line `text`.
+    - ``exited``: the process is gone; `text` says how it ended.
+    - ``lost``: the launcher itself failed, and every task with it; `task` is empty.
+    """
+
+    kind: Literal["started", "ready", "output", "exited", "lost"]
+    task: str = ""
+    pid: int = 0
+    address: str = ""
+    text: str = ""
+
+
+EventHandler = Callable[[TaskEvent], None]
+"""Receives events, on a thread of the launcher; must not block."""
+
+
+class Launcher(Protocol):
+    """Starts and stops tasks. Made with an `EventHandler`."""
+
+    def spawn(self, order: TaskOrder) -> None:
+        """Start a task. ``started`` follows, then ``ready``, and ``exited`` in the end."""
+
+    def stop(self, task: str, signal_number: int) -> None:
+        """Send a signal to a task; SIGKILL ends it. Does nothing if the task is gone."""
+
+    def close(self) -> None:
+        """Kill every task; return when all are gone. May be called again."""

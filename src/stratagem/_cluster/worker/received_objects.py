@@ -1,0 +1,186 @@
+"""Functions, per-worker values and objects of the strategy that a worker has received from its coordinator.
+
+Code of the user runs while they are unpacked, and may fail. The error is kept and raised by the closures
+that need the object, and only by those. Such a closure reports that it `lacks` something; the coordinator
+then sends it again with the next closure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, cast, final
+
+from stratagem._cluster.contract import StrategyOnWorker
+from stratagem._cluster.worker.closure_random import find_function
+from stratagem._wire import messages
+from stratagem._wire.codec import unpack
+from stratagem._wire.messages import Frame
+from stratagem.errors import ClosureInputError
+
+
+@final
+class ReceivedObjects:
+    """Objects that one incarnation of a worker has received.
+
+    Args:
+        views: the strategy's side of the worker.
+        task: the worker's name, for errors.
+    """
+
+    def __init__(self, views: StrategyOnWorker, task: str) -> None:
+        self.lacks = False
+        """True if the closure being prepared needs something that has to be sent again."""
+        self._views = views
+        self._task = task
+        self._functions: dict[bytes, Frame | Callable[..., object]] = {}
+        self._resources: dict[int, object] = {}
+        self._complete: set[Hashable] = set()  # tokens whose definitions have all arrived
+        self._definition_errors: dict[Hashable, Exception] = {}
+        self._update_errors: dict[Hashable, Exception] = {}
+        self._unreadable: Exception | None = None  # a message that may have concerned any object
+        # Tokens that an object or a function was made of; `_used` collects them during unpacking.
+        self._parts: dict[Hashable, set[Hashable]] = {}
+        self._used: set[Hashable] = set()
+
+    def receive(self, frame: Frame) -> None:
+        """Store the content of a Define, Update or Forget message; keep the error if that fails."""
+        try:
+            self._receive(frame)
+        except Exception as error:  # noqa: BLE001 - a worker survives whatever it is sent
+            self._unreadable = error
+
+    def function(self, digest: bytes) -> Callable[..., object]:
+        """Return a function, unpacked at its first use."""
+        self.lacks = False
+        if self._unreadable is not None:
+            raise self._lacking(self._unreadable)
+        function = self._functions[digest]
+        if isinstance(function, Frame):
+            assert isinstance(function.message, messages.Define)
+            self.lacks = True
+            self._used = self._parts[digest] = set()
+            function = unpack(function.message.value, function, rebuild=self._rebuild)
+            self.lacks = False
+            self._functions[digest] = function
+        return function
+
+    def arguments(
+        self, frame: Frame, message: messages.Run
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call; raise if an update of anything it uses has failed."""
+        self._used = {message.function}
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if message.arguments is not None:
+            args, kwargs = unpack(message.arguments, frame, rebuild=self._rebuild)
+        if self._update_errors:
+            self._refuse_stale()
+        return args, kwargs
+
+    def keep_resource(self, number: int, value: object) -> None:
+        """Keep the result of a resource closure."""
+        self._resources[number] = value
+
+    def fail_resource(self, number: int, error: BaseException) -> None:
+        """Keep the error of a resource closure, for the closures that use it."""
+        self._resources[number] = _FailedResource(error)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._resources.clear()
+        self._functions.clear()
+
+    @property
+    def resources(self) -> int:
+        """Number of per-worker values."""
+        return len(self._resources)
+
+    # ------------------------------------------------------------------ inside
+
+    def _receive(self, frame: Frame) -> None:
+        message = frame.message
+        if isinstance(message, messages.Define):
+            if message.token is None:
+                self._functions[message.function] = frame
+            else:
+                self._define(cast("Hashable", unpack(message.token, frame)), frame, message)
+        elif isinstance(message, messages.Update):
+            self._update(frame, message)
+        elif isinstance(message, messages.Forget):
+            for digest in message.functions:
+                self._functions.pop(digest, None)
+                self._parts.pop(digest, None)
+            for resource in message.resources:
+                self._resources.pop(resource, None)
+
+    def _define(self, token: Hashable, frame: Frame, message: messages.Define) -> None:
+        if token in self._complete:
+            return  # it was sent again because of another object
+        if message.stage == 0:
+            self._definition_errors.pop(token, None)
+            self._parts[token] = set()
+        elif token in self._definition_errors:
+            return  # an earlier stage failed
+        self._used = self._parts[token]
+        try:
+            definition = unpack(message.value, frame, rebuild=self._rebuild)
+            self._views.define(token, definition, last=message.last)
+            if message.last:
+                self._complete.add(token)
+        except Exception as error:  # noqa: BLE001 - code of the user runs in unpacking
+            self._definition_errors[token] = error
+
+    def _update(self, frame: Frame, message: messages.Update) -> None:
+        updates = unpack(message.updates, frame, rebuild=self._rebuild)
+        failures, gone = self._views.apply(updates)
+        if message.whole:  # everything that ever changed: earlier failures no longer matter
+            self._unreadable = None
+            self._update_errors.clear()
+        self._update_errors.update(failures)
+        for token in gone:
+            for known in (self._definition_errors, self._update_errors, self._parts):
+                known.pop(token, None)
+            self._complete.discard(token)
+
+    def _rebuild(self, token: tuple[str, Hashable]) -> object:
+        """Return the object that a token in a packed object stands for."""
+        kind, value = token
+        if kind == "r":
+            found = self._resources[cast("int", value)]
+            if isinstance(found, _FailedResource):
+                raise ClosureInputError(
+                    f"an input of the closure failed to build on {self._task}: {found.error!r}",
+                    original_exception=found.error,
+                )
+            return found
+        if kind == "g":
+            return find_function(cast("str", value))
+        failed = self._definition_errors.get(value)
+        if failed is not None:
+            raise self._lacking(failed)
+        self._used.add(value)
+        return self._views.rebuild(value)
+
+    def _refuse_stale(self) -> None:
+        """Raise if an update failed of anything that the function or its arguments are made of."""
+        seen: set[Hashable] = set()
+        todo = list(self._used)
+        while todo:
+            token = todo.pop()
+            if token in self._update_errors:
+                raise self._lacking(self._update_errors[token])
+            if token not in seen:
+                seen.add(token)
+                todo.extend(self._parts.get(token, ()))
+
+    def _lacking(self, error: Exception) -> Exception:
+        """Return the error of an object that is to be sent again."""
+        self.lacks = True
+        return error.with_traceback(None)  # or it would grow with every closure
+
+
+class _FailedResource:
+    """Stands for a per-worker value that failed to build."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error

@@ -1,0 +1,670 @@
+"""The queue's decisions, by example and by thousands of random orders of events."""
+
+from __future__ import annotations
+
+import pytest
+from orders import Events, orders
+
+from stratagem._cluster.coordinator.closure_actions import (
+    Action,
+    DeliverResults,
+    FenceWorker,
+    RaiseError,
+    RecallClosures,
+    ReleaseWorker,
+    RequeueClosure,
+    ResolveClosure,
+    SendClosures,
+)
+from stratagem._cluster.coordinator.closure_queue import ClosureQueue
+
+QUICK_S = 0.001
+LONG_S = 1.0
+
+
+def queue_of(workers: int, **options: int) -> ClosureQueue:
+    """A queue with that many workers, all up."""
+    queue = ClosureQueue(**options)
+    for worker in range(workers):
+        queue.add_worker(worker)
+        queue.worker_up(worker, incarnation=1)
+    return queue
+
+
+def done(queue: ClosureQueue, worker: int, *closures: int, run_s: float = LONG_S) -> bool:
+    """Report closures as done; return whether that counted."""
+    actions = queue.finished(worker, closures, run_s)
+    return bool(actions) and actions[0] == DeliverResults(closures)
+
+
+def resolved(actions: list[Action]) -> list[Action]:
+    """Leave out what is only sent."""
+    return [action for action in actions if not isinstance(action, SendClosures)]
+
+
+def test_closures_are_taken_in_order_and_only_as_many_as_the_window() -> None:
+    """CCO-12: first in, first out; a worker holds no more than its window."""
+    queue = queue_of(2)
+    assert queue.add(0) == [SendClosures(0)]
+    for closure in range(1, 5):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    assert queue.take(0) == []
+    assert queue.take(1) == [2, 3]
+    assert queue.finished(0, [0], LONG_S) == [DeliverResults((0,)), SendClosures(0)]
+    assert queue.take(0) == [4]
+    assert not queue.idle
+
+
+def test_a_new_closure_goes_to_the_worker_with_the_fewest() -> None:
+    """CCO-12: any idle worker takes the next; a full one is not sent to."""
+    queue = queue_of(3)
+    queue.add(0)
+    queue.take(1)
+    assert queue.add(1) == [SendClosures(0)]
+    queue.take(0)
+    assert queue.add(2) == [SendClosures(2)]
+    queue.take(2)
+    for closure in range(3, 6):
+        (send,) = queue.add(closure)
+        assert isinstance(send, SendClosures)
+        queue.take(send.worker)
+    assert queue.add(6) == [], "every window is full"
+
+
+def test_the_window_follows_the_time_closures_take() -> None:
+    """20 ms of work are sent ahead, between 2 and 64 closures."""
+    queue = queue_of(1)
+    for closure in range(200):
+        queue.add(closure)
+    (first, second) = queue.take(0)
+    assert done(queue, 0, first, second, run_s=QUICK_S)
+    taken = queue.take(0)
+    assert len(taken) == 20
+    assert done(queue, 0, *taken, run_s=1e-9)
+    for _ in range(20):
+        assert done(queue, 0, *queue.take(0), run_s=1e-9) or queue.idle
+    assert queue.idle
+    for closure in range(200, 300):
+        queue.add(closure)
+    assert len(queue.take(0)) == 64
+
+
+def test_full_queue_says_so_and_zero_means_no_limit() -> None:
+    """CCO-12: back-pressure at the limit."""
+    queue = ClosureQueue(limit=2)
+    queue.add(0)
+    assert not queue.full
+    queue.add(1)
+    assert queue.full
+    endless = ClosureQueue(limit=0)
+    endless.add(0)
+    assert not endless.full
+
+
+def test_lost_worker_s_closures_wait_for_the_fence_then_go_to_the_end() -> None:
+    """CCO-13, FLT-1: nothing runs elsewhere before the fence stands."""
+    queue = queue_of(2)
+    for closure in range(5):
+        queue.add(closure)
+    queue.take(0)
+    assert queue.worker_lost(0) == [FenceWorker(0, 1)]
+    assert queue.take(1) == [2, 3]
+    assert not queue.quiet
+    assert queue.worker_fenced(0) == [RequeueClosure(0, lost=True), RequeueClosure(1, lost=True)]
+    assert done(queue, 1, 2, 3)
+    assert queue.take(1) == [4], "the queue's own order first, lost ones at the end"
+    assert done(queue, 1, 4)
+    assert queue.take(1) == [0], "a closure lost before runs alone"
+    assert queue.take(1) == []
+    assert done(queue, 1, 0)
+    assert queue.take(1) == [1]
+    assert done(queue, 1, 1)
+    assert queue.idle
+
+
+def test_a_report_of_a_lost_worker_does_not_count() -> None:
+    """A result that arrives after the loss was decided is not counted twice."""
+    queue = queue_of(2)
+    queue.add(7)
+    queue.take(0)
+    queue.worker_lost(0)
+    assert queue.finished(0, [7], LONG_S) == []
+    assert queue.failed(0, 7) == []
+    assert queue.failed(0, 7, blame="server", task="ps") == []
+
+
+def test_closure_lost_with_three_workers_is_poisonous_and_its_neighbours_are_not() -> None:
+    """The closure that kills is found; one that was merely beside it is run to its end."""
+    queue = queue_of(2)
+    queue.add(1)
+    queue.add(2)
+    assert queue.take(0) == [1, 2]
+    ended: list[Action] = []
+    finished = []
+    for incarnation in range(2, 12):
+        queue.worker_lost(0)
+        ended += [one for one in queue.worker_fenced(0) if isinstance(one, ResolveClosure)]
+        queue.worker_up(0, incarnation=incarnation)
+        while taken := queue.take(0):
+            if taken == [2]:
+                break  # closure 2 kills the worker it runs on
+            assert taken == [1]
+            assert done(queue, 0, 1)
+            finished.append(1)
+    assert ended == [ResolveClosure(2, "poisoned", (0, 0, 0))]
+    assert finished == [1]
+    assert queue.stopped
+
+
+def test_first_error_stops_the_queue_at_once_and_cancels_what_waits() -> None:
+    """13.8, CCO-22: nothing more is served; what has not started comes back cancelled."""
+    queue = queue_of(2)
+    for closure in range(6):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    assert queue.take(1) == [2, 3]
+    assert queue.failed(0, 0) == [
+        ResolveClosure(0, "failed"),
+        RaiseError(0),
+        ResolveClosure(4, "cancelled"),
+        ResolveClosure(5, "cancelled"),
+        RecallClosures(0, (1,)),
+        RecallClosures(1, (2, 3)),
+    ]
+    assert queue.take(0) == queue.take(1) == []
+    assert queue.returned(0, [1]) == [ResolveClosure(1, "cancelled")]
+    assert queue.returned(1, [3]) == [ResolveClosure(3, "cancelled")]
+    assert not queue.quiet, "closure 2 is running and is waited for"
+    assert queue.failed(1, 2) == [ResolveClosure(2, "failed")], "only the first is raised"
+    assert queue.quiet
+    assert queue.stopped
+    queue.resume()
+    queue.add(6)
+    assert queue.take(1) == [6], "after the error was raised work goes on"
+
+
+def test_put_back_after_an_error_is_cancelled_instead() -> None:
+    """FLT-7: a closure lost while an error waits to be raised is not run again."""
+    queue = queue_of(2)
+    queue.add(0)
+    queue.take(0)
+    queue.worker_lost(0)
+    assert queue.stop() == [RaiseError(None)]
+    assert queue.worker_fenced(0) == [ResolveClosure(0, "cancelled", (0,))]
+    queue.resume()
+    queue.add(1)
+    queue.take(1)
+    queue.stop()
+    retried = queue.failed(1, 1, blame="server", task="ps")
+    assert retried == [ResolveClosure(1, "cancelled")]
+
+
+def test_the_first_failures_of_a_server_are_retried() -> None:
+    """FLT-10: two reports about each server are ignored, the third is raised."""
+    queue = queue_of(1)
+    for task in ("ps0", "ps1"):
+        for _ in range(2):
+            queue.add(1)
+            queue.take(0)
+            again = queue.failed(0, 1, blame="server", task=task)
+            assert again == [RequeueClosure(1, lost=False), SendClosures(0)]
+            assert done(queue, 0, *queue.take(0))
+    queue.add(2)
+    queue.take(0)
+    assert resolved(queue.failed(0, 2, blame="server", task="ps0")) == [
+        ResolveClosure(2, "failed"),
+        RaiseError(2),
+    ]
+
+
+@pytest.mark.parametrize(("workers", "limit", "ignored"), [(20, -1, 1), (1, -1, 0), (1, 3, 2)])
+def test_missed_deadlines_are_retried(workers: int, limit: int, ignored: int) -> None:
+    """FLT-11: all but the last of N are ignored, by default N is a tenth of the workers."""
+    queue = queue_of(workers, deadlines=limit)
+    queue.add(1)
+    queue.take(0)
+    for _ in range(ignored):
+        assert RequeueClosure(1, lost=False) in queue.failed(0, 1, blame="deadline")
+        assert queue.take(0) == [1]
+    assert RaiseError(1) in queue.failed(0, 1, blame="deadline")
+
+
+def test_a_lost_server_stops_everything_and_nothing_is_waited_for() -> None:
+    """What runs waits for that server, or is about to."""
+    queue = queue_of(2)
+    for closure in range(5):
+        queue.add(closure)
+    queue.take(0)
+    queue.take(1)
+    queue.worker_lost(1)
+    assert resolved(queue.server_lost()) == [
+        RaiseError(None),
+        ResolveClosure(4, "cancelled"),
+        RecallClosures(0, (0, 1)),
+        ResolveClosure(0, "given up"),
+        ResolveClosure(1, "given up"),
+        ResolveClosure(2, "given up"),
+        ResolveClosure(3, "given up"),
+    ]
+    assert queue.quiet
+    assert queue.worker_fenced(1) == []
+    assert queue.finished(0, [0], LONG_S) == [], "a late report does not count"
+
+
+def test_resources_come_first_are_not_counted_and_are_aborted_with_their_worker() -> None:
+    """CCO-15, CCO-33, FLT-2."""
+    queue = queue_of(2)
+    queue.add(1)
+    assert queue.add_resource(10, 0) == [SendClosures(0)]
+    assert queue.take(0) == [10, 1]
+    assert done(queue, 0, 1)
+    assert queue.idle
+    queue.add_resource(11, 0)
+    assert queue.worker_lost(0) == [
+        FenceWorker(0, 1),
+        ResolveClosure(10, "aborted"),
+        ResolveClosure(11, "aborted"),
+    ]
+    assert queue.add_resource(12, 0) == [ResolveClosure(12, "aborted")]
+    queue.worker_fenced(0)
+    assert queue.idle
+
+
+def test_a_failed_resource_stops_nothing() -> None:
+    """CCO-25: it concerns only those who use it."""
+    queue = queue_of(2)
+    queue.add_resource(10, 0)
+    queue.take(0)
+    assert queue.failed(0, 10) == [ResolveClosure(10, "failed")]
+    assert not queue.stopped
+
+
+def test_idle_worker_gets_what_waits_behind_a_long_closure() -> None:
+    """CCO-12, any idle worker takes the next: also what another had been sent ahead."""
+    queue = queue_of(2)
+    for closure in range(3):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    assert queue.take(1) == [2]
+    assert queue.tick() == []
+    assert done(queue, 1, 2)
+    assert queue.tick() == [RecallClosures(0, (0, 1))]
+    assert queue.tick() == [], "asked once"
+    assert queue.returned(0, [1]) == [SendClosures(1)]
+    assert queue.take(1) == [1]
+
+
+def test_a_worker_that_joins_is_sent_closures() -> None:
+    """Membership grows: the newcomer is down until it answers, then takes what waits."""
+    queue = queue_of(1)
+    for closure in range(4):
+        queue.add(closure)
+    queue.take(0)
+    queue.add_worker(7)
+    assert queue.add_resource(10, 7) == [ResolveClosure(10, "aborted")]
+    assert queue.take(7) == []
+    assert queue.worker_up(7, incarnation=1) == [SendClosures(7)]
+    assert queue.take(7) == [2, 3]
+    assert queue.workers == (0, 7)
+
+
+def test_a_drained_worker_finishes_what_it_runs_and_gives_back_the_rest() -> None:
+    """Membership shrinks without a loss: nothing runs twice, nothing is forgotten."""
+    queue = queue_of(2)
+    for closure in range(4):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    queue.take(1)
+    assert queue.drain_worker(0) == [RecallClosures(0, (0, 1))]
+    assert queue.returned(0, [1]) == []
+    assert queue.take(0) == []
+    assert queue.add_resource(10, 0) == [ResolveClosure(10, "aborted")]
+    assert queue.finished(0, [0], LONG_S) == [DeliverResults((0,)), ReleaseWorker(0)]
+    assert queue.workers == (1,)
+    assert done(queue, 1, 2, 3)
+    assert queue.take(1) == [1]
+
+
+def test_an_idle_or_absent_worker_leaves_at_once_and_a_lost_one_after_its_fence() -> None:
+    queue = queue_of(2)
+    queue.add_worker(2)
+    assert queue.drain_worker(2) == [ReleaseWorker(2)]
+    assert queue.drain_worker(1) == [ReleaseWorker(1)]
+    queue.add(0)
+    queue.take(0)
+    queue.drain_worker(0)
+    assert queue.worker_lost(0) == [FenceWorker(0, 1)]
+    assert queue.worker_fenced(0) == [RequeueClosure(0, lost=True), ReleaseWorker(0)]
+    assert queue.workers == ()
+    assert not queue.idle, "the closure waits for a worker"
+    queue.add_worker(3)
+    queue.worker_up(3, incarnation=1)
+    assert queue.take(3) == [0]
+
+
+def test_late_reports_of_a_released_worker_are_ignored() -> None:
+    queue = queue_of(1)
+    queue.drain_worker(0)
+    assert queue.take(0) == []
+    for late in (
+        queue.finished(0, [1], LONG_S),
+        queue.failed(0, 1),
+        queue.returned(0, [1]),
+        queue.worker_lost(0),
+        queue.worker_fenced(0),
+    ):
+        assert late == []
+
+
+def test_misuse_is_refused() -> None:
+    """The engine's own mistakes do not pass silently."""
+    queue = queue_of(2)
+    with pytest.raises(RuntimeError, match="worker 0 came up"):
+        queue.worker_up(0, incarnation=2)
+    with pytest.raises(RuntimeError, match="added twice"):
+        queue.add_worker(1)
+    queue.stop()
+    with pytest.raises(RuntimeError, match="resume"):
+        queue.add(1)
+
+
+class World:
+    """A queue, and what happens around it, modelled plainly. Which events happen how often: below."""
+
+    def __init__(self) -> None:
+        self.queue = ClosureQueue(poison_limit=3)
+        self.next_closure = 0
+        self.next_worker = 0
+        self.open: set[int] = set()  # shared closures that are not resolved
+        self.open_resources: set[int] = set()
+        self.resources: set[int] = set()
+        self.resolved: set[int] = set()
+        self.incarnations: dict[int, int] = {}
+        self.alive: set[int] = set()
+        self.draining: set[int] = set()
+        self.fencing: set[int] = set()
+        self.held: dict[int, list[int]] = {}
+        self.recalled: set[int] = set()
+        self.must_send: set[int] = set()
+        for _ in range(3):
+            self.join_one()
+
+    @property
+    def workers(self) -> list[int]:
+        return sorted(self.held)
+
+    def one(self, events: Events) -> int:
+        """Some worker, or one that has never been there."""
+        return events.of(self.workers) if self.workers else -1
+
+    def execute(self, actions: list[Action]) -> None:
+        """Execute every action, as the engine does."""
+        for action in actions:
+            if isinstance(action, DeliverResults):
+                for closure in action.closures:
+                    self.resolve(closure)
+            elif isinstance(action, ResolveClosure):
+                self.resolve(action.closure)
+                if action.fate == "poisoned":
+                    assert len(action.workers) == 3
+                if action.fate == "given up":
+                    for held in self.held.values():
+                        if action.closure in held:
+                            held.remove(action.closure)
+            elif isinstance(action, RequeueClosure):
+                assert action.closure in self.open
+            elif isinstance(action, RaiseError):
+                assert self.queue.stopped
+            elif isinstance(action, RecallClosures):
+                assert action.worker in self.alive
+                self.recalled.add(action.worker)
+            elif isinstance(action, FenceWorker):
+                assert action.incarnation == self.incarnations[action.worker]
+                self.fencing.add(action.worker)
+            elif isinstance(action, ReleaseWorker):
+                assert action.worker in self.draining
+                assert not self.held.pop(action.worker), "released with closures"
+                self.alive.discard(action.worker)
+                self.recalled.discard(action.worker)
+            else:
+                self.must_send.add(action.worker)
+
+    def resolve(self, closure: int) -> None:
+        assert closure not in self.resolved, "completed or resolved twice"
+        self.resolved.add(closure)
+        self.open.discard(closure)
+        self.open_resources.discard(closure)
+
+    def check(self) -> None:
+        assert self.queue.idle == (not self.open)
+        assert set(self.queue.workers) == set(self.held)
+
+    # What happens; each reads from the events what it needs to know.
+
+    def nothing(self, events: Events) -> None:
+        self.execute(self.queue.tick())
+
+    def schedule(self, events: Events) -> None:
+        for _ in range(1 + events.below(4)):
+            if not self.queue.stopped:
+                self.open.add(self.next_closure)
+                self.execute(self.queue.add(self.next_closure))
+                self.next_closure += 1
+
+    def create_resource(self, events: Events) -> None:
+        worker = self.one(events)
+        if worker in self.held:
+            closure, self.next_closure = self.next_closure, self.next_closure + 1
+            self.open_resources.add(closure)
+            self.resources.add(closure)
+            self.execute(self.queue.add_resource(closure, worker))
+
+    def join(self, events: Events) -> None:
+        if len(self.held) < 5:
+            self.join_one()
+
+    def join_one(self) -> None:
+        worker, self.next_worker = self.next_worker, self.next_worker + 1
+        self.queue.add_worker(worker)
+        self.held[worker] = []
+        self.incarnations[worker] = 0
+
+    def drain(self, events: Events) -> None:
+        worker = self.one(events)
+        if worker in self.held:
+            self.draining.add(worker)
+            self.execute(self.queue.drain_worker(worker))
+
+    def come_up(self, events: Events) -> None:
+        self.bring_up(self.one(events))
+
+    def bring_up(self, worker: int) -> None:
+        if worker in self.held and worker not in self.alive | self.fencing:
+            self.incarnations[worker] += 1
+            self.alive.add(worker)
+            up = self.queue.worker_up(worker, incarnation=self.incarnations[worker])
+            self.execute(up)
+
+    def take(self, events: Events) -> None:
+        self.take_for(self.one(events))
+
+    def take_for(self, worker: int) -> None:
+        self.must_send.discard(worker)
+        taken = self.queue.take(worker)
+        if not taken:
+            return
+        assert worker in self.alive
+        if worker in self.draining:
+            assert set(taken) <= self.resources, "a draining worker got something new"
+        assert len(set(taken)) == len(taken)
+        for held in self.held.values():
+            assert not any(closure in held for closure in taken), "a closure at two workers"
+        self.held[worker] += taken
+
+    def send(self, events: Events) -> None:
+        """Do what the queue has asked for."""
+        for worker in sorted(self.must_send):
+            self.take_for(worker)
+
+    def finish_one(self, events: Events) -> None:
+        run_s = events.of([LONG_S, QUICK_S, QUICK_S])
+        self.finish(self.one(events), events.of(["done"] * 7 + ["retry"]), run_s)
+
+    def fail_one(self, events: Events) -> None:
+        self.finish(self.one(events), "error", QUICK_S)
+
+    def finish(self, worker: int, how: str, run_s: float) -> None:
+        if worker not in self.alive or not self.held[worker]:
+            return
+        closure = self.held[worker].pop(0)
+        if how == "retry":
+            # Another server each time: its first failure is always ignored.
+            server = f"ps{self.next_closure}-{closure}-{len(self.resolved)}"
+            actions = self.queue.failed(worker, closure, blame="server", task=server)
+            if closure not in self.resources and not self.queue.stopped:
+                assert RequeueClosure(closure, lost=False) in actions
+        elif how == "error":
+            actions = self.queue.failed(worker, closure)
+            assert actions[0] == ResolveClosure(closure, "failed")
+        else:
+            actions = self.queue.finished(worker, [closure], run_s)
+            assert actions[0] == DeliverResults((closure,))
+        self.execute(actions)
+
+    def die_at_work(self, events: Events) -> None:
+        worker = self.one(events)
+        self.bring_up(worker)
+        self.take_for(worker)
+        self.lose_one(worker)
+        self.fence_off(worker)
+
+    def lose(self, events: Events) -> None:
+        self.lose_one(self.one(events))
+
+    def lose_one(self, worker: int) -> None:
+        actions = self.queue.worker_lost(worker)
+        if worker not in self.alive:
+            assert actions == []
+            return
+        assert actions[0] == FenceWorker(worker, self.incarnations[worker])
+        self.alive.discard(worker)
+        self.recalled.discard(worker)
+        late, self.held[worker] = self.held[worker], []
+        self.execute(actions)
+        assert self.queue.finished(worker, late, QUICK_S) == [], "a late report counted"
+
+    def fence(self, events: Events) -> None:
+        self.fence_off(self.one(events))
+
+    def fence_off(self, worker: int) -> None:
+        if worker in self.fencing:
+            self.fencing.discard(worker)
+            self.execute(self.queue.worker_fenced(worker))
+
+    def answer_recall(self, events: Events) -> None:
+        self.give_back(self.one(events), events.below(3))
+
+    def give_back(self, worker: int, keep: int) -> None:
+        if worker in self.recalled:
+            self.recalled.discard(worker)
+            back = [c for c in self.held[worker][keep:] if c not in self.resources]
+            self.held[worker] = [c for c in self.held[worker] if c not in back]
+            self.execute(self.queue.returned(worker, back))
+
+    def lose_a_server(self, events: Events) -> None:
+        self.execute(self.queue.server_lost())
+        assert self.queue.quiet
+
+    def raise_error(self, events: Events) -> None:
+        self.resume()
+
+    def resume(self) -> None:
+        if self.queue.stopped and self.queue.quiet:
+            self.queue.resume()
+
+    def end_well(self) -> None:
+        """From any state: bring every worker up, answer everything, and no closure is stuck."""
+        if not set(self.held) - self.draining:
+            self.join_one()
+        for _ in range(40):
+            for worker in self.workers:
+                self.fence_off(worker)
+                self.bring_up(worker)
+                self.give_back(worker, 0)
+                if worker in self.held:
+                    self.take_for(worker)
+                while self.held.get(worker):
+                    self.finish(worker, "done", QUICK_S)
+            self.resume()
+            if not self.open and not self.open_resources:
+                break
+        assert self.open == self.open_resources == set(), "stuck closures"
+        assert self.resolved == set(range(self.next_closure)), "lost closures"
+        assert self.queue.idle
+        assert not set(self.held) & self.draining, "a drained worker was not released"
+
+    def end_by_sends_alone(self) -> None:
+        """From any quiet state: whoever executes only the actions gets everything done."""
+        if not set(self.held) - self.draining:
+            self.join_one()
+        for worker in self.workers:
+            self.fence_off(worker)
+            self.bring_up(worker)
+            self.give_back(worker, 0)
+        self.resume()
+        while self.open and not self.queue.stopped:
+            if not self.must_send:
+                self.execute(self.queue.tick())
+            busy = [worker for worker in self.workers if self.held[worker]]
+            assert self.must_send or busy, "the queue asks for nothing, though closures wait"
+            for worker in sorted(self.must_send):
+                self.take_for(worker)
+            for worker in busy:
+                self.finish(worker, "done", QUICK_S)
+
+
+CALM = [
+    World.nothing,
+    *[World.schedule, World.take, World.send] * 3,
+    *[World.finish_one, World.come_up] * 5,
+    *[World.lose, World.fence, World.answer_recall, World.raise_error] * 2,
+    World.create_resource,
+]
+# Workers die under what they have just been given, again and again.
+DEADLY = [
+    World.nothing,
+    *[World.come_up, World.take, World.lose, World.fence] * 2,
+    *[World.die_at_work] * 6,
+    *[World.schedule, World.finish_one, World.answer_recall, World.raise_error] * 2,
+]
+# Errors of users and of servers come between.
+ANGRY = [*CALM, World.lose_a_server, World.fail_one, World.fail_one]
+# Workers join and leave, some of them by dying.
+ELASTIC = [*CALM, *[World.join, World.drain] * 3, World.die_at_work]
+ALL = [CALM, DEADLY, ANGRY, ELASTIC, [*ELASTIC, *ANGRY]]
+
+
+@pytest.mark.timeout(600)  # a machine with too much to do needs minutes
+@orders(3000, events=60)
+def test_in_any_order_no_closure_is_lost_or_completed_twice_and_none_is_stuck(
+    events: Events,
+) -> None:
+    """CCO-12, CCO-13, FLT-1, FLT-7 in orders nobody would think of, with workers that come and go."""
+    world = World()
+    mood = events.of(ALL)
+    while events.more:
+        events.of(mood)(world, events)
+        world.check()
+    world.end_well()
+
+
+@pytest.mark.timeout(600)
+@orders(1000, events=60)
+def test_the_actions_alone_get_everything_done(events: Events) -> None:
+    """The engine needs no decision of its own: it sends to a worker only when the queue says so."""
+    world = World()
+    mood = events.of(ALL)
+    while events.more:
+        events.of([one for one in mood if one is not World.take])(world, events)
+    world.end_by_sends_alone()

@@ -1,0 +1,147 @@
+"""What a worker receives before and with a closure, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from fake_links import FakeLink
+from plain_strategy import PlainOnCoordinator
+
+from stratagem._cluster.coordinator.sender import Call, Closure, Sender
+from stratagem._wire import messages
+from stratagem._wire.codec import unpack_from
+
+
+class Thing:
+    """An object of the strategy; `parts` are others that its definition names."""
+
+    def __init__(self, name: str, *parts: Thing) -> None:
+        self.name = name
+        self.parts = parts
+
+
+class Things(PlainOnCoordinator):
+    """A strategy whose objects are `Thing`, and whose state is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self.known: dict[str, Thing] = {}
+
+    def describe(self, obj: object) -> Hashable | None:
+        if isinstance(obj, Thing):
+            self.known[obj.name] = obj
+            return obj.name
+        return None
+
+    def definitions(self, token: Hashable) -> Sequence[object]:
+        return ("made", self.known[str(token)].parts)
+
+    def snapshot(self) -> int:
+        return self.version
+
+    def updates(self, after: int, upto: int) -> Sequence[object]:
+        return [f"{after}-{upto}"] if upto > after else []
+
+
+class Engine:
+    """Enough for a `FakeLink`."""
+
+    class lock:
+        @staticmethod
+        def locked() -> bool:
+            return False
+
+
+def link_of() -> FakeLink:
+    engine: Any = Engine()
+    link = FakeLink(engine, 0, 0)
+    link.connected = True
+    return link
+
+
+def bring(sender: Sender, link: FakeLink, *calls: Call) -> list[str]:
+    """Send closures; return in short what goes out."""
+    batch: list[Any] = []
+    with link.sending:
+        for number, call in enumerate(calls):
+            value: Any = None
+            sender.add(link, Closure(number, call, value, 0.0), batch)  # type: ignore[arg-type]
+    return [short(message, buffers) for message, buffers in batch]
+
+
+def short(message: Any, buffers: Any) -> str:
+    if isinstance(message, messages.Define):
+        if message.token is None:
+            return "function"
+        return f"{unpack_from(message.token, buffers)}.{message.stage}"
+    if isinstance(message, messages.Update):
+        (update,) = unpack_from(message.updates, buffers)
+        return f"update {update}{' whole' if message.whole else ''}"
+    return type(message).__name__
+
+
+def use(*things: Any) -> None:
+    pass
+
+
+def test_functions_and_definitions_are_sent_once_per_incarnation() -> None:
+    """Parts before the definition that names them."""
+    sender, link = Sender(Things()), link_of()
+    part = Thing("part")
+    whole = Thing("whole", part)
+    call = sender.pack(use, (whole,), None)
+    first = bring(sender, link, call)
+    assert first == ["function", "whole.0", "part.0", "part.1", "whole.1", "Run"]
+    assert bring(sender, link, call, sender.pack(use, (part,), None)) == ["Run", "Run"]
+    assert bring(sender, link_of(), call) == first, "another worker has received nothing"
+
+
+def test_updates_go_before_the_first_closure_that_must_see_them() -> None:
+    views = Things()
+    sender, link = Sender(views), link_of()
+    before = sender.pack(use, None, None)
+    views.version = 1
+    after = sender.pack(use, None, None)
+    views.version = 2
+    later = sender.pack(use, None, None)
+    assert bring(sender, link, before) == ["function", "Run"]
+    assert bring(sender, link, after) == ["update 0-1", "Run"]
+    assert bring(sender, link, later, after) == ["update 1-2", "Run", "Run"]
+
+
+def test_a_new_incarnation_is_brought_up_to_date_at_once() -> None:
+    views = Things()
+    sender, link = Sender(views), link_of()
+    call = sender.pack(use, None, None)
+    sender.catch_up(link)  # type: ignore[arg-type]
+    assert link.messages == []
+    views.version = 3
+    later = sender.pack(use, None, None)
+    sender.catch_up(link)  # type: ignore[arg-type]
+    assert [type(one).__name__ for one in link.messages] == ["Update"]
+    assert link.messages[0].whole  # type: ignore[attr-defined]
+    assert bring(sender, link, call, later) == ["function", "Run", "Run"]
+
+
+def test_what_a_failed_call_needs_is_sent_again_with_everything_it_names() -> None:
+    sender, link = Sender(Things()), link_of()
+    call = sender.pack(use, (Thing("whole", Thing("part")),), None)
+    other = sender.pack(use, (Thing("other"),), None)
+    bring(sender, link, call, other)
+    sender.send_again(link, call)  # type: ignore[arg-type]
+    assert bring(sender, link, other) == ["function", "Run"]
+    assert bring(sender, link, call) == ["whole.0", "part.0", "part.1", "whole.1", "Run"]
+
+
+def test_forgotten_functions_and_resources_are_dropped_on_the_workers() -> None:
+    sender, link = Sender(Things()), link_of()
+    calls = [sender.pack(eval(f"lambda: {number}"), None, None) for number in range(300)]
+    bring(sender, link, *calls[:10])
+    sender.forget([link], [5])  # type: ignore[list-item]
+    (forget,) = link.take(messages.Forget)
+    assert forget.resources == (5,)
+    assert set(forget.functions) == {call.function.digest for call in calls[:10]}
+    sender.forget([link], [])  # type: ignore[list-item]
+    assert link.messages == []

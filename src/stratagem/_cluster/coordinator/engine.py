@@ -36,8 +36,7 @@ from stratagem._cluster.coordinator.remote_values import (
 )
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
-from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links
-from stratagem._cluster.worker import output
+from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
 from stratagem._wire import messages
 from stratagem._wire.failures import exception_from
 from stratagem._wire.messages import Frame, Message
@@ -209,7 +208,7 @@ class Engine:
                 results[message.closure] = frame
                 ran_s += message.ran_s
             elif isinstance(message, messages.LogLine):
-                output.log_line(link.task, message)
+                log_output(link.task, message)
             else:
                 if isinstance(message, messages.Failed) and message.lacks:
                     self._send_definitions_again(link, message.closure)

@@ -31,10 +31,11 @@ from stratagem._cluster.coordinator.function_identity import (
     mark_value,
 )
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
-from stratagem._cluster.worker.closure_random import global_function
+from stratagem._cluster.global_random import global_function
+from stratagem._cluster.size_limit import check_size
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest_of, pack, ship_by_value
-from stratagem._wire.frames import Buffer, Limits
+from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Message, Packed
 from stratagem.errors import StratagemError
 
@@ -346,17 +347,6 @@ def _ship_user_modules_by_value() -> None:
         module = sys.modules.get(name)
         if module is not None and name != "__main__" and not is_installed(name):
             ship_by_value(module)
-
-
-def check_size(buffers: Sequence[Buffer]) -> None:
-    """Refuses what no frame can carry, here where it can be said what was too large."""
-    size = sum(memoryview(buffer).nbytes for buffer in buffers)
-    limit = Limits().frame_bytes
-    if size > limit:
-        raise ValueError(
-            f"{size} bytes of tensors in one call or result: at most {limit} bytes can be sent. Use "
-            "a variable or a per-worker dataset for data of this size."
-        )
 
 
 def describe_function(function: object) -> str:

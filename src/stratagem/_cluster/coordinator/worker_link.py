@@ -330,6 +330,13 @@ class WorkerLink:
         return f"<WorkerLink to {self.task} at {self.address} [{state}]>"
 
 
+def log_output(task: str, line: messages.LogLine) -> None:
+    """Log a line that a worker printed or logged, under ``stratagem.tasks.<task>``."""
+    origin = f"{line.logger}: " if line.logger else ""
+    logger = logging.getLogger(f"stratagem.tasks.{task}")
+    logger.log(line.level, "[%s] %s%s", task, origin, line.text)
+
+
 def close_links(links: Sequence[WorkerLink], timeout_s: float) -> None:
     """Leave all workers at once, then wait for the threads together."""
     deadline = time.monotonic() + timeout_s

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
-import types
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -61,30 +59,6 @@ def install() -> None:
                 setattr(module, name, _seeding(function))
 
 
-def global_function(obj: object) -> str | None:
-    """Return the name of a function of Python's or NumPy's global generator, None for another object.
-
-    Such a function is a method of a generator. Pickled as one, it would bring along a copy of the sender's
-    generator.
-
-    Example:
-        >>> from random import Random, shuffle
-        >>> global_function(shuffle), global_function(Random(1).shuffle)
-        ('random.shuffle', None)
-    """
-    if isinstance(obj, types.BuiltinFunctionType | types.MethodType):
-        for module, generator in _GENERATORS:
-            if obj.__self__ is generator:
-                return f"{module.__name__}.{obj.__name__}"
-    return None
-
-
-def find_function(name: str) -> object:
-    """Return this process's function of a `global_function` name."""
-    module, _, function = name.rpartition(".")
-    return getattr(sys.modules[module], function)
-
-
 def _seeding(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -105,9 +79,5 @@ def _mix(seed: int) -> int:
     return z ^ (z >> 31)
 
 
-_GENERATORS: Final = (
-    (random, random.random.__self__),  # type: ignore[attr-defined]
-    (np.random, np.random.rand.__self__),  # type: ignore[attr-defined]
-)
 _seed_python: Final[Callable[..., None]] = random.seed  # the functions before they are wrapped
 _seed_numpy: Final[Callable[..., None]] = np.random.seed

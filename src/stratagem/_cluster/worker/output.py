@@ -1,7 +1,7 @@
 """Send a worker's prints and log records to its coordinator's log.
 
 In a worker process `OutputForwarder` replaces standard output and standard error and adds a log handler. Workers
-in the coordinator's own process do not use it. The coordinator calls `log_line`.
+in the coordinator's own process do not use it. `worker_link.py` logs the lines on the coordinator.
 """
 
 from __future__ import annotations
@@ -115,10 +115,3 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith("stratagem.wire"):
             self._forwarder.send(record.levelno, record.name, self.format(record))
-
-
-def log_line(task: str, line: LogLine) -> None:
-    """Log a worker's line in this process, under ``stratagem.tasks.<task>``."""
-    origin = f"{line.logger}: " if line.logger else ""
-    logger = logging.getLogger(f"stratagem.tasks.{task}")
-    logger.log(line.level, "[%s] %s%s", task, origin, line.text)

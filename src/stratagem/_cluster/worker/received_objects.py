@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, cast, final
 
 from stratagem._cluster.contract import StrategyOnWorker
-from stratagem._cluster.worker.closure_random import find_function
+from stratagem._cluster.global_random import find_function
 from stratagem._wire import messages
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame

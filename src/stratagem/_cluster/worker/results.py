@@ -1,7 +1,7 @@
 """Results of closures, held until the servers have acknowledged everything the closures wrote.
 
 Several results are sent together, for one system call and one wake-up of the coordinator. The working thread
-flushes; the receiving thread does so while a closure runs for long (`session.py`).
+flushes; the receiving thread does so while a closure runs for long (`coordinator_session.py`).
 """
 
 from __future__ import annotations

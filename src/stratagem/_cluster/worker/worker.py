@@ -1,7 +1,7 @@
 """A worker task: listens for coordinators, and serves one of them at a time.
 
 The *receiving* thread accepts connections and receives messages. The caller's thread (`serve`, the main thread
-of a worker process) runs closures. They meet in a `Session`.
+of a worker process) runs closures. They meet in a `CoordinatorSession`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final, final
 
 from typing_extensions import override
 
+from stratagem._cluster.worker.coordinator_session import TICK_S, CoordinatorSession
 from stratagem._cluster.worker.output import OutputForwarder
-from stratagem._cluster.worker.session import TICK_S, Session
 from stratagem._core import context
 from stratagem._owner import Owner
 from stratagem._ps.malloc import give_back_freed_memory
@@ -71,8 +71,8 @@ class Worker(Owner):
         self._listener = Listener(address, key=key, may_unpickle=True)
         self.address = self._listener.address
         self._closed = threading.Event()
-        self._sessions: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
-        self._current: Session | None = None
+        self._sessions: queue.SimpleQueue[CoordinatorSession | None] = queue.SimpleQueue()
+        self._current: CoordinatorSession | None = None
         self._output: OutputForwarder | None = None
         if forward_output:
             self.own_process(echo=False)
@@ -171,7 +171,7 @@ class Worker(Owner):
             )
             channel.reply(frame, failure_from(refusal, task=self.task, with_pickle=True))
             return
-        session = Session(self, channel, frame)
+        session = CoordinatorSession(self, channel, frame)
         self._current = session
         if self._output is not None:
             self._output.attach(channel)

@@ -11,7 +11,7 @@ from fake_links import frame_of
 from plain_strategy import PlainOnWorker, PlainSetup
 from waiting import wait_until
 
-from stratagem._cluster.worker.session import Session
+from stratagem._cluster.worker.coordinator_session import CoordinatorSession
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, pack, unpack
 from stratagem.errors import ConnectionLost, ProtocolError
@@ -70,17 +70,17 @@ def make(setup: Any = None, **order: Any) -> tuple[Any, Channel]:
     )
     channel: Any = Channel()
     owner: Any = Owner()
-    return Session(owner, channel, frame_of(opening, outgoing)), channel
+    return CoordinatorSession(owner, channel, frame_of(opening, outgoing)), channel
 
 
-def define(session: Session, function: Callable[..., Any], digest: bytes = b"f") -> None:
+def define(session: CoordinatorSession, function: Callable[..., Any], digest: bytes = b"f") -> None:
     outgoing = Outgoing()
     value = pack(function, outgoing)
     session.take_in(frame_of(messages.Define(value=value, function=digest), outgoing))
 
 
 def run(
-    session: Session, closure: int, *args: Any, resource: int = 0, digest: bytes = b"f"
+    session: CoordinatorSession, closure: int, *args: Any, resource: int = 0, digest: bytes = b"f"
 ) -> None:
     outgoing = Outgoing()
     arguments = pack((args, {}), outgoing) if args else None
@@ -88,7 +88,7 @@ def run(
     session.take_in(frame_of(message, outgoing))
 
 
-def work(session: Session) -> None:
+def work(session: CoordinatorSession) -> None:
     """Run everything that has come in, wait for the reports, and end."""
     channel: Any = session.channel
     expected = session.waiting
@@ -220,10 +220,12 @@ def test_a_message_for_another_kind_of_task_is_refused() -> None:
 
 
 @pytest.fixture
-def listening() -> Iterator[Callable[[Session, Callable[[], None]], list[BaseException]]]:
-    threads: list[tuple[Session, threading.Thread]] = []
+def listening() -> Iterator[
+    Callable[[CoordinatorSession, Callable[[], None]], list[BaseException]]
+]:
+    threads: list[tuple[CoordinatorSession, threading.Thread]] = []
 
-    def listen(session: Session, turn_away: Callable[[], None]) -> list[BaseException]:
+    def listen(session: CoordinatorSession, turn_away: Callable[[], None]) -> list[BaseException]:
         errors: list[BaseException] = []
 
         def run() -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnWorker, WorkerSetup
-from stratagem._cluster.coordinator.packer import check_size
+from stratagem._cluster.size_limit import check_size
 from stratagem._cluster.worker.closure_random import ClosureRandom
 from stratagem._cluster.worker.received_objects import ReceivedObjects
 from stratagem._cluster.worker.results import Results
@@ -45,7 +45,7 @@ FUNCTIONS_TIMED: Final = 1024  # functions whose last run time is kept
 
 
 @final
-class Session:
+class CoordinatorSession:
     """Messages, closures and results of one incarnation. `opening`: the frame with OpenWorker."""
 
     def __init__(self, worker: Worker, channel: Channel, opening: Frame) -> None:

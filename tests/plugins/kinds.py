@@ -20,9 +20,6 @@ import pytest
 
 KINDS = ("fast", "process", "soak")
 
-# Doctests cannot be marked; these start a process.
-PROCESS_DOCTESTS = {"stratagem._cluster.launch.fork_server.run_python"}
-
 # Audit events of the interpreter that mean "a process is being started".
 _STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 
@@ -53,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         found = kinds_of(item)
         if not found:
-            item.add_marker("process" if item.name in PROCESS_DOCTESTS else "fast")
+            item.add_marker("fast")
         elif len(found) > 1:
             raise pytest.UsageError(
                 f"{item.nodeid} is marked {' and '.join(sorted(found))}: expected one kind. Mark the "

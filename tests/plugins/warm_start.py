@@ -30,7 +30,7 @@ _WARM = """
 import gc, json, os, signal, socket, sys, traceback
 sys.path[:] = json.loads(sys.argv[2])
 from stratagem._cluster.launch import fork_server
-fork_server._import_what_tasks_need()
+fork_server.import_all()
 gc.collect()
 gc.freeze()
 line = socket.socket(fileno=int(sys.argv[1]))
@@ -133,19 +133,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     fast = all("fast" in item.keywords for item in session.items)
     if cold or fast or session.config.option.collectonly:
         return
-    from stratagem._cluster.launch import fork_server
+    from stratagem._cluster.launch import fork_launcher
 
     _starters.append(Starter())
-    fork_server.subprocess = types.SimpleNamespace(  # type: ignore[attr-defined]
+    fork_launcher.subprocess = types.SimpleNamespace(  # type: ignore[attr-defined]
         **{**vars(subprocess), "Popen": _popen}
     )
 
 
 def _popen(command: list[str], **options: Any) -> Any:
     """Start a fork server warm, and anything else as usual."""
-    from stratagem._cluster.launch import fork_server
+    from stratagem._cluster.launch import fork_launcher
 
-    if command[1:3] != ["-c", fork_server._BOOT]:
+    if command[1:3] != ["-c", fork_launcher._BOOT]:
         return subprocess.Popen(command, **options)
     sys.audit("subprocess.Popen", command[0], command, None, None)  # `kinds` counts it
     return _starters[0].fork(int(command[3]), int(command[4]), json.loads(command[5]))

@@ -230,12 +230,17 @@ def fork_server_main(command: int, events: int) -> None:
     """Run the fork server's process."""
     os.set_inheritable(command, False)
     os.set_inheritable(events, False)
-    import stratagem._strategies.parameter_server  # noqa: F401 - what tasks import, once for all
-
-    warm_up()
+    import_all()
     gc.collect()
     gc.freeze()  # pages shared with the children stay shared
     _Server(command, events).run()
+
+
+def import_all() -> None:
+    """Import what tasks need, once for all of them."""
+    import stratagem._strategies.parameter_server  # noqa: F401
+
+    warm_up()
 
 
 def die_with_parent(parent: int) -> None:

@@ -236,6 +236,10 @@ def cluster_key_text() -> str | None:
     """Return the cluster key from ``STRATAGEM_CLUSTER_KEY`` or the file ``STRATAGEM_CLUSTER_KEY_FILE``.
 
     None when neither is set. There is no command-line option, since every user could read it there.
+
+    Raises:
+        ValueError: both are set, or the file cannot be read or is empty.
+        PermissionError: other users can read the file.
     """
     text = environment("STRATAGEM_CLUSTER_KEY")
     path = environment("STRATAGEM_CLUSTER_KEY_FILE")
@@ -246,18 +250,46 @@ def cluster_key_text() -> str | None:
         )
     if text:
         return text.strip()
-    if not path:
-        return None
+    return read_key_file(Path(path)) if path else None
+
+
+def read_key_file(path: Path) -> str:
+    """Return the cluster key in a file.
+
+    Raises:
+        ValueError: the file cannot be read or is empty.
+        PermissionError: other users can read the file.
+    """
     try:
-        found = Path(path).read_text(encoding="utf-8").strip()
+        facts = path.stat()
+        found = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(
-            f"STRATAGEM_CLUSTER_KEY_FILE={path!r} cannot be read: {error}. Name a file that holds "
-            f"the key and that this user may read."
+            f"the key file {str(path)!r} cannot be read: {error}. Name a file that holds the key and "
+            f"that this user may read (STRATAGEM_CLUSTER_KEY_FILE)."
         ) from error
+    # Kubernetes mounts secrets as files of root that the pod's group reads.
+    allowed = 0o740 if facts.st_uid == 0 and os.geteuid() != 0 else 0o700
+    if facts.st_mode & 0o777 & ~allowed:
+        raise PermissionError(
+            f"the key file {str(path)!r} has mode {facts.st_mode & 0o777:04o}: other users can read the "
+            f"key. Expected mode 0600: run `chmod 600 {path}`, and replace the key if others may have "
+            f"read it."
+        )
+    if facts.st_uid not in (0, os.geteuid()):
+        raise PermissionError(
+            f"the key file {str(path)!r} belongs to user {facts.st_uid}, not to this process's user "
+            f"{os.geteuid()}: expected a file of your own."
+        )
     if not found:
-        raise ValueError(f"STRATAGEM_CLUSTER_KEY_FILE={path!r} is empty: expected the cluster key.")
+        raise ValueError(f"the key file {str(path)!r} is empty: expected the cluster key.")
     return found
+
+
+def user_directory() -> Path:
+    """Return the user's directory for Stratagem: ``~/.config/stratagem`` (``XDG_CONFIG_HOME``)."""
+    base = environment("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "stratagem"
 
 
 def set_environment(name: str, value: str) -> None:

@@ -27,14 +27,14 @@ def test_a_missing_key_file_is_a_problem_with_a_remedy(monkeypatch, tmp_path):
     assert "chmod 600" in finding.remedy
 
 
-def test_a_key_file_others_can_read_is_warned_about(monkeypatch, tmp_path):
+def test_a_key_file_others_can_read_is_a_problem(monkeypatch, tmp_path):
     """A secret that everybody can read is not one."""
     key = tmp_path / "key"
     key.write_text("secret")
     os.chmod(key, 0o644)
     monkeypatch.delenv("STRATAGEM_CLUSTER_KEY", raising=False)
     monkeypatch.setenv("STRATAGEM_CLUSTER_KEY_FILE", str(key))
-    assert _finding("cluster key").verdict is Verdict.WARNING
+    assert _finding("cluster key").verdict is Verdict.BAD  # tasks refuse it
     os.chmod(key, 0o600)
     assert _finding("cluster key").verdict is Verdict.GOOD
 

@@ -1,4 +1,4 @@
-"""Clusters for these tests: real processes, shared as widely as the tests leave them unharmed."""
+"""Clusters for these tests: real processes, shared by a module where a test does not hurt them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ from stratagem.config import ClusterOptions
 
 # Shorter than the defaults, so that a silent worker is found while a test waits for it.
 QUICK = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
-
-
-@pytest.fixture(scope="session")
-def shared_cluster() -> Iterator[LocalCluster]:
-    """Two workers, one server, for all tests that neither kill nor configure a task."""
-    with LocalCluster(workers=2, ps=1) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def connect() -> Iterator[Callable[..., ClusterCoordinator]]:
 
 @pytest.fixture
 def coordinator(
-    shared_cluster: LocalCluster, connect: Callable[..., ClusterCoordinator]
+    cluster: LocalCluster, connect: Callable[..., ClusterCoordinator]
 ) -> ClusterCoordinator:
-    """A fresh coordinator on the shared cluster."""
-    return connect(shared_cluster)
+    """A fresh coordinator on the module's cluster."""
+    return connect(cluster)

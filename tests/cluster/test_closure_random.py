@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import LocalCluster
+
+pytestmark = pytest.mark.process
 
 SRC = str(Path(__file__).parents[2] / "src")
 
@@ -45,12 +48,12 @@ def draws(cluster: LocalCluster, connect: Any, function: Any, seed: int, count: 
 
 
 def test_a_job_with_the_same_seed_draws_the_same_numbers(
-    shared_cluster: LocalCluster, connect: Any
+    cluster: LocalCluster, connect: Any
 ) -> None:
     """Whichever worker runs a closure, and whatever it has drawn before."""
-    first = draws(shared_cluster, connect, draw, 7, 20)
-    assert draws(shared_cluster, connect, draw, 7, 20) == first
-    other = draws(shared_cluster, connect, draw, 8, 20)
+    first = draws(cluster, connect, draw, 7, 20)
+    assert draws(cluster, connect, draw, 7, 20) == first
+    other = draws(cluster, connect, draw, 8, 20)
     for column in range(len(first[0])):
         numbers = [row[column] for row in first + other]
         assert len(set(numbers)) > 30, "closures, or jobs, draw the same numbers"
@@ -85,7 +88,7 @@ def test_a_closure_that_is_repeated_draws_the_same_numbers(
     assert repr(value.fetch()) == first
 
 
-def test_seeding_inside_a_closure_counts(shared_cluster: LocalCluster, connect: Any) -> None:
+def test_seeding_inside_a_closure_counts(cluster: LocalCluster, connect: Any) -> None:
     """A function may seed for itself, before it draws or after."""
 
     def seeded() -> tuple[float, ...]:
@@ -98,14 +101,14 @@ def test_seeding_inside_a_closure_counts(shared_cluster: LocalCluster, connect: 
         draw()
         return seeded()
 
-    (expected,) = {tuple(row) for row in draws(shared_cluster, connect, seeded, 1, 10)}
-    assert {tuple(row) for row in draws(shared_cluster, connect, late, 2, 10)} == {expected}
+    (expected,) = {tuple(row) for row in draws(cluster, connect, seeded, 1, 10)}
+    assert {tuple(row) for row in draws(cluster, connect, late, 2, 10)} == {expected}
     random.seed(5)
     assert expected[2] == random.random()
 
 
 def test_a_closure_that_draws_only_sometimes_is_seeded_all_the_same(
-    shared_cluster: LocalCluster, connect: Any
+    cluster: LocalCluster, connect: Any
 ) -> None:
     def sometimes() -> float:
         import builtins
@@ -114,15 +117,15 @@ def test_a_closure_that_draws_only_sometimes_is_seeded_all_the_same(
         builtins.calls_so_far = count + 1  # type: ignore[attr-defined]
         return random.random() if count % 3 else -1.0
 
-    first = draws(shared_cluster, connect, sometimes, 7, 30)
-    again = draws(shared_cluster, connect, sometimes, 7, 30)
+    first = draws(cluster, connect, sometimes, 7, 30)
+    again = draws(cluster, connect, sometimes, 7, 30)
     both = [(a, b) for a, b in zip(first, again, strict=True) if -1.0 not in (a, b)]
     assert both
     assert all(a == b for a, b in both)
 
 
 def test_functions_of_the_generators_may_be_imported_by_name(
-    shared_cluster: LocalCluster, connect: Any
+    cluster: LocalCluster, connect: Any
 ) -> None:
     """`from random import random`: the function means the worker's generator, not a copy of ours."""
     from random import random as one
@@ -133,9 +136,9 @@ def test_functions_of_the_generators_may_be_imported_by_name(
     def named() -> tuple[float, float, float]:
         return one(), float(randrange(10**9)), float(rand())  # noqa: NPY002
 
-    first = draws(shared_cluster, connect, named, 7, 20)
+    first = draws(cluster, connect, named, 7, 20)
     assert len(set(first)) == 20
-    assert draws(shared_cluster, connect, named, 7, 20) == first
+    assert draws(cluster, connect, named, 7, 20) == first
 
 
 def test_iterators_shuffle_alike_when_they_are_built_again(
@@ -146,7 +149,7 @@ def test_iterators_shuffle_alike_when_they_are_built_again(
     coordinator = connect(cluster)
 
     def dataset() -> list[int]:
-        return torch.randperm(1000).tolist()
+        return torch.randperm(100_000).tolist()
 
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
 
@@ -166,6 +169,7 @@ def test_iterators_shuffle_alike_when_they_are_built_again(
     old = cluster.pid("worker", 0)
     cluster.kill_worker(0)
     cluster.wait_restarted(0, old)
+    wait_until(lambda: coordinator.workers[0].connected and coordinator.workers[0].incarnation > 1)
     assert of_each()[0] == before[0]
 
 

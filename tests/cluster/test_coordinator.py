@@ -243,10 +243,10 @@ def test_schedule_and_done_raise_the_error_too(coordinator: ClusterCoordinator) 
     "error", [SystemExit(3), KeyboardInterrupt("no"), GeneratorExit()], ids=repr
 )
 def test_what_ends_programs_is_a_closures_error_like_any_other(
-    coordinator: ClusterCoordinator, shared_cluster: LocalCluster, error: BaseException
+    coordinator: ClusterCoordinator, cluster: LocalCluster, error: BaseException
 ) -> None:
     """CCO-20: it arrives with its type, the first time, and the worker lives."""
-    pids = [shared_cluster.pid("worker", i) for i in range(2)]
+    pids = [cluster.pid("worker", i) for i in range(2)]
     known = len(coordinator.errors)
 
     def fail() -> None:
@@ -257,7 +257,7 @@ def test_what_ends_programs_is_a_closures_error_like_any_other(
         coordinator.join()
     assert caught.value.args == error.args
     assert len(coordinator.errors) == known + 1
-    assert [shared_cluster.pid("worker", i) for i in range(2)] == pids
+    assert [cluster.pid("worker", i) for i in range(2)] == pids
 
 
 def test_an_interrupt_sent_to_a_worker_ends_it(cluster: LocalCluster, connect: Any) -> None:
@@ -277,11 +277,9 @@ def test_an_interrupt_sent_to_a_worker_ends_it(cluster: LocalCluster, connect: A
     wait_until(lambda: repr(cluster).count("ready") == 3)
 
 
-def test_queue_limit_holds_schedule_back(
-    shared_cluster: LocalCluster, connect: Any, gate: Gate
-) -> None:
+def test_queue_limit_holds_schedule_back(cluster: LocalCluster, connect: Any, gate: Gate) -> None:
     """CCO-12: back-pressure, and nothing is lost."""
-    coordinator = connect(shared_cluster, queue_limit=4)
+    coordinator = connect(cluster, queue_limit=4)
 
     def pass_it(path: str, n: int) -> int:
         pass_gate(path)
@@ -500,10 +498,10 @@ def test_workers_have_random_numbers_of_their_own(coordinator: ClusterCoordinato
 
 
 def test_closing_cancels_and_the_cluster_serves_the_next(
-    shared_cluster: LocalCluster, connect: Any
+    cluster: LocalCluster, connect: Any
 ) -> None:
     """After close() every call says so, waiters are released, and another coordinator works."""
-    first = connect(shared_cluster)
+    first = connect(cluster)
     # Their work: some are running, and none are over, when the coordinator is closed.
     values = [first.schedule(lambda: __import__("time").sleep(0.2)) for _ in range(6)]
     first.close()
@@ -514,7 +512,7 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
         first.schedule(lambda: 1)
     with pytest.raises(RuntimeError, match="this coordinator is closed"):
         first.join()
-    second = connect(shared_cluster)
+    second = connect(cluster)
     assert second.schedule(lambda: "next").fetch(timeout_s=30) == "next"
 
 

@@ -22,6 +22,8 @@ from stratagem._wire.handshake import ClusterKey
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.errors import MisuseError, StartupError, WireError
 
+pytestmark = pytest.mark.process
+
 KEY = "a key for the launchers' tests"
 START_S = 60.0
 

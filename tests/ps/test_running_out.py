@@ -19,6 +19,7 @@ from stratagem._ps.client.server_connection import Membership
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
+from stratagem._wire.handshake import ClusterKey
 
 pytestmark = pytest.mark.process
 
@@ -32,9 +33,10 @@ import resource, sys, threading
 import stratagem._ps.server.shard_optimizer
 from stratagem._cluster.worker.worker import Worker
 from stratagem._ps.server.loop import ParameterServer
+from stratagem._wire.handshake import ClusterKey
 kind, files, spare = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if kind == "worker":
-    task = Worker("127.0.0.1:0", index=0)
+    task = Worker("127.0.0.1:0", index=0, key=ClusterKey.from_text("the key of this test"))
 else:
     task = ParameterServer("127.0.0.1:0", task="/job:ps/task:0")
 if files:
@@ -135,7 +137,8 @@ def test_a_worker_without_descriptors_takes_in_its_coordinator_later(
     finally:
         for one in strangers:
             one.close()
-    with connect(worker.address, timeout_s=LIMIT_S) as channel:
+    key = ClusterKey.from_text("the key of this test")
+    with connect(worker.address, key=key, timeout_s=LIMIT_S) as channel:
         stats = channel.request(messages.AskStats(), timeout_s=LIMIT_S).message
     assert isinstance(stats, messages.Stats)
     assert stats.facts["task"] == "/job:worker/task:0"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stratagem import config
+from stratagem._wire.cluster_key import user_key_path
 from stratagem.errors import WireError
 
 __all__ = ["Finding", "Verdict", "examine", "report"]
@@ -223,15 +223,15 @@ def _cluster_key() -> Iterator[Finding]:
         yield Finding(subject="cluster key", verdict=Verdict.GOOD, found="STRATAGEM_CLUSTER_KEY")
         return
     name = config.environment("STRATAGEM_CLUSTER_KEY_FILE")
-    if not name:
+    path = Path(name) if name else user_key_path()
+    if not name and not path.exists():
         yield Finding(
             subject="cluster key",
             verdict=Verdict.GOOD,
-            found="none: clusters stay on this machine (loopback only)",
+            found=f"none yet: created in {path} when first needed, for clusters on this machine",
             remedy="To span machines, put one secret in STRATAGEM_CLUSTER_KEY_FILE on each.",
         )
         return
-    path = Path(name)
     if not path.is_file():
         yield Finding(
             subject="cluster key",
@@ -240,13 +240,17 @@ def _cluster_key() -> Iterator[Finding]:
             remedy="Create it: `head -c 32 /dev/urandom | base64 > FILE && chmod 600 FILE`.",
         )
         return
-    exposed = bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
-    yield Finding(
-        subject="cluster key",
-        verdict=Verdict.WARNING if exposed else Verdict.GOOD,
-        found=f"{name}{', readable by others' if exposed else ''}",
-        remedy=f"chmod 600 {name}" if exposed else "",
-    )
+    try:
+        config.read_key_file(path)
+    except (PermissionError, ValueError) as error:
+        yield Finding(
+            subject="cluster key",
+            verdict=Verdict.BAD,
+            found=str(error),
+            remedy=f"chmod 600 {path}; tasks refuse to start until then.",
+        )
+        return
+    yield Finding(subject="cluster key", verdict=Verdict.GOOD, found=str(path))
 
 
 def _compiler() -> Iterator[Finding]:

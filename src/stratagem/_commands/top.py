@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.launch.tasks import cluster_key
 from stratagem._commands.serve import cluster_from
 from stratagem._demo.view import Picture, ServerRow, WorkerRow, open_view
 from stratagem._wire import messages
+from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import connect
 from stratagem.errors import WireError
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.launch.local_cluster import LocalCluster
-from stratagem._cluster.launch.tasks import cluster_key
 from stratagem._demo.view import ServerRow, WorkerRow
 from stratagem._ps.client.server_liveness import ControlConnections
+from stratagem._wire.cluster_key import cluster_key
 from stratagem.errors import ParameterServerLost
 
 __all__ = ["ClusterObserver"]

@@ -38,7 +38,7 @@ from stratagem._ps.worker.worker_objects import PsWorkerSetup
 from stratagem._strategies import step_loop
 from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._strategies.worker_strategy import WorkerStrategy, caching, reduce_nest
-from stratagem._wire.handshake import ClusterKey
+from stratagem._wire.cluster_key import cluster_key
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -104,13 +104,12 @@ class ParameterServerStrategy(Strategy):
         self._views: ObjectHandles | None = None
         self._cluster_coordinator: Any = None
         super().__init__(gradient_aggregation=gradient_aggregation)
-        secret = cluster_resolver.cluster_key_text()
         membership = Membership(
             session=self._session,
             task="/job:chief/task:0",
             is_owner=True,
             lease_s=config.session_lease_s(),
-            key=ClusterKey.from_text(secret) if secret else None,
+            key=cluster_key(cluster_resolver.cluster_key_text()),
         )
         client = PsClient(self._servers, membership, connect_timeout_s=config.server_wait_s())
         self._variables = CoordinatorVariables(

@@ -19,7 +19,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from typing import final
+from typing import NoReturn, final
 
 from typing_extensions import override
 
@@ -70,6 +70,10 @@ class ClusterKey:
     def text(self) -> str:
         """The secret itself, to be handed to a child process through its environment."""
         return self._secret.decode()
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the cluster key cannot be pickled: it is never sent over a connection.")
 
     def sign(self, data: bytes) -> bytes:
         """HMAC-SHA256 of the data under this key."""

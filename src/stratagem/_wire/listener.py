@@ -98,10 +98,15 @@ class Listener(Owner):
             version: the protocol version to demand.
 
         Raises:
-            PermissionError: not loopback, and no key.
+            PermissionError: no key, and not loopback or `may_unpickle`.
             OSError: the address is in use or not ours.
         """
         host, port = split_address(address)
+        if key is None and may_unpickle:
+            raise PermissionError(
+                f"refusing to listen on {address!r} without a cluster key: every user of this machine "
+                f"could run code in this process. Pass a key"
+            )
         if key is None and not is_loopback(host):
             raise PermissionError(
                 f"refusing to listen on {address!r} without a cluster key: anybody who can reach the "

@@ -57,9 +57,10 @@ class ClusterResolver(ABC):
         """Return the present cluster."""
 
     def cluster_key_text(self) -> str | None:
-        """Return the key that tasks of this cluster prove to each other; None without one.
+        """Return the key that tasks of this cluster prove to each other; None for the default key.
 
-        By default that of the environment (``STRATAGEM_CLUSTER_KEY``, ``STRATAGEM_CLUSTER_KEY_FILE``).
+        The default key is that of the environment (``STRATAGEM_CLUSTER_KEY``,
+        ``STRATAGEM_CLUSTER_KEY_FILE``), else the one in the user's key file.
         """
         return config.cluster_key_text()
 
@@ -120,6 +121,10 @@ class ClusterResolver(ABC):
     def _found(self) -> Found:
         return Found()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the key: a function that captures a resolver is sent over the network."""
+        return {name: value for name, value in vars(self).items() if name != "_cluster_key"}
+
     def _set_task_type(self, value: str | None) -> None:
         self._task_type = value
 
@@ -177,6 +182,9 @@ class SimpleClusterResolver(ClusterResolver):
     @override
     def cluster_key_text(self) -> str | None:
         return self._cluster_key or super().cluster_key_text()
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _cluster_key=None)
 
     @override
     def master(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import numbers
-from typing import Final, final
+from typing import Any, Final, final
 
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.discovery.resolvers import ClusterResolver
+from stratagem._cluster.discovery.resolvers import ClusterResolver, SimpleClusterResolver
 from stratagem._cluster.launch.fork_launcher import ForkLauncher
 from stratagem._cluster.launch.launcher import EventHandler, Launcher, TaskOrder
 from stratagem._cluster.launch.supervisor import TaskSupervisor
@@ -144,6 +144,10 @@ class _LocalResolver(ClusterResolver):
     @override
     def _accelerators(self) -> dict[str, int]:
         return {}
+
+    @override
+    def __reduce__(self) -> Any:
+        return SimpleClusterResolver, (self.cluster_spec(),)  # without the key
 
 
 def _make_launcher(in_process: bool, start_timeout_s: float, on_event: EventHandler) -> Launcher:

@@ -15,7 +15,10 @@ from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.worker.worker import Worker
 from stratagem._ps.malloc import keep_freed_memory
 from stratagem._ps.server.loop import ParameterServer
+from stratagem._wire.cluster_key import cluster_key
+from stratagem._wire.connecting import split_address
 from stratagem._wire.handshake import ClusterKey
+from stratagem._wire.listener import is_loopback
 
 
 class Task(Protocol):
@@ -43,11 +46,13 @@ def make_task(
 
     Raises:
         ValueError: a job that is neither ``worker`` nor ``ps``.
+        PermissionError: other machines can reach the address, and no key is set.
     """
     if job == "worker":
-        return Worker(address, index=index, key=cluster_key(key), forward_output=forward_output)
+        proof = _task_key(key, address)
+        return Worker(address, index=index, key=proof, forward_output=forward_output)
     if job == "ps":
-        return ParameterServer(address, task=f"/job:ps/task:{index}", key=cluster_key(key))
+        return ParameterServer(address, task=f"/job:ps/task:{index}", key=_task_key(key, address))
     raise ValueError(
         f"job {job!r} needs no server: expected 'worker' or 'ps'. The chief runs your program, an "
         f"evaluator reads checkpoints."
@@ -71,7 +76,17 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.1).step()
 
 
-def cluster_key(text: str | None = None) -> ClusterKey | None:
-    """Return the key given, or else that of the environment; None if there is none."""
+def _task_key(text: str | None, address: str) -> ClusterKey:
+    """Return the key of a task that listens on `address`.
+
+    Raises:
+        PermissionError: other machines can reach the address, and no key is set.
+    """
     text = text or config.cluster_key_text()
-    return ClusterKey.from_text(text) if text else None
+    if not text and not is_loopback(split_address(address)[0]):
+        raise PermissionError(
+            f"refusing to listen on {address!r} without a cluster key: anybody who can reach the "
+            f"port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
+            f"STRATAGEM_CLUSTER_KEY_FILE for every task, or listen on 127.0.0.1"
+        )
+    return cluster_key(text)

@@ -43,13 +43,13 @@ class Worker(Owner):
     Args:
         address: where to listen, ``host:port``; port 0 takes a free one.
         index: its task index.
-        key: the cluster's key, or None on loopback.
+        key: the cluster's key: a coordinator proves it before the worker runs anything.
         forward_output: whether the worker owns the process: prints and log records are sent to the
             coordinator, and memory is given back between coordinators.
 
     Example:
         >>> import threading
-        >>> with Worker("127.0.0.1:0", index=0) as worker:
+        >>> with Worker("127.0.0.1:0", index=0, key=ClusterKey.random()) as worker:
         ...     thread = threading.Thread(target=worker.serve)
         ...     thread.start()
         ...     print(worker.task)
@@ -62,7 +62,7 @@ class Worker(Owner):
         address: str,
         *,
         index: int,
-        key: ClusterKey | None = None,
+        key: ClusterKey,
         forward_output: bool = False,
     ) -> None:
         self.index = index

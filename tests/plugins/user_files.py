@@ -1,0 +1,21 @@
+"""A directory for the user's files (the key file), so that tests leave those of the developer alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+_made: list[str] = []
+
+
+def pytest_configure() -> None:
+    """Make the directory; processes that tests start inherit it."""
+    _made.append(tempfile.mkdtemp(prefix="stratagem-tests-"))
+    os.environ["XDG_CONFIG_HOME"] = _made[0]
+
+
+def pytest_unconfigure() -> None:
+    """Remove the directory."""
+    while _made:
+        shutil.rmtree(_made.pop(), ignore_errors=True)

@@ -12,8 +12,9 @@
     TF_CONFIG='{"cluster": '"$CLUSTER"', "task": {"type": "chief", "index": 0}}' \
         python examples/tf_config_cluster.py
 
-The chief trains and ends. The other two wait for the next chief until you stop them with Ctrl-C. On
-several machines set the same secret in STRATAGEM_CLUSTER_KEY for every task.
+The chief trains and ends. The other two wait for the next chief until you stop them with Ctrl-C. The tasks
+prove a key to each other that is in ~/.config/stratagem. On several machines set the same secret in
+STRATAGEM_CLUSTER_KEY for every task.
 """
 
 import torch

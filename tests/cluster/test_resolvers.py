@@ -223,11 +223,11 @@ class Pods:
 
 def test_kubernetes_pods_in_order_of_their_names() -> None:
     """RES-5."""
-    client = Pods(w=[pod("b", "2"), pod("a", "1")], p=[pod("c", "3")])
+    client = Pods(w=[pod("b", "2"), pod("a", "1")], p=[pod("c", "fd00::3")])
     resolver = KubernetesClusterResolver(
         {"worker": ["job=w"], "ps": ["job=p"]}, tf_server_port=9, override_client=client
     )
-    assert resolver.cluster_spec() == {"worker": ["1:9", "2:9"], "ps": ["3:9"]}
+    assert resolver.cluster_spec() == {"worker": ["1:9", "2:9"], "ps": ["[fd00::3]:9"]}
     assert resolver.master() == ""
     resolver.task_type, resolver.task_id = "worker", 1
     assert resolver.master() == "grpc://2:9"

@@ -43,6 +43,17 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def join_address(host: str, port: int | str) -> str:
+    """Return ``host:port``, with an IPv6 host in brackets.
+
+    Example:
+        >>> from stratagem._wire.connecting import join_address
+        >>> join_address("localhost", 2222), join_address("::1", 80)
+        ('localhost:2222', '[::1]:80')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 _NO_HOST_LETTER: Final = re.compile(r"[^A-Za-z0-9_.-]")
 """Underscores are no part of host names, but of names that people's networks know."""
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from stratagem._owner import Owner
 from stratagem._wire.channel import Channel
-from stratagem._wire.connecting import split_address
+from stratagem._wire.connecting import join_address, split_address
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
 from stratagem._wire.stream import prepare
@@ -58,6 +58,37 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return bool(found) and all(ipaddress.ip_address(a.split("%")[0]).is_loopback for a in found)
+
+
+def is_local(host: str) -> bool:
+    """Return whether a task of this machine can listen on an address of the host.
+
+    Example:
+        >>> from stratagem._wire.listener import is_local
+        >>> is_local("127.0.0.1"), is_local("0.0.0.0"), is_local("192.0.2.250")
+        (True, True, False)
+    """
+    try:
+        _bind(host, 0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Listen on the first of the host's addresses that is one of this machine, IPv4 first."""
+    if host in ("", "::"):  # every interface, of both families where the kernel can
+        both = host == "::" and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=256, dualstack_ipv6=both)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    failure: OSError = OSError(errno.EADDRNOTAVAIL, f"{host!r} has no address")
+    for family, _, _, _, where in sorted(found, key=lambda info: info[0] != socket.AF_INET):
+        try:
+            return socket.create_server(where, family=family, backlog=256)
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 class _Handshaking:
@@ -117,8 +148,7 @@ class Listener(Owner):
         self._limits = limits
         self._may_unpickle = may_unpickle
         self._version = version
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sock = socket.create_server((host, port), family=family, backlog=256)
+        self._sock = _bind(host, port)
         self._sock.setblocking(False)
         self._epoll = select.epoll()
         self._epoll.register(self._sock, select.EPOLLIN)
@@ -130,8 +160,7 @@ class Listener(Owner):
         self.accepted = 0
         self.refused = 0
         bound = self._sock.getsockname()
-        shown = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
-        self.address = f"{shown}:{bound[1]}"
+        self.address = join_address(bound[0], bound[1])
 
     def fileno(self) -> int:
         """For selectors."""
@@ -199,7 +228,7 @@ class Listener(Owner):
                     return
                 continue  # what became of that connection before it was taken (see accept(2))
             try:
-                self._begin(sock, f"{address[0]}:{address[1]}")
+                self._begin(sock, join_address(address[0], address[1]))
             except MemoryError as error:
                 sock.close()
                 self._pause(error)

@@ -16,6 +16,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.discovery.resolvers import ClusterResolver, Found
+from stratagem._wire.connecting import join_address
 
 _HOST_PART = re.compile(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)")
 _TASKS_PART = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -264,7 +265,7 @@ class KubernetesClusterResolver(ClusterResolver):
                             f"pod {pod.metadata.name!r} is {pod.status.phase!r}, not 'Running': "
                             "wait until every pod of the cluster runs."
                         )
-                    cluster.setdefault(job, []).append(f"{pod.status.host_ip}:{self._port}")
+                    cluster.setdefault(job, []).append(join_address(pod.status.host_ip, self._port))
         return ClusterSpec(cluster)
 
 
@@ -341,7 +342,7 @@ class GCEClusterResolver(ClusterResolver):
     def _address(self, instance: str) -> str:
         name = instance.rsplit("/", 1)[-1]
         details = self._service.instances().get(**self._place, instance=name).execute()
-        return f"{details['networkInterfaces'][0]['networkIP']}:{self._port}"
+        return join_address(details["networkInterfaces"][0]["networkIP"], self._port)
 
     @override
     def _found(self) -> Found:

@@ -19,8 +19,8 @@ from stratagem._cluster.launch.tasks import Task, make_task, warm_up
 from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
-from stratagem._wire.connecting import split_address
-from stratagem._wire.listener import is_loopback
+from stratagem._wire.connecting import join_address, split_address
+from stratagem._wire.listener import is_local
 from stratagem.config import ClusterOptions, log_as_environment_says
 from stratagem.errors import NotFoundError
 
@@ -134,7 +134,7 @@ class Server(Owner):
         host, port = self._advertised
         if port == 0 and self._task is not None:
             port = split_address(self._task.address)[1]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_address(host, port)
 
     @property
     def target(self) -> str:
@@ -201,12 +201,21 @@ def _own_place(spec: ClusterSpec, job: str | None, index: int | None) -> tuple[s
 
 
 def _bind_address(address: str) -> str:
-    """Return the address to listen on: loopback as given, else the port on every interface."""
+    """Return the address to listen on: the one given, or every interface if that is elsewhere.
+
+    The address may belong to a service or a router in front of this machine.
+    """
     host, port = split_address(address)
-    return address if is_loopback(host) else f"0.0.0.0:{port}"
+    if is_local(host):
+        return address
+    _log.warning(
+        "%r is not an address of this machine: listening on port %d of every interface", host, port
+    )
+    return join_address("0.0.0.0", port)
 
 
 def _split(advertised: str) -> tuple[str, int]:
     """Split a host with or without port; replace "every interface" by this machine's name."""
-    host, port = split_address(advertised) if ":" in advertised else (advertised, 0)
+    bare = ":" not in advertised or (advertised.count(":") > 1 and not advertised.startswith("["))
+    host, port = (advertised, 0) if bare else split_address(advertised)
     return (os.uname().nodename if host in ("", "0.0.0.0", "::") else host), port

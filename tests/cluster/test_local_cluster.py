@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,50 @@ def test_nothing_is_left_behind(how: str) -> None:
         status = parent.wait(30)
     assert status != 0
     wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+FORKING = """
+import os, sys, threading
+import stratagem as sg
+with sg.LocalCluster(workers=1, ps=1) as cluster:
+    child = os.fork()  # has copies of the pipes to the fork server, and of all connections
+    if child == 0:
+        sys.stdin.read()
+        os._exit(0)
+    pids = [cluster.pid(job, 0) for job in ("worker", "ps")]
+    print(*pids, cluster._tasks.launcher.pid, flush=True)
+    threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize("printed", [0, 1 << 20])
+def test_tasks_end_with_their_owner_though_a_child_of_it_holds_the_pipes(printed: int) -> None:
+    """The fork server neither waits for the pipe's end nor for the child to read what tasks print."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING],
+        env={**os.environ, "PYTHONPATH": SRC},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        worker, *others = (int(pid) for pid in parent.stdout.readline().split())
+        parent.send_signal(signal.SIGSTOP)  # reads no more events, until it is killed
+        writer = threading.Thread(target=_print_as, args=(worker, printed), daemon=True)
+        writer.start()
+        if not printed:
+            writer.join()
+        parent.kill()
+        wait_until(lambda: not any(is_running(pid) for pid in (worker, *others)))
+    writer.join(60)
+
+
+def _print_as(pid: int, size: int) -> None:
+    """Write lines to a process's standard output, until they are read or the process is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/1", "w") as stream:
+        stream.write("a line of the task\n" * (size // 19))
 
 
 @pytest.mark.parametrize("argument", ["workers", "ps", "threads"])

@@ -53,7 +53,7 @@ while True:
             os.environ.clear()
             os.environ.update(request["environment"])
             sys.path[:] = request["path"]
-            fork_server.fork_server_main(command, events)
+            fork_server.fork_server_main(command, events, os.getppid())
             os._exit(0)
         except BaseException:
             traceback.print_exc()

@@ -29,7 +29,7 @@ CLOSE_S: Final = 10.0
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from stratagem._cluster.launch.fork_server import fork_server_main; "
-    "fork_server_main(int(sys.argv[1]), int(sys.argv[2]))"
+    "fork_server_main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4]))"
 )
 
 
@@ -52,7 +52,7 @@ class ForkLauncher(Owner):
         self._pids: dict[str, int] = {}
         command_read, self._command = os.pipe()
         self._events, event_write = os.pipe()
-        arguments = [str(command_read), str(event_write), json.dumps(sys.path)]
+        arguments = [str(command_read), str(event_write), json.dumps(sys.path), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *arguments],

@@ -9,7 +9,8 @@ Which process watches which::
                    ◀──events────             ◀──status, output──
 
 - The user's process ends (even by SIGKILL): the command pipe ends, or the fork server's parent changes. The
-  fork server kills its tasks and ends.
+  fork server kills its tasks and ends. A child of the user's process may hold copies of the pipes, so neither
+  the end of a pipe nor a writable one is waited for without watching the parent.
 - The fork server ends: the kernel kills its tasks (PR_SET_PDEATHSIG). This is safe because the fork server
   has one thread, so the end of the thread that forked is the end of the process.
 - A task ends: the fork server reaps it, kills the rest of its process group and reports it.
@@ -27,6 +28,7 @@ import gc
 import json
 import os
 import random
+import select
 import selectors
 import signal
 import sys
@@ -62,10 +64,10 @@ class _Child:
 class _Server:
     """The loop of the fork server."""
 
-    def __init__(self, command: int, events: int) -> None:
+    def __init__(self, command: int, events: int, parent: int) -> None:
         self._command = command
         self._events = events
-        self._parent = os.getppid()
+        self._parent = parent
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(command, selectors.EVENT_READ)
@@ -78,10 +80,11 @@ class _Server:
     def run(self) -> None:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        _write_line(self._events, "up")
+        os.set_blocking(self._events, False)
         next_check = time.monotonic() + CHECK_S
         try:
-            while os.getppid() == self._parent:
+            self._write_event("up")
+            while not self._is_orphan():
                 for key, _ in self._selector.select(max(0.0, next_check - time.monotonic())):
                     if key.fd == self._command:
                         if not self._obey():
@@ -221,19 +224,32 @@ class _Server:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
+    def _is_orphan(self) -> bool:
+        return os.getppid() != self._parent
+
     def _report(self, event: TaskEvent) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the command pipe ends too and ends the loop
-            _write_line(self._events, json.dumps(asdict(event)))
+        self._write_event(json.dumps(asdict(event)))
+
+    def _write_event(self, text: str) -> None:
+        """Write a line for the user's process; give up when that process has ended."""
+        data = text.encode() + b"\n"
+        while data and not self._is_orphan():
+            try:
+                data = data[os.write(self._events, data) :]
+            except BlockingIOError:
+                select.select([], [self._events], [], CHECK_S)
+            except BrokenPipeError:  # the command pipe ends too and ends the loop
+                return
 
 
-def fork_server_main(command: int, events: int) -> None:
-    """Run the fork server's process."""
+def fork_server_main(command: int, events: int, parent: int) -> None:
+    """Run the fork server's process, until `parent` ends or asks for it."""
     os.set_inheritable(command, False)
     os.set_inheritable(events, False)
     import_all()
     gc.collect()
     gc.freeze()  # pages shared with the children stay shared
-    _Server(command, events).run()
+    _Server(command, events, parent).run()
 
 
 def import_all() -> None:

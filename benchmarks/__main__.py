@@ -78,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help="rows to run, separated by commas")
     parser.add_argument("--no-peer", action="store_true", help="leave TensorFlow out")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: tries the machinery only")
+    parser.add_argument(
+        "--budget-s", type=float, default=Plan.budget_s, help="start no row after this many seconds"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--plots", type=Path, help="where to draw; by default a full run draws into docs/images"
@@ -96,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.tiny:
         chosen = tuple(rows.tiny(row) for row in chosen)
     part = given.only is not None or given.tiny or given.no_peer
-    plan = Plan(rows=chosen, peer=find_peer(console, wanted=not given.no_peer))
+    peer = find_peer(console, wanted=not given.no_peer)
+    plan = Plan(rows=chosen, peer=peer, budget_s=given.budget_s)
     results = measure(console, plan, given.results, part=part)
     if results is None:
         return 130  # as a program that Ctrl-C ends

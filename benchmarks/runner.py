@@ -35,12 +35,13 @@ class Plan:
     Args:
         rows: the rows, in order.
         peer: the peer's Python, or the reason why there is none.
-        budget_s: no point is begun after this time; what is left out is shown as missing.
+        budget_s: no point starts after this time; points left out are shown as missing. The default is about
+            twice what all rows take on two cores.
     """
 
     rows: tuple[Row, ...]
     peer: Path | str
-    budget_s: float = 900.0
+    budget_s: float = 2700.0
     progress: Progress = field(default=lambda _: None)
     #: called with what is known after each row, so that a run that ends early keeps it
     keep: Callable[[Results], None] = field(default=lambda _: None)

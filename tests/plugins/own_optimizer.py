@@ -100,3 +100,98 @@ class Stubborn(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=self.share * group["lr"])
+
+
+class Clipping(torch.optim.Optimizer):
+    """Plain descent whose gradients are clipped by their norm over all parameters, as timm's Lamb does it."""
+
+    def __init__(self, params, lr=0.1, max_grad_norm=1.0):
+        super().__init__(params, {"lr": lr, "max_grad_norm": max_grad_norm})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        used = [
+            one for group in self.param_groups for one in group["params"] if one.grad is not None
+        ]
+        if not used:
+            return
+        norm, factor = torch.stack([one.grad.norm() for one in used]).norm(), 1.0
+        if self.defaults["max_grad_norm"] is not None:
+            factor = (self.defaults["max_grad_norm"] / norm).clamp(max=1.0)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * factor, alpha=group["lr"])
+
+
+class Sharing(torch.optim.Optimizer):
+    """Descent by a rate that grows with the largest gradient any parameter has had (as D-Adaptation's does)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.largest = 0.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.largest = max(self.largest, float(parameter.grad.abs().max()))
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * (1 + self.largest))
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """Descent whose rate is the ratio of a parameter's norm to its gradient's, tensor by tensor (LARS)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm() / parameter.grad.norm().clamp(min=1e-6)
+                    parameter.sub_(parameter.grad * ratio, alpha=group["lr"])
+
+
+class CountingGroups(torch.optim.Optimizer):
+    """Descent whose rate falls with the number of steps, which a group counts, used or not (Adan, Lamb)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["step"])
+                    self.state[parameter]["used"] = True
+
+
+class Noisy(torch.optim.Optimizer):
+    """Descent with noise: each parameter by itself, although all draw from one stream of random numbers."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    noise = torch.randn(parameter.shape) * group["lr"]
+                    parameter.sub_(parameter.grad + noise, alpha=group["lr"])
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another one, whose class is an argument without default (SAM)."""
+
+    def __init__(self, params, base_optimizer, **kwargs):
+        super().__init__(params, kwargs)
+        self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
+
+    def step(self, closure=None):
+        self.base_optimizer.step()

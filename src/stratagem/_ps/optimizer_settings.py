@@ -8,7 +8,8 @@ worker's steps, and what the coordinator changes those of the functions schedule
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -154,3 +155,21 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 KEPT_BY_TORCH = frozenset(
     {*dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured"}
 )
+
+
+def constructor_arguments(kind: type[Optimizer], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known settings that the class's constructor takes by name, beside its parameters."""
+    taken = [
+        one.name
+        for one in inspect.signature(kind).parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    return sequences_as_tuples({name: known[name] for name in taken[1:] if name in known})
+
+
+def sequences_as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as torch expects them: sequences (betas, etas) are tuples."""
+    return {
+        key: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for key, value in values.items()
+    }

@@ -25,6 +25,12 @@ from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorParameter,
     CoordinatorVariables,
 )
+from stratagem._ps.coordinator.optimizer_trial import (
+    check_construction,
+    is_of_torch,
+    looks_across_parameters,
+    looks_across_rows,
+)
 from stratagem._ps.optimizer_settings import (
     WHOLE_TENSOR_OPTIMIZERS,
     made_with,
@@ -57,7 +63,7 @@ class OptimizersOnServers:
 
     def create(self, optimizer: Optimizer) -> int:
         """Set the optimizer up on every server, or bring its groups there up to date; its number."""
-        refuse_whole_tensor_optimizers(optimizer)
+        refuse_unsupported(optimizer)
         number = self._numbers.get(optimizer)
         is_new = number is None
         if number is None:
@@ -190,25 +196,38 @@ class _Keeper:
         return real() if found is None else found.step(optimizer, real)
 
 
-def refuse_whole_tensor_optimizers(optimizer: Optimizer) -> None:
-    """Raise if the optimizer's mathematics needs what a shard does not have."""
+def refuse_unsupported(optimizer: Optimizer) -> None:
+    """Raise if the servers' steps would not give the numbers of one step over all parameters."""
     name = type(optimizer).__name__
     if name == "LBFGS":
         raise UnsupportedOptimizer(
             "LBFGS evaluates the loss several times within one step and needs all parameters at "
             "once; it cannot run on parameter servers. Use SGD, Adagrad or Adam, or OneDeviceStrategy."
         )
-    if name not in WHOLE_TENSOR_OPTIMIZERS:
-        return
-    for managed in _all_managed(optimizer):
-        description = managed.kept.description
-        if description is not None and description.is_sharded:
-            raise UnsupportedOptimizer(
-                f"{name} looks at a whole tensor at once, but {managed.name!r} of shape "
-                f"{description.shape} is in {len(description.shards)} shards: on parts of it {name} "
-                "would compute something else. Use an elementwise optimizer (SGD, Adagrad, Adam …), "
-                "or a partitioner that leaves this variable in one piece."
-            )
+    is_known = is_of_torch(optimizer)
+    if not is_known:
+        check_construction(optimizer)
+    placed = [(one.name, one.kept.description) for one in _all_managed(optimizer)]
+    servers = {shard.server for _, where in placed if where is not None for shard in where.shards}
+    if not is_known and len(servers) > 1 and looks_across_parameters(optimizer):
+        raise UnsupportedOptimizer(
+            f"{name} computes the update of a parameter from other parameters, too (a norm over all "
+            f"of them, or state that they share). Its parameters are on {len(servers)} parameter "
+            "servers, and each server sees its own only. Switch this part of the optimizer off and "
+            "clip with torch.nn.utils.clip_grad_norm_ before step(), or use one parameter server, "
+            "another optimizer or another strategy."
+        )
+    for variable, where in placed:
+        if where is not None and where.is_sharded:
+            if name in WHOLE_TENSOR_OPTIMIZERS or (not is_known and looks_across_rows(optimizer)):
+                raise UnsupportedOptimizer(
+                    f"{name} looks at a whole tensor at once, but {variable!r} of shape "
+                    f"{where.shape} is in {len(where.shards)} shards: on parts of it {name} would "
+                    "compute something else. Use an elementwise optimizer (SGD, Adagrad, Adam …), "
+                    "or a partitioner that leaves this variable in one piece."
+                )
+            if not is_known:
+                return  # the trial says the same for every shard
 
 
 def _managed_by_group(optimizer: Optimizer) -> list[list[CoordinatorParameter | None]]:

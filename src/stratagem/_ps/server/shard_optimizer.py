@@ -17,7 +17,6 @@ Three ways to apply a gradient given as rows (unique ids, one value each):
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,13 @@ from typing_extensions import override
 
 from stratagem._core.torch_patches import private_api
 from stratagem._ps.malloc import give_back_freed_memory
-from stratagem._ps.optimizer_settings import KEPT_BY_TORCH, plain_settings, settings_of
+from stratagem._ps.optimizer_settings import (
+    KEPT_BY_TORCH,
+    constructor_arguments,
+    plain_settings,
+    sequences_as_tuples,
+    settings_of,
+)
 from stratagem._ps.rows import put_rows, take_rows
 from stratagem._ps.server.chunked_step import (
     CHUNK_BYTES,
@@ -107,6 +112,7 @@ class ServerOptimizer:
         attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
         self._class = cast("Any", resolve_optimizer_class(class_name, modules))
+        self._is_of_torch = self._class.__module__.startswith("torch.optim.")
         self._made_from = (class_name, plain_settings(defaults), plain_settings(attributes))
         self._parameters = {
             number: nn.Parameter(tensor, requires_grad=False)
@@ -121,13 +127,13 @@ class ServerOptimizer:
                 [
                     {
                         "params": [self._parameters[number] for number in group.variables],
-                        **_checked(group.settings),
+                        **sequences_as_tuples(group.settings),
                     }
                     for group in groups
                 ],
-                **_arguments(self._class, {**attributes, **defaults}),
+                **constructor_arguments(self._class, {**attributes, **defaults}),
             )
-        for name, value in _checked(attributes).items():
+        for name, value in sequences_as_tuples(attributes).items():
             if name not in KEPT_BY_TORCH:
                 self._optimizer.__dict__[name] = value
 
@@ -144,7 +150,7 @@ class ServerOptimizer:
             for index, values in changes.items():
                 group = self._optimizer.param_groups[index]
                 before.append((group, {key: group.get(key, _ABSENT) for key in values}))
-                group.update(_checked(values))
+                group.update(sequences_as_tuples(values))
             yield
         finally:
             for group, own in before:
@@ -178,7 +184,7 @@ class ServerOptimizer:
                 plain.append(gradient)
             else:
                 whole.append(gradient)
-        if whole:
+        if whole or not self._is_of_torch:  # another class may count steps in its groups
             self._step_whole(whole)
         for gradient in large:
             index = self._group_of[gradient.variable]
@@ -271,7 +277,7 @@ class ServerOptimizer:
         """Return whether a step may change or keep its gradient, which is a worker's memory."""
         if self._class is torch.optim.SGD:
             return bool(group["nesterov"] and group.get("foreach"))
-        return not self._class.__module__.startswith("torch.optim.")
+        return not self._is_of_torch
 
     def _goes_in_chunks(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
         return parameter.nbytes > CHUNK_BYTES and self._class in ELEMENTWISE and not gradient.sparse
@@ -282,7 +288,8 @@ class ServerOptimizer:
         parameters = list(by_parameter)
         is_first = any(not self._optimizer.state.get(parameter) for parameter in parameters)
         makes_copies = any(group.get("foreach") for group in self._optimizer.param_groups)
-        for batch in batches(parameters) if is_first or makes_copies else [parameters]:
+        in_batches = self._is_of_torch and (is_first or makes_copies)
+        for batch in batches(parameters) if in_batches else [parameters]:
             try:
                 for parameter in batch:
                     parameter.grad = _full_gradient(parameter, by_parameter[parameter])
@@ -371,16 +378,6 @@ class ServerOptimizer:
         return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
 
 
-def _arguments(kind: type[Optimizer], known: Hyperparameters) -> dict[str, Any]:
-    """Return those of `known` that the class takes by name, beside its parameters."""
-    taken = [
-        one.name
-        for one in inspect.signature(kind).parameters.values()
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
-    return _checked({name: known[name] for name in taken[1:] if name in known})
-
-
 def step_adagrad(
     parameters: list[Tensor],
     gradients: list[Tensor],
@@ -428,11 +425,3 @@ def _check_shape(parameter: Tensor, gradient: Gradient) -> None:
             f"variable {gradient.variable!r} got a gradient of shape {tuple(shape)!r}: expected "
             f"{tuple(expected)!r}."
         )
-
-
-def _checked(values: Hyperparameters) -> dict[str, Any]:
-    """Return settings as torch wants them: sequences (betas, etas) are tuples."""
-    return {
-        key: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-        for key, value in values.items()
-    }

@@ -25,7 +25,7 @@ from stratagem._ps.client.write_batch import SlotGradient, WriteBatch
 from stratagem._ps.optimizer_settings import Settings
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.types import Gradient
-from stratagem.errors import ForeignParameterError
+from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 IN_PLACE_BYTES: Final = 1 << 17
 """From this size on a gradient stays in its slot; a smaller one is copied in less time than the hook takes."""
@@ -219,6 +219,10 @@ class StepBuilder:
                     return known.step
         step = PreparedStep(self._client.batch(), [])
         by_server: dict[int, list[Gradient | SlotGradient]] = {}
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        if not is_of_torch:  # another class may count steps: every server makes each of them
+            for server in self._servers(optimizer):
+                by_server[server] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 remote = self._add(parameter, by_server, in_slots=key is not None)
@@ -226,11 +230,30 @@ class StepBuilder:
                     step.touched.append(remote)
         for server, gradients in by_server.items():
             step.batch.push(server, number, gradients, settings)
+            if not is_of_torch and len(step.batch.parts[server]) > 1:
+                raise UnsupportedOptimizer(
+                    f"one step of {type(optimizer).__name__} sends more to a parameter server than "
+                    "one message holds, and a class that is not torch's must step on all its "
+                    "gradients at once. Set STRATAGEM_FRAME_BYTES for the servers, or use more "
+                    "servers."
+                )
         if key is not None and alone:
             kept = self._kept.setdefault(number, [])
             kept.insert(0, _KeptStep(key, settings, step))
             del kept[_KEPT_BATCHES:]
         return step
+
+    def _servers(self, optimizer: Optimizer) -> set[int]:
+        """Return the servers that hold any of the optimizer's parameters."""
+        found: set[int] = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                dense, table = self._dense.get(id(parameter)), self._tables.get(id(parameter))
+                if dense is not None:
+                    found.update(place.server for place in dense.remote.places)
+                elif table is not None:
+                    found.update(place.server for place in table[1].places)
+        return found
 
     def _bring_into_slots(self, optimizer: Optimizer) -> list[int] | None:
         """Copy gradients into their slots; return the parameters' ids, or None if one has no slot."""

@@ -95,7 +95,12 @@ GATES: dict[str, set[str]] = {
     "asyncio": set(),
     "http": set(),
     "urllib.request": set(),
-    "msgspec": {"_wire/messages.py", "_wire/codec.py"},
+    "msgspec": {
+        "_wire/message_base.py",
+        "_wire/messages.py",
+        "_wire/server_messages.py",
+        "_wire/codec.py",
+    },
     "cloudpickle": {"_wire/codec.py"},
     # Checkpoints write pickles (torch's format); they read one only as torch.load does.
     "pickle": {
@@ -144,7 +149,6 @@ LONG: set[str] = {
     "_ps/tables/table_parameter.py",
     "_ps/worker/worker_variables.py",
     "_strategies/base.py",
-    "_wire/messages.py",
 }
 
 

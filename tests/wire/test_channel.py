@@ -233,7 +233,7 @@ def test_bytes_that_are_no_message_are_a_protocol_error(pair: tuple[Channel, Cha
     """A well-formed frame around nonsense."""
     client, server = pair
     client._stream.sock.send(b"".join(frames.encode_frame(frames.REQUEST, 1, b"\xc1\xff", [])))
-    with pytest.raises(ProtocolError, match="no message of ours"):
+    with pytest.raises(ProtocolError, match="does not hold a valid message"):
         server.receive(timeout_s=LIMIT_S)
 
 

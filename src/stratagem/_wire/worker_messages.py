@@ -1,0 +1,131 @@
+"""Messages between the coordinator and a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem._wire.message_base import Message, Packed, RemoteFailure
+
+# -- from the coordinator ----------------------------------------------------------------------
+
+
+class OpenWorker(Message, frozen=True):
+    """First message to a worker: begin an incarnation for this coordinator.
+
+    The object in `setup` connects the worker to the strategy's servers. The random numbers of closures are derived
+    from the job's `seed`.
+    """
+
+    coordinator: str
+    worker: int
+    incarnation: int
+    setup: Packed
+    heartbeat_s: float
+    heartbeat_limit_s: float
+    seed: int = 0
+
+
+class WorkerOpened(Message, frozen=True):
+    """Answer to OpenWorker."""
+
+    task: str
+    pid: int
+    process: str = ""
+    """Identifies the process to a coordinator on the same host (`process_probe.py`)."""
+
+
+class Define(Message, frozen=True):
+    """Definition that later closures refer to: a function by its digest, or a handle by its packed token.
+
+    A handle is defined in stages, counted from 0; the `last` one completes it.
+    """
+
+    value: Packed
+    function: bytes = b""
+    token: Packed | None = None
+    stage: int = 0
+    last: bool = True
+
+
+class Update(Message, frozen=True):
+    """Changes on the coordinator (learning rates, flags) that hold for later closures.
+
+    `whole`: all changes since the start; it replaces updates that the worker could not apply.
+    """
+
+    updates: Packed
+    whole: bool = False
+
+
+class Run(Message, frozen=True):
+    """Run a closure. `arguments` None: it has none. `resource` not 0: keep its result under that number."""
+
+    closure: int
+    function: bytes
+    arguments: Packed | None = None
+    exactly_once: bool = True
+    resource: int = 0
+
+
+class Recall(Message, frozen=True):
+    """Return those of these closures that have not started; the answer is Returned."""
+
+    closures: tuple[int, ...]
+
+
+class Forget(Message, frozen=True):
+    """Free functions and resources that later messages do not refer to."""
+
+    functions: tuple[bytes, ...] = ()
+    resources: tuple[int, ...] = ()
+
+
+class Leave(Message, frozen=True):
+    """End this incarnation: the coordinator does not need the worker any more."""
+
+
+# -- to the coordinator ------------------------------------------------------------------------
+
+
+class Finished(Message, frozen=True):
+    """A closure's result; `value` None: it returned None. `waited_s` before it started, `ran_s` since."""
+
+    closure: int
+    value: Packed | None = None
+    waited_s: float = 0.0
+    ran_s: float = 0.0
+
+
+class Failed(Message, frozen=True):
+    """A closure's exception.
+
+    `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``server`` for an
+    unreachable parameter server, ``deadline`` for a late one. `lacks`: a definition or an update is missing on the
+    worker; the coordinator sends it again.
+    """
+
+    closure: int
+    failure: RemoteFailure
+    blame: str = "user"
+    lacks: bool = False
+
+
+class Returned(Message, frozen=True):
+    """Answer to Recall: the closures that had not started, and that the worker will not run."""
+
+    closures: tuple[int, ...]
+
+
+class Beat(Message, frozen=True):
+    """Heartbeat. `facts`: the worker's metrics, in some heartbeats."""
+
+    facts: Mapping[str, Any] = {}
+
+
+class LogLine(Message, frozen=True):
+    """One line that a worker printed, or one record that it logged."""
+
+    level: int
+    logger: str
+    text: str

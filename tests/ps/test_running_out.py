@@ -66,7 +66,7 @@ class Task:
         self.address = self.process.stdout.readline().strip()
 
     def complaints(self) -> int:
-        return self._log.read_text().count("takes in no more connections")
+        return self._log.read_text().count("accepts no more connections")
 
     def log(self) -> str:
         return self._log.read_text()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem._wire import handshake
 from stratagem._wire.handshake import (
     PROTOCOL_VERSION,
     ClientHandshake,
@@ -69,6 +70,19 @@ def test_the_page_about_the_protocol_is_about_this_version() -> None:
     """Whoever raises the version looks at the page that describes it."""
     page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
     assert f"Protocol version: **{PROTOCOL_VERSION}**" in page
+
+
+def test_other_message_types_are_refused_like_another_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Releases whose messages differ do not talk to each other; the error names both."""
+    client = ClientHandshake(KEY, who="s")
+    monkeypatch.setattr(handshake, "MESSAGES_DIGEST", 0x0BADCAFE)
+    server = ServerHandshake(KEY, who="c")
+    with pytest.raises(
+        ProtocolError, match=r"version 2-[0-9a-f]{8}, this process speaks 2-0badcafe"
+    ):
+        server.feed(client.opening())
 
 
 def test_other_version_is_named_on_both_sides() -> None:

@@ -20,7 +20,7 @@ from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClientHandshake, ClusterKey
 from stratagem._wire.listener import PENDING_LIMIT, Listener, is_loopback
 from stratagem._wire.messages import Ping
-from stratagem.errors import AuthenticationError, ProtocolError
+from stratagem.errors import AuthenticationError, ConnectionLost, ProtocolError
 
 LIMIT_S = 20.0
 KEY = ClusterKey(b"the key of this cluster")
@@ -129,7 +129,24 @@ def test_half_open_connections_are_dropped_in_time_and_disturb_nobody(
         while len(accepted) < 2:
             select.select([], [], [], 0.001)
         assert listener.refused == 3
-    assert caplog.text.count("did not prove the cluster key within 0.5 s") == 3
+    assert "did not prove the cluster key within 0.5 s" in caplog.text
+
+
+def test_a_thousand_refused_connections_are_two_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """The first is logged at once, the others together: a port scan does not fill the disk."""
+    with Listener("127.0.0.1:0", key=KEY) as listener, accepting(listener):
+        for _ in range(1000):
+            with raw_connection(listener) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\n" * 3)
+                assert read_to_end(sock) == b""
+        assert listener.refused == 1000
+    lines = [one.getMessage() for one in caplog.records if "refused 127.0.0.1" in one.getMessage()]
+    assert 1 <= len(lines) <= 4  # a loaded machine needs more than one interval
+    counts = [
+        int(line.partition(" others")[0].rpartition("(")[2]) for line in lines if "others" in line
+    ]
+    assert sum(counts) + len(lines) == 1000
+    assert all("does not speak this protocol" in line for line in lines)
 
 
 def test_a_flood_of_silent_connections_keeps_nobody_out() -> None:
@@ -223,9 +240,18 @@ def test_without_descriptors_it_pauses_instead_of_spinning(
                     listener._paused_until = 0.0
                     assert listener.progress() == []
                     assert listener._paused_until > time.monotonic()
-            assert caplog.text.count("takes in no more connections") == 1
+            assert caplog.text.count("accepts no more connections") == 1
             assert "ulimit -n" in caplog.text
             listener._paused_until = 0.0
             listener.progress()
             assert "1 in the handshake" in repr(listener)
             waiting.close()
+
+
+def test_connecting_without_descriptors_says_so() -> None:
+    """The error names the limit and the way out, not only the address."""
+    with Listener("127.0.0.1:0", key=KEY) as listener, no_descriptors_left():
+        with pytest.raises(
+            ConnectionLost, match=r"no file descriptor left \(limit \d+\).*ulimit -n"
+        ):
+            connect(listener.address, key=KEY, timeout_s=LIMIT_S)

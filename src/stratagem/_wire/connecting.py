@@ -1,6 +1,6 @@
-"""How a connection comes to be: an address, a socket that reaches it, the key proved both ways.
+"""The connecting side of connections: addresses, a connected socket, the key proved both ways.
 
-What it is then used for is `channel.py`; the side that waits to be called is `listener.py`.
+`channel.py` uses the connection; `listener.py` is the other side.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import ipaddress
 import os
 import re
+import resource
 import select
 import socket
 import time
@@ -23,14 +24,18 @@ from stratagem._wire.stream import prepare, wait_for
 from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
 _STOP_SLICE_S = 0.1
-"""How often an attempt to connect looks whether it should end."""
+"""How often an attempt to connect asks whether it should end."""
+
+_INVALID_IN_HOSTS: Final = re.compile(r"[^A-Za-z0-9_.-]")
+"""Underscores are not allowed in host names, but some networks use them."""
+
+_LONGEST_NAME: Final = 253
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``; IPv6 hosts stand in brackets.
+    """Return host and port of ``host:port``; IPv6 hosts are in brackets.
 
     Example:
-        >>> from stratagem._wire.connecting import split_address
         >>> split_address("localhost:2222"), split_address("[::1]:80")
         (('localhost', 2222), ('::1', 80))
     """
@@ -47,43 +52,34 @@ def join_address(host: str, port: int | str) -> str:
     """Return ``host:port``, with an IPv6 host in brackets.
 
     Example:
-        >>> from stratagem._wire.connecting import join_address
         >>> join_address("localhost", 2222), join_address("::1", 80)
         ('localhost:2222', '[::1]:80')
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-_NO_HOST_LETTER: Final = re.compile(r"[^A-Za-z0-9_.-]")
-"""Underscores are no part of host names, but of names that people's networks know."""
-
-_LONGEST_NAME: Final = 253
-
-
 def check_destination(address: str) -> None:
-    """Refuses what can never be connected to, without asking anybody.
+    """Refuse an address that can never be connected to, without a lookup.
 
-    A name that nobody knows may be known in a moment: behind Kubernetes' headless services, names
-    appear when their pods are ready. What is no name at all stays none.
+    An unknown name may become known: Kubernetes' headless services publish names when their pods are ready.
 
     Raises:
-        ValueError: it is no address, or its host neither a name nor a number.
+        ValueError: the address, or its host, is malformed.
 
     Example:
-        >>> from stratagem._wire.connecting import check_destination
         >>> check_destination("127.0.0.1:2222")
         >>> check_destination("ps-0.training.svc:2222")
     """
     host, port = split_address(address)
     if not host or port == 0:
         raise ValueError(
-            f"{address!r} is no address to connect to: expected a host and a port from 1 to 65535, "
-            f"such as 'localhost:2222'"
+            f"{address!r} is not an address to connect to: expected a host and a port from 1 to "
+            f"65535, such as 'localhost:2222'"
         )
     why = _why_no_host(host)
     if why is not None:
         raise ValueError(
-            f"{address!r} has a host that is no host: {why}. Expected host:port, such as "
+            f"{address!r} has an invalid host: {why}. Expected host:port, such as "
             f"'localhost:2222', '10.0.0.5:2222' or '[::1]:2222'"
         )
 
@@ -93,30 +89,34 @@ def _why_no_host(host: str) -> str | None:
         try:
             ipaddress.IPv6Address(host)
         except ValueError as error:
-            return f"{host!r} is no IPv6 address ({error})"
+            return f"{host!r} is not an IPv6 address ({error})"
         return None
     try:
-        name = host.encode("idna").decode()  # as Python does before it asks for an address
+        name = host.encode("idna").decode()  # as Python does before a lookup
     except UnicodeError as error:
-        return f"{host!r} is no name ({error.__cause__ or error})"
-    strange = _NO_HOST_LETTER.search(name)
-    if strange is not None:
-        return f"{host!r} has {strange.group()!r} in it"
+        return f"{host!r} is not a name ({error.__cause__ or error})"
+    invalid = _INVALID_IN_HOSTS.search(name)
+    if invalid is not None:
+        return f"{host!r} contains {invalid.group()!r}"
     if len(name) > _LONGEST_NAME:
-        return f"it has {len(name)} letters, the longest name has {_LONGEST_NAME}"
-    if name.rstrip(".").rpartition(".")[2].isdigit():  # as no name may end
+        return f"it has {len(name)} characters, the longest name has {_LONGEST_NAME}"
+    if name.rstrip(".").rpartition(".")[2].isdigit():  # no name ends so
         try:
             socket.inet_aton(name)
         except OSError:
-            return f"{host!r} is no IPv4 address"
+            return f"{host!r} is not an IPv4 address"
     return None
 
 
+def descriptor_limit() -> int:
+    """Return how many files and sockets this process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def reason(error: BaseException) -> str:
-    """Why a connection failed, in the kernel's words if it was the kernel; the caller says whose.
+    """Return why a connection failed, in the kernel's words where it was the kernel.
 
     Example:
-        >>> from stratagem._wire.connecting import connect, reason
         >>> try:
         ...     connect("127.0.0.1:1", timeout_s=5.0)
         ... except ConnectionError as error:
@@ -126,13 +126,15 @@ def reason(error: BaseException) -> str:
     cause = error.__cause__
     if isinstance(cause, socket.gaierror):
         return f"its host name is not known ({str(cause.strerror).lower()})"
+    if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+        return str(error)
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()
     return str(error)
 
 
 def is_unknown_name(error: BaseException | None) -> bool:
-    """Whether a connection failed because its host's name could not be looked up."""
+    """Return whether a connection failed because its host name could not be resolved."""
     return error is not None and isinstance(error.__cause__, socket.gaierror)
 
 
@@ -146,21 +148,21 @@ def connect(
     may_unpickle: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Channel:
-    """Connects to a listener and proves the key, both ways.
+    """Connect to a listener; both sides prove the key.
 
     Args:
         address: ``host:port``.
         key: the cluster's key, or None for a cluster without one.
-        timeout_s: for connecting and proving together.
-        peer: how to call the other side in errors; its address by default.
+        timeout_s: for connection and handshake together.
+        peer: name of the peer in errors; its address by default.
         limits: of what is received.
         may_unpickle: see `Channel`.
-        stopped: asked now and then; True ends the attempt.
+        stopped: called repeatedly; True ends the attempt.
 
     Raises:
-        ConnectionLost: nobody listens there, it hung up, or the attempt was stopped.
-        DeadlineExceeded: it did not answer in time.
-        AuthenticationError, ProtocolError: it refused, or is somebody else.
+        ConnectionLost: no process listens there, the peer closed the connection, or the attempt was stopped.
+        DeadlineExceeded: the peer did not answer in time.
+        AuthenticationError, ProtocolError: the peer refused, or is another kind of program.
     """
     host, port = split_address(address)
     name = peer or address
@@ -173,18 +175,21 @@ def connect(
     except TimeoutError as error:
         raise DeadlineExceeded(f"{name} did not answer within {timeout_s:g} s") from error
     except OSError as error:
-        raise ConnectionLost(f"cannot connect to {name} at {address!r}: {error}") from error
+        why = str(error)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            why = f"this process has no file descriptor left (limit {descriptor_limit()}): raise `ulimit -n`"
+        raise ConnectionLost(f"cannot connect to {name} at {address!r}: {why}") from error
     try:
         prepare(sock)
         if sock.getsockname() == sock.getpeername():
-            # Connecting to a free local port can meet itself; nobody listens there.
-            raise ConnectionLost(f"nobody listens at {address!r}, where {name} should be")
+            # A connection to a free local port can connect to itself.
+            raise ConnectionLost(f"no process listens at {address!r}, the address of {name}")
         _prove(sock, ClientHandshake(key, who=name), wait, name)
     except BaseException as error:  # Ctrl-C too: no channel owns it yet
         sock.close()
         if isinstance(error, OSError) and not isinstance(error, WireError):
-            # A process that dies hangs up on those it serves before it stops listening: who comes again
-            # at once gets into the line, and is thrown out of it.
+            # A process that ends closes its connections before it stops listening: a new connection is
+            # queued and then reset.
             raise ConnectionLost(f"{name} at {address!r} hung up at once: {error}") from error
         raise
     return Channel(sock, peer=name, limits=limits, may_unpickle=may_unpickle)
@@ -199,7 +204,7 @@ def _wait(
 ) -> bool:
     while True:
         if stopped():
-            raise ConnectionLost(f"connecting to {name} was given up by this process")
+            raise ConnectionLost(f"this process gave up connecting to {name}")
         now = time.monotonic()
         if wait_for(sock, events, min(deadline, now + _STOP_SLICE_S)):
             return True
@@ -208,7 +213,7 @@ def _wait(
 
 
 def _dial(host: str, port: int, wait: _Wait) -> socket.socket:
-    """A connected socket, to the first of the host's addresses that answers."""
+    """Return a socket connected to the first address of the host that answers."""
     failure: OSError = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
@@ -220,7 +225,7 @@ def _dial(host: str, port: int, wait: _Wait) -> socket.socket:
                     code = errno.ETIMEDOUT
                 else:
                     code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        except BaseException:  # Ctrl-C too: nobody else knows it
+        except BaseException:  # Ctrl-C too
             sock.close()
             raise
         if code == 0:
@@ -235,7 +240,7 @@ def _prove(sock: socket.socket, handshake: ClientHandshake, wait: _Wait, name: s
     while not handshake.done:
         try:
             if outgoing:
-                sock.sendall(outgoing)  # at most 48 bytes into an empty socket buffer: never blocks
+                sock.sendall(outgoing)  # at most 48 bytes into an empty socket buffer
             data = b""
             while len(data) < handshake.needed:
                 if not wait(sock, select.POLLIN):

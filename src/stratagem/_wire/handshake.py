@@ -1,16 +1,16 @@
-"""Proving the cluster key: who may talk at all, settled before anything else is read.
+"""Mutual proof of the cluster key, before anything else is read from a connection.
 
-Pure: bytes in, bytes out; `channel.py` moves them. Every record has a fixed size, so an unknown peer can make
-us read 80 bytes and compute one digest, nothing more::
+Pure: bytes in, bytes out; `listener.py` and `connecting.py` send and receive them. Every record has a fixed size, so
+that an unknown peer can cause 80 bytes to be read and one digest to be computed, and no more::
 
-    client -> server   greeting   8 magic, 2 version, 2 flags, 4 zero, 32 random     (48 bytes)
+    client -> server   greeting   8 magic, 2 version, 2 flags, 4 digest of the message types, 32 random
     server -> client   greeting   the same                                           (48 bytes)
     client -> server   proof      HMAC-SHA256(key, "client" + both greetings)        (32 bytes)
     server -> client   verdict    1 status, 7 zero, HMAC(key, "server" + both)       (40 bytes)
 
-The client proves first: an unknown client gets no digest of the key to work on. Both greetings, and so both
-random numbers and versions, are part of both proofs: nothing can be replayed, reflected or downgraded.
-Without a key both sides use the empty one; `channel.py` refuses to listen beyond loopback then.
+The client proves first: an unknown client gets no digest of the key to attack. Both greetings, with both random
+numbers and versions, are part of both proofs, so that a proof cannot be replayed, reflected or downgraded. Without a
+key both sides use an empty one; `listener.py` then refuses addresses beyond loopback.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import NoReturn, final
 
 from typing_extensions import override
 
+from stratagem._wire.messages import MESSAGES_DIGEST
 from stratagem.errors import AuthenticationError, ProtocolError
 
 PROTOCOL_VERSION = 2
-"""Raised whenever messages.py or the frame layout changes; both sides must have the same."""
+"""Version of handshake and frame layout; message types are compared by their digest."""
 
 MAGIC = b"stratgm\0"
 _GREETING = struct.Struct("<8sHHI32s")
@@ -41,34 +42,28 @@ MIN_KEY_BYTES = 16
 
 @final
 class ClusterKey:
-    """The secret shared by all tasks of one cluster; its repr never shows it.
-
-    Example:
-        >>> from stratagem._wire.handshake import ClusterKey
-        >>> ClusterKey(b"0123456789abcdef")
-        <ClusterKey 16 bytes>
-    """
+    """The secret shared by all tasks of one cluster; its repr does not show it."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < MIN_KEY_BYTES:
             raise ValueError(
-                f"the cluster key has {len(secret)} bytes; at least {MIN_KEY_BYTES} are needed. "
+                f"the cluster key has {len(secret)} bytes, expected at least {MIN_KEY_BYTES}. "
                 f"Make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
             )
         self._secret = secret
 
     @classmethod
     def from_text(cls, text: str) -> ClusterKey:
-        """A key as it stands in an environment variable or a file; surrounding blanks do not count."""
+        """Return the key of an environment variable or a file; surrounding white space is ignored."""
         return cls(text.strip().encode())
 
     @classmethod
     def random(cls) -> ClusterKey:
-        """A fresh key, for a cluster whose tasks are all started by us."""
+        """Return a new key, for a cluster whose tasks are all started by us."""
         return cls(secrets.token_hex(32).encode())
 
     def text(self) -> str:
-        """The secret itself, to be handed to a child process through its environment."""
+        """Return the secret itself, for the environment of a child process."""
         return self._secret.decode()
 
     @override
@@ -76,7 +71,7 @@ class ClusterKey:
         raise TypeError("the cluster key cannot be pickled: it is never sent over a connection.")
 
     def sign(self, data: bytes) -> bytes:
-        """HMAC-SHA256 of the data under this key."""
+        """Return the HMAC-SHA256 of the data under this key."""
         return hmac.digest(self._secret, data, hashlib.sha256)
 
     @override
@@ -90,7 +85,7 @@ def _sign(key: ClusterKey | None, data: bytes) -> bytes:
 
 def _greet(key: ClusterKey | None, version: int) -> bytes:
     flags = _KEYED if key is not None else 0
-    return _GREETING.pack(MAGIC, version, flags, 0, secrets.token_bytes(32))
+    return _GREETING.pack(MAGIC, version, flags, MESSAGES_DIGEST, secrets.token_bytes(32))
 
 
 def _stranger(who: str, data: bytes) -> ProtocolError:
@@ -100,12 +95,15 @@ def _stranger(who: str, data: bytes) -> ProtocolError:
 
 
 def _check_greeting(data: bytes, *, key: ClusterKey | None, version: int, who: str) -> None:
-    magic, theirs, flags, zero, _ = _GREETING.unpack(data)
-    if magic != MAGIC or zero != 0:
+    magic, theirs, flags, digest, _ = _GREETING.unpack(data)
+    if magic != MAGIC:
         raise _stranger(who, data)
-    if theirs != version:
+    ours: object = version
+    if theirs == version and digest != MESSAGES_DIGEST:
+        theirs, ours = f"{version}-{digest:08x}", f"{version}-{MESSAGES_DIGEST:08x}"
+    if theirs != ours:
         raise ProtocolError(
-            f"{who} speaks protocol version {theirs}, this process speaks {version}: run the same "
+            f"{who} speaks protocol version {theirs}, this process speaks {ours}: run the same "
             f"release of stratagem in every task of the cluster"
         )
     if bool(flags & _KEYED) != (key is not None):
@@ -117,9 +115,11 @@ def _check_greeting(data: bytes, *, key: ClusterKey | None, version: int, who: s
 
 
 class Handshake:
-    """One side of the proof; abstract. Feed it exactly `needed` bytes until `done`."""
+    """One side of the proof; abstract. Its caller feeds it exactly `needed` bytes until `done`."""
 
-    def __init__(self, key: ClusterKey | None, *, who: str, version: int) -> None:
+    def __init__(
+        self, key: ClusterKey | None, *, who: str, version: int = PROTOCOL_VERSION
+    ) -> None:
         self._key = key
         self._who = who
         self._version = version
@@ -129,11 +129,11 @@ class Handshake:
         self.done = False
 
     def feed(self, data: bytes) -> bytes:
-        """Takes `needed` bytes of the other side; gives what to send it.
+        """Process `needed` bytes of the peer; return the bytes to send to it.
 
         Raises:
-            ProtocolError: the other side speaks something else.
-            AuthenticationError: it does not have the key.
+            ProtocolError: the peer speaks another protocol or version.
+            AuthenticationError: the peer does not have the key.
         """
         raise NotImplementedError
 
@@ -160,8 +160,7 @@ class ServerHandshake(Handshake):
     ) -> None:
         super().__init__(key, who=who, version=version)
         self.farewell = b""
-        """What to send before closing after an error: our greeting or a refusal, so that the client
-        can say why."""
+        """Bytes to send before closing after an error, so that the client can report the reason."""
 
     @override
     def feed(self, data: bytes) -> bytes:
@@ -184,23 +183,14 @@ class ServerHandshake(Handshake):
 
 @final
 class ClientHandshake(Handshake):
-    """The connecting side; `opening()` is sent first."""
-
-    def __init__(
-        self, key: ClusterKey | None, *, who: str, version: int = PROTOCOL_VERSION
-    ) -> None:
-        super().__init__(key, who=who, version=version)
+    """The connecting side; its caller sends `opening()` first."""
 
     def opening(self) -> bytes:
-        """The client's greeting."""
+        """Return the client's greeting."""
         return self._mine
 
     def cut_short(self, data: bytes) -> None:
-        """The other side hung up after fewer bytes than `needed`, perhaps none.
-
-        Raises:
-            ProtocolError: what it said shows that it speaks something else; a short answer of a web server, say.
-        """
+        """Raise ProtocolError if the bytes of a peer that closed early are another protocol's."""
         if not self._theirs and not MAGIC.startswith(data[: len(MAGIC)]):
             raise _stranger(self._who, data)
 
@@ -214,7 +204,7 @@ class ClientHandshake(Handshake):
         status, proof = _VERDICT.unpack(data)
         if status != _ACCEPTED:
             raise AuthenticationError(
-                f"{self._who} refused this process: its cluster key is another one. Check "
+                f"{self._who} refused this process: the cluster keys differ. Check "
                 f"STRATAGEM_CLUSTER_KEY or STRATAGEM_CLUSTER_KEY_FILE on both sides"
             )
         if not hmac.compare_digest(proof, _sign(self._key, b"server" + self._mine + self._theirs)):

@@ -1,8 +1,7 @@
-"""Where connections come in: listening, and letting in only who proves the cluster key.
+"""The listening side of connections: only peers that prove the cluster key get a channel.
 
-A `Listener` takes connections through the handshake, any number of them side by side, and gives out authenticated
-channels. Slow, silent and hostile peers cost it one socket for a few seconds and delay nobody.
-Used by parameter servers and by workers.
+A `Listener` runs any number of handshakes side by side, and returns authenticated channels. A slow, silent or hostile
+peer costs it one socket for a few seconds, and delays no other peer. Used by parameter servers and workers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
-import resource
 import select
 import socket
 import time
@@ -20,7 +18,7 @@ from typing_extensions import override
 
 from stratagem._owner import Owner
 from stratagem._wire.channel import Channel
-from stratagem._wire.connecting import join_address, split_address
+from stratagem._wire.connecting import descriptor_limit, join_address, split_address
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
 from stratagem._wire.stream import prepare
@@ -32,22 +30,21 @@ HANDSHAKE_LIMIT_S = 5.0
 """For the whole proof; an honest peer across a continent needs half a second."""
 
 PENDING_LIMIT = 128
-"""Connections in the handshake at one time; beyond it the oldest is dropped."""
+"""Handshakes at one time; beyond it the oldest connection is closed."""
 
 PAUSE_S = 0.2
-"""After a connection that could not be taken in: trying at once again would only burn a core."""
+"""After a connection that could not be accepted: trying again at once would only burn a core."""
 
-COMPLAIN_S = 5.0
-"""Least time between two log lines that say so."""
+LOG_INTERVAL_S = 10.0
+"""Least time between two log lines about refused connections, or about pauses."""
 
-_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 def is_loopback(host: str) -> bool:
-    """True when every address of the host is this machine's loopback.
+    """Return whether every address of the host is this machine's loopback.
 
     Example:
-        >>> from stratagem._wire.listener import is_loopback
         >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("")
         (True, False, False)
     """
@@ -64,7 +61,6 @@ def is_local(host: str) -> bool:
     """Return whether a task of this machine can listen on an address of the host.
 
     Example:
-        >>> from stratagem._wire.listener import is_local
         >>> is_local("127.0.0.1"), is_local("0.0.0.0"), is_local("192.0.2.250")
         (True, True, False)
     """
@@ -104,10 +100,10 @@ class _Handshaking:
 
 @final
 class Listener(Owner):
-    """A listening socket that gives out authenticated channels. See `Channel` for an example.
+    """A listening socket that returns authenticated channels. See `Channel` for an example.
 
-    Use `accept`, or in an event loop: put it in a selector (its `fileno` is readable when there is something to do), and
-    call `progress` then and about once a second.
+    Use `accept`; or, in an event loop, put it in a selector and call `progress` when it is readable, and about once a
+    second.
     """
 
     def __init__(
@@ -119,7 +115,7 @@ class Listener(Owner):
         may_unpickle: bool = False,
         version: int = PROTOCOL_VERSION,
     ) -> None:
-        """Listens at once.
+        """Listen at once.
 
         Args:
             address: ``host:port``; port 0 takes a free one, see `address`.
@@ -130,7 +126,7 @@ class Listener(Owner):
 
         Raises:
             PermissionError: no key, and not loopback or `may_unpickle`.
-            OSError: the address is in use or not ours.
+            OSError: the address is in use, or not of this machine.
         """
         host, port = split_address(address)
         if key is None and may_unpickle:
@@ -140,7 +136,7 @@ class Listener(Owner):
             )
         if key is None and not is_loopback(host):
             raise PermissionError(
-                f"refusing to listen on {address!r} without a cluster key: anybody who can reach the "
+                f"refusing to listen on {address!r} without a cluster key: everybody who can reach the "
                 f"port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
                 f"STRATAGEM_CLUSTER_KEY_FILE for every task, or listen on 127.0.0.1"
             )
@@ -156,32 +152,36 @@ class Listener(Owner):
         self._ready: list[Channel] = []
         self._closed = False
         self._paused_until: float | None = None
-        self._complain_at = 0.0
+        self._next_pause_log = 0.0
+        self._next_refusal_log = 0.0
+        self._unlogged = 0  # refusals since the last log line
+        self._last_refusal = ""
         self.accepted = 0
         self.refused = 0
         bound = self._sock.getsockname()
         self.address = join_address(bound[0], bound[1])
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor for selectors."""
         return self._epoll.fileno()
 
     def progress(self) -> list[Channel]:
-        """Takes every waiting connection as far as it goes without waiting; gives those let in."""
+        """Advance all handshakes without waiting; return the channels of those that are complete."""
         if self._paused_until is not None and time.monotonic() >= self._paused_until:
             self._paused_until = None
             self._epoll.register(self._sock, select.EPOLLIN)
         for fd, _ in self._epoll.poll(0):
             if fd == self._sock.fileno():
-                self._take_new()
+                self._accept_waiting()
             elif fd in self._pending:
                 self._advance(fd)
-        self._drop_late()
+        self._refuse_late()
+        self._log_refusals()
         ready, self._ready = self._ready, []
         return ready
 
     def accept(self, *, timeout_s: float) -> Channel | None:
-        """The next connection that proved the key; None when none did within the limit."""
+        """Return the next authenticated channel; None if there is none within the limit."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self._epoll, select.POLLIN)
@@ -196,10 +196,12 @@ class Listener(Owner):
 
     @override
     def close(self) -> None:
-        """Stops listening and drops who has not proved the key. May be called again."""
+        """Stop listening, and close unfinished handshakes. May be called again."""
         if self._closed:
             return
         self._closed = True
+        self._next_refusal_log = 0.0
+        self._log_refusals()
         for pending in self._pending.values():
             pending.sock.close()
         self._pending.clear()
@@ -216,24 +218,24 @@ class Listener(Owner):
             f"<Listener {self.address} {state}, {self.accepted} accepted, {self.refused} refused>"
         )
 
-    def _take_new(self) -> None:
-        for _ in range(64):  # the rest is taken next time: who is already here goes first
+    def _accept_waiting(self) -> None:
+        for _ in range(64):  # then continue with the handshakes; the rest is accepted next time
             try:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno in _NO_ROOM:
+                if error.errno in _EXHAUSTED:
                     self._pause(error)
                     return
-                continue  # what became of that connection before it was taken (see accept(2))
+                continue  # the connection failed before it was accepted; see accept(2)
             try:
                 self._begin(sock, join_address(address[0], address[1]))
             except MemoryError as error:
                 sock.close()
                 self._pause(error)
                 return
-            except OSError:  # it broke before it began
+            except OSError:  # the connection is broken already
                 sock.close()
 
     def _begin(self, sock: socket.socket, peer: str) -> None:
@@ -247,21 +249,20 @@ class Listener(Owner):
         self._pending[sock.fileno()] = pending
 
     def _pause(self, error: OSError | MemoryError) -> None:
-        """Takes in nobody for a moment; who waits, waits in the kernel's line."""
+        """Accept no connection for a moment; new ones wait in the kernel's queue."""
         now = time.monotonic()
         self._epoll.unregister(self._sock)
         self._paused_until = now + PAUSE_S
-        if now < self._complain_at:
+        if now < self._next_pause_log:
             return
-        self._complain_at = now + COMPLAIN_S
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._next_pause_log = now + LOG_INTERVAL_S
         _log.warning(
-            "%s takes in no more connections for now: %s. Those that are in are served, others wait. "
-            "If it lasts, allow more open files (ulimit -n, now %d), give it more memory, or connect "
-            "fewer tasks.",
+            "%s accepts no more connections for now: %s. Open connections are served, new ones wait. "
+            "If it lasts, allow more open files (ulimit -n, now %d), give the process more memory, or "
+            "connect fewer tasks.",
             self.address,
             str(error) or "no memory is left",
-            files,
+            descriptor_limit(),
         )
 
     def _advance(self, fd: int) -> None:
@@ -270,25 +271,25 @@ class Listener(Owner):
         try:
             part = pending.sock.recv(handshake.needed - len(pending.data))
             if not part:
-                self._refuse(fd, "hung up during the handshake")
+                self._refuse(fd, "closed the connection during the handshake")
                 return
             pending.data += part
             if len(pending.data) < handshake.needed:
                 return
             data, pending.data = pending.data, b""
-            pending.sock.send(handshake.feed(data))  # at most 48 bytes: always taken whole
+            pending.sock.send(handshake.feed(data))  # at most 48 bytes: always sent whole
             if handshake.done:
-                self._let_in(fd, pending)
+                self._finish(fd, pending)
         except WireError as error:
             self._refuse(fd, str(error))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._refuse(fd, f"broke during the handshake: {error}")
+            self._refuse(fd, f"failed during the handshake: {error}")
         except MemoryError:
             self._refuse(fd, "no memory is left for another connection")
 
-    def _let_in(self, fd: int, pending: _Handshaking) -> None:
+    def _finish(self, fd: int, pending: _Handshaking) -> None:
         channel = Channel(
             pending.sock,
             peer=pending.peer,
@@ -304,7 +305,9 @@ class Listener(Owner):
         pending = self._pending.pop(fd)
         self._epoll.unregister(fd)
         self.refused += 1
-        _log.warning("%s refused %s: %s", self.address, pending.peer, reason)
+        self._unlogged += 1
+        self._last_refusal = f"{pending.peer}: {reason}"
+        self._log_refusals()
         if pending.handshake.farewell:
             try:
                 pending.sock.send(pending.handshake.farewell)
@@ -312,9 +315,19 @@ class Listener(Owner):
                 pass  # the peer does not wait for our reason
         pending.sock.close()
 
-    def _drop_late(self) -> None:
+    def _log_refusals(self) -> None:
+        """Log refused connections: at most one line in `LOG_INTERVAL_S`, however many there are."""
         now = time.monotonic()
-        while self._pending:  # in order of arrival, so of deadline
+        if not self._unlogged or now < self._next_refusal_log:
+            return
+        self._next_refusal_log = now + LOG_INTERVAL_S
+        more = f" ({self._unlogged - 1} others refused before it)" if self._unlogged > 1 else ""
+        _log.warning("%s refused %s%s", self.address, self._last_refusal, more)
+        self._unlogged = 0
+
+    def _refuse_late(self) -> None:
+        now = time.monotonic()
+        while self._pending:  # in order of arrival, and so of deadline
             fd, pending = next(iter(self._pending.items()))
             if pending.deadline > now:
                 return

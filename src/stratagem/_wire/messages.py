@@ -1,8 +1,8 @@
 """All messages between processes, and their encoding.
 
 The messages are defined in `message_base.py`, `server_messages.py` and `worker_messages.py`, one frozen tagged struct
-each; this module exports them all. A new message needs only its struct; raise `PROTOCOL_VERSION` (`handshake.py`) with
-every change. A message names a tensor by a `TensorRef`; `codec.py` converts one into the other.
+each; this module exports them all. A new message needs only its struct. A message names a tensor by a
+`TensorRef`; `codec.py` converts one into the other.
 
 Messages are msgpack maps with the struct's name as tag; fields at their default are left out. The small records that
 occur by the hundred in one message (`TensorRef`, `WriteId`, operations) are arrays.
@@ -10,6 +10,7 @@ occur by the hundred in one message (`TensorRef`, `WriteId`, operations) are arr
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,7 +21,7 @@ import msgspec
 
 from stratagem._wire.frames import RawFrame
 from stratagem._wire.message_base import *  # noqa: F403
-from stratagem._wire.message_base import Message
+from stratagem._wire.message_base import Message, Record
 from stratagem._wire.server_messages import *  # noqa: F403
 from stratagem._wire.server_messages import Operation, Operations
 from stratagem._wire.worker_messages import *  # noqa: F403
@@ -32,6 +33,12 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 )
 _operations_decoder = msgspec.msgpack.Decoder(tuple[Operation, ...])
 _DECODING_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_structs = (*Message.__subclasses__(), *Record.__subclasses__())
+MESSAGES_DIGEST = zlib.crc32(
+    repr([(one.__name__, one.__annotations__) for one in _structs]).encode()
+)
+"""Digest of all message types. Processes whose digests differ may misunderstand each other."""
 
 
 def encode(message: Message) -> bytes:

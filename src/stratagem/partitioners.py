@@ -6,7 +6,7 @@ Example:
     [2, 1]
 """
 
-from stratagem._core.partition import (
+from stratagem._ps.partition import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

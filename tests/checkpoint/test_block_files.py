@@ -16,7 +16,7 @@ import stratagem as sg
 from stratagem._checkpoint import block_file, block_plan
 from stratagem._checkpoint.block_reader import BlockReader, check_frames
 from stratagem._checkpoint.directory import chain_of
-from stratagem._core.partition import shard_sizes
+from stratagem._ps.partition import shard_sizes
 
 DTYPES = [
     torch.float32,

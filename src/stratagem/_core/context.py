@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from typing_extensions import override
@@ -96,20 +96,13 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:  # runs once in every thread that uses the state
         self.scopes: list[_OpenScope] = []
-        self.cache: dict[str, Any] = {}
 
 
 _state = _ThreadState()
 
 
 def current_replica() -> Replica | None:
-    """Return the replica this thread computes for, or None. Hot path: one thread-local read.
-
-    Example:
-        >>> from stratagem._core.context import current_replica
-        >>> current_replica() is None
-        True
-    """
+    """Return the replica this thread computes for, or None. Hot path: one thread-local read."""
     return _state.replica
 
 
@@ -216,14 +209,7 @@ ClusterCoordinator.schedule or create_per_worker_dataset.
 
 @contextmanager
 def worker_index(index: int | None) -> Iterator[None]:
-    """Make this thread run scheduled functions for worker ``index`` while open.
-
-    Example:
-        >>> from stratagem._core import context
-        >>> with context.worker_index(3):
-        ...     context.get_current_worker_index()
-        3
-    """
+    """Make this thread run scheduled functions for worker ``index`` while open."""
     before = _state.worker_index
     _state.worker_index = index
     try:
@@ -251,16 +237,13 @@ def _open_modes() -> int:
     return depth - 1 if depth and private_api.has_default_device() else depth
 
 
-class _OpenScope:
+class _OpenScope(NamedTuple):
     """One entry of a scope that has not been left yet."""
 
-    __slots__ = ("before", "held", "modes", "scope")
-
-    def __init__(self, scope: Scope, before: _Frame | None) -> None:
-        self.scope = scope
-        self.before = before  # the thread's frame before this entry
-        self.held: AbstractContextManager[object] | None = None  # from the strategy's hook
-        self.modes = 0  # torch function modes open right after the entry
+    scope: Scope
+    before: _Frame | None  # the thread's frame before this entry
+    held: AbstractContextManager[object] | None  # from the strategy's hook
+    modes: int  # torch function modes open right after the entry
 
 
 class Scope:
@@ -275,7 +258,7 @@ class Scope:
         strategy = self._strategy
         state = _state
         frame = state.frame
-        entry = _OpenScope(self, frame)
+        held: AbstractContextManager[object] | None = None
         if strategy._is_default:
             if frame is not None and not frame.strategy._is_default:
                 raise ContextError(
@@ -295,9 +278,7 @@ class Scope:
                 ):  # Ctrl-C too: a scope that was not entered must not stay current
                     state.frame = None
                     raise
-                entry.held = held
-        entry.modes = _open_modes()
-        state.scopes.append(entry)
+        state.scopes.append(_OpenScope(self, frame, held, _open_modes()))
         return strategy
 
     def __exit__(
@@ -489,8 +470,3 @@ def swap_stream(stream: RandomStream | None) -> RandomStream | None:
 def caller_variables() -> contextvars.Context:
     """Return a copy of this thread's context variables; each replica runs in a copy of it."""
     return contextvars.copy_context()
-
-
-def thread_cache() -> dict[str, Any]:
-    """Return a dict that other modules of this package use as a cache of this thread."""
-    return _state.cache

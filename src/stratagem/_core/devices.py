@@ -40,17 +40,7 @@ def coordinate_no_more(key: int) -> None:
 
 
 def host() -> Device:
-    """Return the CPU of this process, by its current name.
-
-    Example:
-        >>> from stratagem._core import devices
-        >>> devices.host().name
-        '/job:localhost/replica:0/task:0/device:CPU:0'
-        >>> devices.coordinate(1)
-        >>> devices.host().name
-        '/job:chief/replica:0/task:0/device:CPU:0'
-        >>> devices.coordinate_no_more(1)
-    """
+    """Return the CPU of this process, by its current name."""
     return Device(job=_CHIEF_JOB if _coordinated else _LOCAL_JOB)
 
 
@@ -64,11 +54,6 @@ class Device:
         job: the cluster job it belongs to; ``"localhost"`` for this machine, ``"chief"`` in a process
             that coordinates parameter servers.
         task: the task of that job.
-
-    Example:
-        >>> from stratagem._core.devices import parse_device
-        >>> parse_device("cpu:1").name
-        '/job:localhost/replica:0/task:0/device:CPU:1'
     """
 
     kind: str = "CPU"
@@ -106,11 +91,6 @@ def parse_device(device: object) -> Device:
     Raises:
         TypeError: not a name at all.
         ValueError: a string that is not a device's name.
-
-    Example:
-        >>> from stratagem._core.devices import parse_device
-        >>> parse_device("/device:gpu:0").torch_device
-        device(type='cuda', index=0)
     """
     if isinstance(device, Device):
         return device
@@ -162,11 +142,6 @@ def resolve_device(device: object) -> Device:
 
     Raises:
         DeviceNotFound: (a ValueError) naming the devices that do exist.
-
-    Example:
-        >>> from stratagem._core.devices import resolve_device
-        >>> resolve_device("CPU:3").short
-        'cpu:3'
     """
     found = parse_device(device)
     here = _coordinated and found.job == _CHIEF_JOB

@@ -104,10 +104,7 @@ def _end_of_backward(record: RunRecord) -> None:
     record.accumulated, record.put_aside, record.queued = {}, [], False
     record.arrived = len(accumulated)
     if accumulated and replica is not None:
-        offer = _Offer(accumulated)
-        if offer.gradients is None:
-            _refuse_graphs(replica, accumulated)
-        _aggregate(replica, offer, BACKWARD)
+        _aggregate(replica, list(accumulated), BACKWARD)
     _restore_bases(put_aside)
 
 
@@ -125,61 +122,24 @@ def _restore_bases(leaves: Sequence[Leaf]) -> None:
             leaf.base = None
 
 
-def _refuse_graphs(replica: Replica, accumulated: Mapping[ReplicatedParameter, Leaf]) -> None:
-    """Refuse ``backward(create_graph=True)``: aggregated gradients are not differentiable."""
-    for managed, leaf in accumulated.items():
-        grad = managed.gradient_of(leaf)
-        if grad is not None and grad.requires_grad:
-            raise ReplicaError(
-                f"backward(create_graph=True) in {replica!r} left a gradient with a graph on "
-                f"{managed.describe()}. Gradients in .grad are aggregated over the replicas and the "
-                "graph ends there, so a loss made of them would have no gradient. Use grads = "
-                "torch.autograd.grad(loss, model.parameters(), create_graph=True) and, for the "
-                "gradient of the whole batch, sg.get_replica_context().all_reduce('mean', grads), "
-                "which is differentiable."
-            )
-
-
-def aggregate_by_hand(
-    replica: Replica, parameters: Sequence[ReplicatedParameter], label: str
-) -> None:
+def aggregate_by_hand(replica: Replica, parameters: list[ReplicatedParameter], label: str) -> None:
     """Aggregate gradients that no backward pass aggregated, at ``optimizer.step()``."""
-    _aggregate(replica, _Offer(dict.fromkeys(parameters)), label, by_hand=True)
+    _aggregate(replica, parameters, label, by_hand=True)
 
 
-class _Offer:
-    """What one replica brings to the rendezvous.
-
-    Attributes:
-        parameters: those it has gradients for.
-        gradients: one per parameter if all are dense and without a graph, else None.
-    """
-
-    __slots__ = ("gradients", "parameters")
-
-    def __init__(self, brought: Mapping[ReplicatedParameter, Leaf | None]) -> None:
-        self.parameters = list(brought)
-        self.gradients: list[Tensor] | None = None
-        gradients = []
-        for managed, leaf in brought.items():
-            grad = None if leaf is None else managed.gradient_of(leaf)
-            if grad is None or not _is_plain(grad):
-                return
-            gradients.append(grad)
-        self.gradients = gradients
-
-
-def _aggregate(replica: Replica, offer: _Offer, label: str, *, by_hand: bool = False) -> None:
-    """Wait for the other replicas; afterwards the leaves hold the aggregated gradients."""
+def _aggregate(
+    replica: Replica, parameters: list[ReplicatedParameter], label: str, *, by_hand: bool = False
+) -> None:
+    """Wait for the other replicas; afterwards the leaves of all their parameters hold the aggregated gradients."""
     group = replica.group
 
-    def combine(brought: list[_Offer | None]) -> list[None]:
+    def combine(brought: list[list[ReplicatedParameter] | None]) -> list[None]:
         with torch.no_grad():
-            offers = {i: offer for i, offer in enumerate(brought) if offer is not None}
-            _Aggregation(group, offers).run(by_hand=by_hand)
+            present = {i: each for i, each in enumerate(brought) if each is not None}
+            _Aggregation(group, present).run(by_hand=by_hand)
         return [None] * len(brought)
 
-    group.rendezvous(replica.id, label, offer, combine)
+    group.rendezvous(replica.id, label, parameters, combine)
 
 
 class _Aggregation:
@@ -189,66 +149,76 @@ class _Aggregation:
         present: numbers of the replicas that are here.
         live: those of them whose gradients count.
         factors: factor of each live replica's gradient.
-        order: all parameters that any replica brings gradients for.
+        order: all parameters that any replica has gradients for.
     """
 
-    def __init__(self, group: ReplicaGroup, offers: Mapping[int, _Offer]) -> None:
+    def __init__(
+        self, group: ReplicaGroup, brought: Mapping[int, list[ReplicatedParameter]]
+    ) -> None:
         weights = group.row_weights
         self._replicas = group.replicas
-        self._offers = offers
-        self.present = list(offers)
+        self.present = list(brought)
         self.live = [i for i in self.present if weights[i] > 0] or self.present
         self.weights = [weights[i] for i in self.live]
-        self.order = _in_one_order([offer.parameters for offer in offers.values()])
+        first, *others = brought.values()
+        self.order = first
+        if any(each != first for each in others):
+            self.order = list(dict.fromkeys(m for each in brought.values() for m in each))
         self.factors = [1.0] * len(self.live) if self.order[0].adds_up else self.weights
 
     def run(self, *, by_hand: bool) -> None:
-        """Aggregate all gradients: dense ones as lists, the others one by one."""
+        """Aggregate all gradients: plain ones as lists, the others one by one."""
         if by_hand:
-            for managed in self.order:
-                leaves = self._leaves(managed)
-                if not all(leaf.is_aggregated() for leaf in leaves):
-                    # After an aggregation in this run, a gradient set by hand was made from the aggregated one,
-                    # alike in every replica: average it, which changes nothing, under "sum" too.
-                    again = any(leaf.aggregated_in is leaf.record for leaf in leaves)
-                    self._one(managed, self.weights if again else self.factors)
+            self._by_hand()
             return
-        lists = [
-            offer.gradients
-            for i in self.live
-            if (offer := self._offers[i]).gradients is not None and offer.parameters == self.order
-        ]
-        hooked = any(private_api.has_hooks(managed.central) for managed in self.order)
-        if not hooked and len(lists) == len(self.live):  # the usual case
-            self._dense(self.order, lists)
-        else:
-            self._one_by_one()
-
-    def _one_by_one(self) -> None:
-        dense: list[ReplicatedParameter] = []
+        plain: list[ReplicatedParameter] = []
         lists: list[list[Tensor]] = [[] for _ in self.live]
         for managed in self.order:
             found = self._gradients(managed)
             if private_api.has_hooks(managed.central):
-                self._give(managed, self._after_hooks(managed))
-            elif all(grad is not None and _is_plain(grad) for grad in found):
-                dense.append(managed)
-                for each, grad in zip(lists, found, strict=True):
-                    if grad is not None:
-                        each.append(grad)
+                self._give(managed, self._after_hooks(managed, found))
+                continue
+            dense = [g for g in found if g is not None and g.layout is torch.strided]
+            if len(dense) == len(lists):
+                plain.append(managed)
+                for each, grad in zip(lists, dense, strict=True):
+                    each.append(grad)
             else:
-                self._one(managed, self.factors)
-        if dense:
-            self._dense(dense, lists)
+                self._give(managed, _weighted_sum(found, self.factors, None))
+        if plain:
+            self._combine_lists(plain, lists)
 
-    def _leaves(self, managed: ReplicatedParameter) -> list[Leaf]:
-        return [leaf for i in self.live if (leaf := managed.by_replica.get(i)) is not None]
+    def _by_hand(self) -> None:
+        for managed in self.order:
+            leaves = [leaf for i in self.live if (leaf := managed.by_replica.get(i)) is not None]
+            if not all(leaf.is_aggregated() for leaf in leaves):
+                # After an aggregation in this run, a gradient set by hand was made from the aggregated one, alike in
+                # every replica: average it, which changes nothing, under "sum" too.
+                again = any(leaf.aggregated_in is leaf.record for leaf in leaves)
+                factors = self.weights if again else self.factors
+                found = self._gradients(managed, with_graph=True)
+                self._give(managed, _weighted_sum(found, factors, None))
 
-    def _gradients(self, managed: ReplicatedParameter) -> list[Tensor | None]:
+    def _gradients(
+        self, managed: ReplicatedParameter, *, with_graph: bool = False
+    ) -> list[Tensor | None]:
+        """Return the live replicas' gradients; refuse those of ``backward(create_graph=True)``."""
         leaves = [managed.by_replica.get(i) for i in self.live]
-        return [None if leaf is None else managed.gradient_of(leaf) for leaf in leaves]
+        found = [None if leaf is None else managed.gradient_of(leaf) for leaf in leaves]
+        if not with_graph and any(grad is not None and grad.requires_grad for grad in found):
+            raise ReplicaError(
+                f"backward(create_graph=True) in a replica left a gradient with a graph on "
+                f"{managed.describe()}. Gradients in .grad are aggregated over the replicas and the "
+                "graph ends there, so a loss made of them would have no gradient. Use grads = "
+                "torch.autograd.grad(loss, model.parameters(), create_graph=True) and, for the "
+                "gradient of the whole batch, sg.get_replica_context().all_reduce('mean', grads), "
+                "which is differentiable."
+            )
+        return found
 
-    def _dense(self, order: Sequence[ReplicatedParameter], lists: list[list[Tensor]]) -> None:
+    def _combine_lists(
+        self, order: Sequence[ReplicatedParameter], lists: list[list[Tensor]]
+    ) -> None:
         """Combine lists of dense gradients in the memory of the gradients themselves.
 
         Not with copies on write (``torch._lazy_clone``): with them, a backward pass that accumulated into its
@@ -282,10 +252,6 @@ class _Aggregation:
                         write_grad(leaf.tensor, result.to(leaf.tensor.device, copy=True))
                     _mark_aggregated(leaf, read_grad(leaf.tensor))
 
-    def _one(self, managed: ReplicatedParameter, factors: Sequence[float]) -> None:
-        """Combine the gradients of one parameter: sparse ones, or some replicas without any."""
-        self._give(managed, _weighted_sum(self._gradients(managed), factors, None))
-
     def _give(self, managed: ReplicatedParameter, result: Tensor | None) -> None:
         for i in self.present:
             leaf = managed.by_replica.get(i)
@@ -295,16 +261,18 @@ class _Aggregation:
                 write_grad(leaf.tensor, own)
                 _mark_aggregated(leaf, own)
 
-    def _after_hooks(self, managed: ReplicatedParameter) -> Tensor | None:
+    def _after_hooks(
+        self, managed: ReplicatedParameter, found: Sequence[Tensor | None]
+    ) -> Tensor | None:
         """Return the aggregated gradient after the hooks on the central parameter have seen it."""
         central = managed.central
-        grad = _weighted_sum(self._gradients(managed), self.factors, central.device)
+        grad = _weighted_sum(found, self.factors, central.device)
         if grad is None:
             return None
-        for hook in private_api.gradient_hooks(central):
+        hooks, post_hooks = private_api.gradient_hooks(central)
+        for hook in hooks:
             changed = hook(grad)
             grad = grad if changed is None else changed
-        post_hooks = private_api.post_gradient_hooks(central)
         if not post_hooks:
             return grad
         leaves = list(managed.by_replica.values())
@@ -319,17 +287,6 @@ class _Aggregation:
 
 
 # ------------------------------------------------------------------ arithmetic
-
-
-def _in_one_order(offered: Sequence[list[ReplicatedParameter]]) -> list[ReplicatedParameter]:
-    first = offered[0]
-    if all(each == first for each in offered[1:]):
-        return first
-    return list(dict.fromkeys(managed for each in offered for managed in each))
-
-
-def _is_plain(grad: Tensor) -> bool:
-    return grad.layout is torch.strided and not grad.requires_grad
 
 
 def _in_own_memory(managed: ReplicatedParameter, replica_id: int, grad: Tensor) -> Tensor:

@@ -152,14 +152,7 @@ _REFERENCES: dict[int, weakref.ref[ManagedParameter]] = _BY_ID.data  # type: ign
 
 
 def find_managed(parameter: Tensor) -> ManagedParameter | None:
-    """Return the managed parameter of a central parameter or of a replica's leaf; None if there is none.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._core.managed import find_managed
-        >>> find_managed(torch.nn.Parameter(torch.zeros(1))) is None
-        True
-    """
+    """Return the managed parameter of a central parameter or of a replica's leaf; None if there is none."""
     managed = _BY_ID.get(id(parameter))
     return managed if managed is not None and managed.owns(parameter) else None
 

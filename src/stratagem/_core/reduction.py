@@ -39,11 +39,6 @@ def as_reduce_op(op: Any) -> ReduceOp:
     Raises:
         ValueError: an unknown name.
         WrongArgumentType: neither; a TypeError, and an AssertionError as in tf.distribute.
-
-    Example:
-        >>> from stratagem._core.reduction import as_reduce_op
-        >>> as_reduce_op("mean").name
-        'MEAN'
     """
     if isinstance(op, ReduceOp):
         return op

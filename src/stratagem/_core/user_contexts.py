@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,6 +152,7 @@ def default_context() -> ReplicaContext:
     return ReplicaContext(default_strategy(), 0)
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class ValueContext:
     """Argument of a value function of ``distribute_values_from_function``.
 
@@ -160,27 +162,17 @@ class ValueContext:
         1
     """
 
-    __slots__ = ("_num_replicas_in_sync", "_replica_id_in_sync_group")
-
-    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
-        self._replica_id_in_sync_group = replica_id_in_sync_group
-        self._num_replicas_in_sync = num_replicas_in_sync
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The replica the value is for."""
-        return self._replica_id_in_sync_group
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas."""
-        return self._num_replicas_in_sync
+    replica_id_in_sync_group: int = 0
+    """The replica the value is for."""
+    num_replicas_in_sync: int = 1
+    """Number of replicas."""
 
     @override
     def __repr__(self) -> str:
-        return f"ValueContext({self._replica_id_in_sync_group}, {self._num_replicas_in_sync})"
+        return f"ValueContext({self.replica_id_in_sync_group}, {self.num_replicas_in_sync})"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class InputContext:
     """Argument of a dataset function of ``distribute_datasets_from_function``.
 
@@ -190,50 +182,26 @@ class InputContext:
         16
     """
 
-    __slots__ = ("_input_pipeline_id", "_num_input_pipelines", "_num_replicas_in_sync")
-
-    def __init__(
-        self,
-        num_input_pipelines: int = 1,
-        input_pipeline_id: int = 0,
-        num_replicas_in_sync: int = 1,
-    ) -> None:
-        self._num_input_pipelines = num_input_pipelines
-        self._input_pipeline_id = input_pipeline_id
-        self._num_replicas_in_sync = num_replicas_in_sync
-
-    @property
-    def num_input_pipelines(self) -> int:
-        """Number of input pipelines."""
-        return self._num_input_pipelines
-
-    @property
-    def input_pipeline_id(self) -> int:
-        """Number of this pipeline, from 0."""
-        return self._input_pipeline_id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas."""
-        return self._num_replicas_in_sync
+    num_input_pipelines: int = 1
+    """Number of input pipelines."""
+    input_pipeline_id: int = 0
+    """Number of this pipeline, from 0."""
+    num_replicas_in_sync: int = 1
+    """Number of replicas."""
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the global batch size divided by the number of replicas.
-
-        Raises:
-            ValueError: it does not divide evenly.
-        """
-        if global_batch_size % self._num_replicas_in_sync != 0:
+        """Return the global batch size divided by the number of replicas; raise if it is not divisible."""
+        size = self.num_replicas_in_sync
+        if global_batch_size % size != 0:
             raise ValueError(
-                f"global_batch_size={global_batch_size!r} does not divide evenly by the "
-                f"{self._num_replicas_in_sync} replicas in sync. Choose a multiple of "
-                f"{self._num_replicas_in_sync}."
+                f"global_batch_size={global_batch_size!r} does not divide evenly by the {size} replicas in sync. "
+                f"Choose a multiple of {size}."
             )
-        return global_batch_size // self._num_replicas_in_sync
+        return global_batch_size // size
 
     @override
     def __repr__(self) -> str:
         return (
-            f"InputContext(input pipeline id {self._input_pipeline_id}, "
-            f"total {self._num_input_pipelines}, replicas in sync {self._num_replicas_in_sync})"
+            f"InputContext(input pipeline id {self.input_pipeline_id}, "
+            f"total {self.num_input_pipelines}, replicas in sync {self.num_replicas_in_sync})"
         )

@@ -280,13 +280,7 @@ def open_node(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | 
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the same structure with ``fn`` applied to every leaf; a distributed value is a leaf.
-
-    Example:
-        >>> from stratagem._core.values import map_leaves
-        >>> map_leaves(lambda x: x + 1, {"a": [1, 2], "b": (3,)})
-        {'a': [2, 3], 'b': (4,)}
-    """
+    """Return the same structure with ``fn`` applied to every leaf; a distributed value is a leaf."""
     node = open_node(tree)
     if node is None:
         return fn(tree)
@@ -302,31 +296,20 @@ def leaves(tree: Any) -> list[Any]:
     return [leaf for child in node[0] for leaf in leaves(child)]
 
 
-class RowCount:
-    """How many rows each replica gets, found while arguments are split.
+def row_counts(arguments: Sequence[PerReplica], size: int) -> tuple[int, ...] | None:
+    """Return how many rows each replica gets, from the distributed arguments of a call; None if unknown.
 
     The row counts of a distributed dataset win; else the first tensors of rank ≥ 1 decide.
     """
-
-    __slots__ = ("guessed", "known")
-
-    def __init__(self) -> None:
-        self.known: tuple[int, ...] | None = None
-        self.guessed: tuple[int, ...] | None = None
-
-    def look_at(self, value: PerReplica, size: int) -> None:
-        """Take one distributed argument into account."""
-        if self.known is None and value.rows is not None:
-            self.known = value.rows
-        if self.guessed is None and self.known is None:
-            found = [_first_with_rows(value.component(i)) for i in range(size)]
-            rows = [tensor.shape[0] for tensor in found if tensor is not None]
-            self.guessed = tuple(rows) if len(rows) == size else None
-
-    @property
-    def rows(self) -> tuple[int, ...] | None:
-        """Rows per replica, or None if no argument tells."""
-        return self.known if self.known is not None else self.guessed
+    for value in arguments:
+        if value.rows is not None:
+            return value.rows
+    for value in arguments:
+        found = [_first_with_rows(value.component(i)) for i in range(size)]
+        rows = [tensor.shape[0] for tensor in found if tensor is not None]
+        if len(rows) == size:
+            return tuple(rows)
+    return None
 
 
 def _first_with_rows(component: Any) -> torch.Tensor | None:
@@ -336,28 +319,23 @@ def _first_with_rows(component: Any) -> torch.Tensor | None:
     return next(found, None)
 
 
-def split(tree: Any, size: int, count: RowCount | None = None) -> list[Any] | None:
+def split(tree: Any, size: int, seen: list[PerReplica] | None = None) -> list[Any] | None:
     """Return one tree per replica with components for distributed values; None if there are none.
 
-    Parts without distributed values are passed on as the same objects.
-
-    Example:
-        >>> from stratagem._core.values import PerReplica, split
-        >>> split({"x": PerReplica([1, 2]), "y": 3}, 2)
-        [{'x': 1, 'y': 3}, {'x': 2, 'y': 3}]
+    Parts without distributed values are passed on as the same objects. `PerReplica` values are appended to ``seen``.
     """
     kind: Any = type(tree)
     if kind is torch.Tensor:
         return None
     if kind is PerReplica or kind is Mirrored:
-        if count is not None and kind is PerReplica:
-            count.look_at(tree, size)
+        if seen is not None and kind is PerReplica:
+            seen.append(tree)
         return [tree.component(i) for i in range(size)]
     node = open_node(tree)
     if node is None:
         return None
     children, rebuild, _ = node
-    parts = [split(child, size, count) for child in children]
+    parts = [split(child, size, seen) for child in children]
     if all(part is None for part in parts):
         return None
     return [
@@ -367,21 +345,15 @@ def split(tree: Any, size: int, count: RowCount | None = None) -> list[Any] | No
 
 
 def split_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], size: int, count: RowCount
+    args: Sequence[Any], kwargs: Mapping[str, Any], size: int, seen: list[PerReplica]
 ) -> list[tuple[Sequence[Any], Mapping[str, Any]]] | None:
-    """Return the arguments of one call for each replica; None if they hold no distributed value.
-
-    Example:
-        >>> from stratagem._core.values import PerReplica, RowCount, split_call
-        >>> split_call((PerReplica([1, 2]), 3), {}, 2, RowCount())
-        [((1, 3), {}), ((2, 3), {})]
-    """
+    """Return the arguments of one call for each replica; None if they hold no distributed value."""
     columns, found = [], False
     for each in args:
-        parts = split(each, size, count)
+        parts = split(each, size, seen)
         found = found or parts is not None
         columns.append([each] * size if parts is None else parts)
-    named = split(kwargs, size, count) if kwargs else None
+    named = split(kwargs, size, seen) if kwargs else None
     if not found and named is None:
         return None
     rows = list(zip(*columns, strict=True)) or [()] * size
@@ -393,14 +365,6 @@ def merge(trees: Sequence[Any]) -> Any:
 
     Raises:
         UnequalStructures: (an AssertionError) the replicas returned different structures.
-
-    Example:
-        >>> from stratagem._core.values import merge
-        >>> merge([{"n": 5, "id": 0}, {"n": 5, "id": 1}])
-        {'n': 5, 'id': PerReplica:{
-          0: 0,
-          1: 1
-        }}
     """
     return trees[0] if len(trees) == 1 else _combine(trees, _merge_leaf)
 

@@ -176,114 +176,26 @@ class SingleStorage(VariableStorage):
         return tensor.detach().clone()
 
     @override
-    def copy_for(self, request: VariableRequest) -> VariableStorage:
-        return SingleStorage(
-            request.initial_tensor(), self._device, tracks=self._tensor.requires_grad
-        )
+    def copy_for(self, request: VariableRequest) -> SingleStorage:
+        tensor = request.initial_tensor()
+        return SingleStorage(tensor, self._device, tracks=self._tensor.requires_grad)
 
     @override
     def __repr__(self) -> str:
         return f"<SingleStorage on {self._device}>"
 
 
-@final
-class CentralStorage(VariableStorage):
-    """One tensor that several replicas write: their writes are aggregated (central storage, R > 1)."""
+class _ReplicaStorage(VariableStorage):
+    """Base of storages that several replicas write: one tensor for all, or one per replica."""
 
-    __slots__ = ("_inner", "_single", "_strategy")
-
-    def __init__(
-        self, single: SingleStorage, request: VariableRequest, strategy: StrategyHooks
-    ) -> None:
-        self._single = single
-        self._strategy = strategy
-        self._inner = Variable.at(single, request, strategy)
-
-    @property
-    @override
-    def shape(self) -> torch.Size:
-        return self._single.shape
-
-    @property
-    @override
-    def dtype(self) -> torch.dtype:
-        return self._single.dtype
-
-    @property
-    @override
-    def device(self) -> str:
-        return self._single.device
-
-    @override
-    def components(self, variable: Variable) -> tuple[Variable, ...]:
-        return (self._inner,)
-
-    @override
-    def read(self) -> torch.Tensor:
-        replica = context.current_replica()
-        if replica is None or replica.strategy is not self._strategy:
-            return self._single.read()
-        return self._single.read_from(replica)
-
-    @override
-    def write(self, variable: Variable, how: Write, value: Any) -> torch.Tensor:
-        replica = own_replica(variable, self._strategy)
-        if replica is None or context.update_device() is not None:
-            if isinstance(value, values.DistributedValues):
-                value = value.component(0)
-            return self._single.write(variable, how, value)
-        if variable.aggregation is VariableAggregation.NONE:
-            raise needs_aggregation(variable, how)
-
-        def apply(brought: list[Any]) -> list[torch.Tensor]:
-            total = aggregated(variable, brought)
-            return [self._single.write(variable, how, total)] * len(brought)
-
-        return write_together(replica, variable, how, value, apply)
-
-    @override
-    def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
-        replica = own_replica(variable, self._strategy)
-        if replica is None:
-            return self._single.scatter(variable, how, ids, rows)
-
-        def apply(brought: list[Any]) -> list[torch.Tensor]:
-            # Not aggregated: one replica's update after the other (VAR-13).
-            for each in brought:
-                if each is not None:
-                    result = self._single.scatter(variable, how, *each)
-            return [result] * len(brought)
-
-        return write_together(replica, variable, f"scatter_{how}", (ids, rows), apply)
-
-    @override
-    def copy_for(self, request: VariableRequest) -> VariableStorage:
-        single = self._single.copy_for(request)
-        assert isinstance(single, SingleStorage)
-        return CentralStorage(single, request, self._strategy)
-
-    @override
-    def __repr__(self) -> str:
-        return f"<CentralStorage on {self._single.device}>"
-
-
-@final
-class MirroredStorage(VariableStorage):
-    """One copy per replica: equal after every write, or combined when read (mirrored)."""
-
-    __slots__ = ("_on_read", "_parts", "_singles", "_strategy")
+    __slots__ = ("_parts", "_request", "_singles", "_strategy")
 
     def __init__(
-        self,
-        singles: Sequence[SingleStorage],
-        request: VariableRequest,
-        strategy: StrategyHooks,
-        *,
-        on_read: bool,
+        self, singles: Sequence[SingleStorage], request: VariableRequest, strategy: StrategyHooks
     ) -> None:
         self._singles = tuple(singles)
+        self._request = request
         self._strategy = strategy
-        self._on_read = on_read
         self._parts = tuple(
             Variable.at(single, _named(request, i), strategy) for i, single in enumerate(singles)
         )
@@ -304,14 +216,82 @@ class MirroredStorage(VariableStorage):
         return self._here().device
 
     def _here(self) -> SingleStorage:
+        """Return the tensor of this replica, or the first one."""
         replica = context.current_replica()
-        if replica is not None and replica.strategy is self._strategy:
-            return self._singles[replica.id]
-        return self._singles[0]
+        own = replica is not None and replica.strategy is self._strategy
+        return self._singles[replica.id if own and replica and len(self._singles) > 1 else 0]
 
     @override
     def components(self, variable: Variable) -> tuple[Variable, ...]:
         return self._parts
+
+    @override
+    def copy_for(self, request: VariableRequest) -> VariableStorage:
+        singles = [
+            single.copy_for(replace(request, initial_value=part.read_value))
+            for part, single in zip(self._parts, self._singles, strict=True)
+        ]
+        return type(self)(singles, request, self._strategy)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {[single.device for single in self._singles]}>"
+
+
+@final
+class CentralStorage(_ReplicaStorage):
+    """One tensor that several replicas write: their writes are aggregated (central storage, R > 1)."""
+
+    __slots__ = ()
+
+    @override
+    def read(self) -> torch.Tensor:
+        replica = context.current_replica()
+        if replica is None or replica.strategy is not self._strategy:
+            return self._singles[0].read()
+        return self._singles[0].read_from(replica)
+
+    @override
+    def write(self, variable: Variable, how: Write, value: Any) -> torch.Tensor:
+        replica = own_replica(variable, self._strategy)
+        if replica is None or context.update_device() is not None:
+            if isinstance(value, values.DistributedValues):
+                value = value.component(0)
+            return self._singles[0].write(variable, how, value)
+        if variable.aggregation is VariableAggregation.NONE:
+            raise needs_aggregation(variable, how)
+
+        def apply(brought: list[Any]) -> list[torch.Tensor]:
+            total = aggregated(variable, brought)
+            return [self._singles[0].write(variable, how, total)] * len(brought)
+
+        return write_together(replica, variable, how, value, apply)
+
+    @override
+    def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
+        replica = own_replica(variable, self._strategy)
+        if replica is None:
+            return self._singles[0].scatter(variable, how, ids, rows)
+
+        def apply(brought: list[Any]) -> list[torch.Tensor]:
+            # Not aggregated: one replica's update after the other (VAR-13).
+            for each in brought:
+                if each is not None:
+                    result = self._singles[0].scatter(variable, how, *each)
+            return [result] * len(brought)
+
+        return write_together(replica, variable, f"scatter_{how}", (ids, rows), apply)
+
+
+@final
+class MirroredStorage(_ReplicaStorage):
+    """One copy per replica: equal after every write, or combined when read (mirrored)."""
+
+    __slots__ = ()
+
+    @property
+    def _on_read(self) -> bool:
+        return self._request.synchronization is VariableSynchronization.ON_READ
 
     @override
     def read(self) -> torch.Tensor:
@@ -358,10 +338,9 @@ class MirroredStorage(VariableStorage):
             if summed:
                 fit = (fit / len(self._singles)).to(fit.dtype)
             single.put(how, fit)
-        return self.read().detach().clone() if self._readable(variable) else self._here().read()
-
-    def _readable(self, variable: Variable) -> bool:
-        return not (self._on_read and variable.aggregation is VariableAggregation.NONE)
+        if self._on_read and variable.aggregation is VariableAggregation.NONE:
+            return self._here().read()
+        return self.read().detach().clone()
 
     @override
     def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> torch.Tensor:
@@ -395,20 +374,6 @@ class MirroredStorage(VariableStorage):
 
         return write_together(replica, variable, f"scatter_{how}", (ids, rows), apply)
 
-    @override
-    def copy_for(self, request: VariableRequest) -> VariableStorage:
-        singles = []
-        for part, single in zip(self._parts, self._singles, strict=True):
-            copy = single.copy_for(replace(request, initial_value=part.read_value))
-            assert isinstance(copy, SingleStorage)
-            singles.append(copy)
-        return MirroredStorage(singles, request, self._strategy, on_read=self._on_read)
-
-    @override
-    def __repr__(self) -> str:
-        kind = "on read" if self._on_read else "on write"
-        return f"<MirroredStorage on {len(self._singles)} devices, synchronized {kind}>"
-
 
 # ------------------------------------------------------------------ creating variables
 
@@ -423,7 +388,6 @@ def mirrored(
             "devices. Use AUTO, ON_WRITE or ON_READ."
         )
     tensor = request.initial_tensor()
-    on_read = request.synchronization is VariableSynchronization.ON_READ
     if request.aggregation is VariableAggregation.MEAN and not (
         tensor.is_floating_point() or tensor.is_complex()
     ):
@@ -431,13 +395,11 @@ def mirrored(
             f"variable {request.name!r} of {tensor.dtype}: aggregation MEAN needs a floating point "
             "type. Use a float dtype, or SUM."
         )
-    if not on_read:
+    if request.synchronization is not VariableSynchronization.ON_READ:
         request = replace(request, synchronization=VariableSynchronization.ON_WRITE)
     tracks = request.tracks_gradient()
     singles = [SingleStorage(tensor, device, tracks=tracks) for device in devices]
-    return Variable.at(
-        MirroredStorage(singles, request, strategy, on_read=on_read), request, strategy
-    )
+    return Variable.at(MirroredStorage(singles, request, strategy), request, strategy)
 
 
 def central(
@@ -445,7 +407,7 @@ def central(
 ) -> Variable:
     """Create a variable with one tensor; ``shared`` if several replicas write it."""
     single = SingleStorage(request.initial_tensor(), device, tracks=request.tracks_gradient())
-    storage: VariableStorage = CentralStorage(single, request, strategy) if shared else single
+    storage: VariableStorage = CentralStorage([single], request, strategy) if shared else single
     return Variable.at(storage, request, strategy)
 
 

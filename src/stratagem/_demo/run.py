@@ -23,13 +23,13 @@ from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.coordinator.remote_values import RemoteValue, RemoteValueStatus
 from stratagem._cluster.launch.local_cluster import LocalCluster
 from stratagem._core.context import get_current_worker_index
-from stratagem._core.partition import MinSizePartitioner
 from stratagem._core.user_contexts import InputContext
 from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
 from stratagem._demo.observer import ClusterObserver
 from stratagem._demo.view import Curve, LinesView, Picture, View, open_view
+from stratagem._ps.partition import MinSizePartitioner
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["DemoOptions", "run_demo"]

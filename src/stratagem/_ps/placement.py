@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from stratagem._core.partition import ShardLayout, shard_sizes
+from stratagem._ps.partition import ShardLayout, shard_sizes
 
 
 def device_name(task: str) -> str:

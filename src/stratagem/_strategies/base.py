@@ -36,7 +36,6 @@ from stratagem._core import (
     variable_storage,
     variables,
 )
-from stratagem._core.asynchronous import refuse_async, refuse_unawaited
 from stratagem._core.devices import Device
 from stratagem._core.managed import ManagedBuffer, ManagedParameter
 from stratagem._core.replica_threads import ReplicaThreads
@@ -45,6 +44,7 @@ from stratagem._core.torch_patches import compiling, module_members
 from stratagem._core.user_contexts import InputContext, ValueContext
 from stratagem._owner import Owner
 from stratagem._strategies import step_loop
+from stratagem._strategies.async_functions import refuse_async, refuse_unawaited
 from stratagem.errors import ContextError, MisuseError
 
 GradientAggregation = Literal["mean", "sum"]
@@ -361,9 +361,10 @@ class Strategy(Owner):
         if not self._slices:
             return ReplicaGroup(self, devices).run_alone(fn, args, kwargs)
         compiling.skip_frames()
-        count = values.RowCount()
-        parts = values.split_call(args, kwargs, size, count)
-        group = ReplicaGroup(self, devices, rows=count.rows)
+        seen: list[values.PerReplica] = []
+        parts = values.split_call(args, kwargs, size, seen)
+        rows = values.row_counts(seen, size)
+        group = ReplicaGroup(self, devices, rows=rows)
         if size == 1:
             if parts is not None:
                 args, kwargs = parts[0]
@@ -373,7 +374,7 @@ class Strategy(Owner):
             calls = [functools.partial(fn, *args, **kwargs)] * size
         else:
             calls = [functools.partial(fn, *part[0], **part[1]) for part in parts]
-        return _merge(group, group.run(calls, self._threads), count.rows)
+        return _merge(group, group.run(calls, self._threads), rows)
 
     def _run_steps(self, step: Any, dataset: Any, steps: int | None) -> Iterator[Any]:
         return step_loop.run_here(self, step, dataset, steps)

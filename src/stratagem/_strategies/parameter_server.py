@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._core import context, devices, reduction
-from stratagem._core.partition import Partitioner
 from stratagem._core.user_contexts import InputContext
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._data import distribute
@@ -33,6 +32,7 @@ from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.coordinator.deferred_tables import DeferredTables
 from stratagem._ps.coordinator.handles import ObjectHandles
 from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
+from stratagem._ps.partition import Partitioner
 from stratagem._ps.placement import device_name
 from stratagem._ps.worker.worker_objects import PsWorkerSetup
 from stratagem._strategies import step_loop

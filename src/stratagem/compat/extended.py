@@ -87,15 +87,7 @@ class StrategyExtended:
     ) -> multi_step.MultiStepContext:
         """Call ``fn(steps, inputs)`` for the iterator's next ``iterations`` inputs (CTX-12).
 
-        Args:
-            fn: runs one step, in cross-replica context (it calls ``strategy.run``), and sets outputs
-                in ``steps`` (see `MultiStepContext`).
-            iterator: yields distributed inputs.
-            iterations: number of steps.
-            initial_loop_values: content of ``last_step_outputs`` before the first step.
-
-        Raises:
-            StopIteration: the iterator ended too early.
+        ``fn`` runs one step in cross-replica context and sets outputs in ``steps``, a `MultiStepContext`.
         """
         return multi_step.run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
 
@@ -104,16 +96,9 @@ class StrategyExtended:
     ) -> Any:
         """Return the sum or mean over replicas, on the devices of ``destinations`` (EXT-1).
 
-        Args:
-            reduce_op: `ReduceOp` or its name.
-            value: a per-replica value.
-            destinations: a device name, or a tensor, variable or distributed value on that device.
-                Passing ``value`` itself makes it an all-reduce.
-            options: `CommunicationOptions`, accepted and ignored.
-
-        Returns:
-            A tensor for one destination device, a `Mirrored` for several; with one device or the
-            default strategy the value itself.
+        ``destinations`` is a device name, or a tensor, variable or distributed value on that device; ``value`` itself
+        makes it an all-reduce. ``options`` are ignored. Return a tensor for one destination device, a `Mirrored` for
+        several; with one device or the default strategy the value itself.
         """
         return updates.reduce_to(self._strategy, reduce_op, value, destinations)
 
@@ -139,23 +124,9 @@ class StrategyExtended:
     ) -> Any:
         """Run ``fn(variable, *args)`` on the variable's device; on every copy if it has several.
 
-        In a replica, wait for all replicas and merge their arguments (EXT-4).
-
-        Args:
-            var: a variable of this strategy.
-            fn: gets the copy; assignments in it change that copy only.
-            args: positional arguments; of a distributed one, the copy's component or the first.
-            kwargs: keyword arguments, likewise.
-            group: False returns a tuple with one result per copy.
-
-        Example:
-            >>> import torch, stratagem as sg
-            >>> strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
-            >>> with strategy.scope():
-            ...     v = sg.Variable(1.0)
-            >>> strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,))
-            tensor(3.)
-            >>> strategy.close()
+        In a replica, wait for all replicas and merge their arguments (EXT-4). ``fn`` gets the copy and the copy's
+        components of distributed arguments; assignments in it change that copy only. ``group=False`` returns a tuple
+        with one result per copy.
         """
         replica = context.current_replica()
         if replica is not None and replica.strategy is self._strategy:

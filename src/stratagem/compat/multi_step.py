@@ -14,39 +14,14 @@ from stratagem._strategies.base import Strategy
 
 @final
 class MultiStepContext:
-    """Outputs of the last step of a multi-step run.
-
-    Attributes:
-        last_step_outputs: values that the last step set, by name, reduced.
-        non_tensor_outputs: other values, not reduced.
-
-    Example:
-        >>> import stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> batches = iter(strategy.distribute_dataset(sg.data.Dataset.range(4).batch(2)))
-        >>> def step(steps, batch):
-        ...     steps.set_last_step_output("sum", strategy.run(lambda x: x.sum(), args=(batch,)))
-        >>> strategy.extended.experimental_run_steps_on_iterator(
-        ...     step, batches, iterations=2
-        ... ).last_step_outputs
-        {'sum': tensor(5)}
-    """
+    """Outputs of the last step of a multi-step run, by name; tensors are reduced."""
 
     def __init__(self, initial: Mapping[str, Any]) -> None:
         self.last_step_outputs: dict[str, Any] = dict(initial)
         self.non_tensor_outputs: dict[str, Any] = {}
 
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
-        """Set ``last_step_outputs[name]``, overwriting the output of an earlier step.
-
-        Args:
-            name: its name.
-            output: a value; in a replica, the replica's part of one.
-            reduce_op: how to combine the parts; required in a replica.
-
-        Raises:
-            ValueError: in a replica without ``reduce_op``.
-        """
+        """Set ``last_step_outputs[name]``; in a replica, to the reduction of all replicas' values."""
         if context.current_replica() is None:
             strategy = context.get_strategy()
             self.last_step_outputs[name] = (
@@ -74,12 +49,6 @@ class MultiStepContext:
             self.non_tensor_outputs[name] = strategy.local_results(value)
 
         _merge(keep, output)
-
-    def __repr__(self) -> str:
-        return (
-            f"<MultiStepContext with {sorted(self.last_step_outputs)} and "
-            f"{sorted(self.non_tensor_outputs)}>"
-        )
 
 
 def _merge(fn: Callable[..., None], value: Any) -> None:

@@ -41,12 +41,6 @@ def lookup(strategy: Strategy, name: str) -> Any:
 
     Raises:
         AttributeError: the name is unknown, or a V1-only name.
-
-    Example:
-        >>> import stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> strategy.experimental_run_v2(lambda x: x + 1, args=(1,))
-        2
     """
     today = RENAMED.get(name)
     if today is not None:
@@ -71,13 +65,6 @@ def make_numpy_dataset(strategy: Strategy, numpy_input: Any, session: object = N
         numpy_input: a nest of arrays, split along their first dimension. A list of arrays is stacked
             into one array, as tf.data does.
         session: ignored.
-
-    Example:
-        >>> import numpy as np, stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> dataset = strategy.experimental_make_numpy_dataset(np.ones([10], dtype=np.float32))
-        >>> sum(float(x) for x in strategy.experimental_distribute_dataset(dataset))
-        10.0
     """
     from stratagem._data.dataset import Dataset
 
@@ -87,14 +74,7 @@ def make_numpy_dataset(strategy: Strategy, numpy_input: Any, session: object = N
 def assign_to_logical_device(
     strategy: Strategy, tensor: torch.Tensor, logical_device_id: int
 ) -> torch.Tensor:
-    """Return the tensor; a replica has one logical device, number 0 (DEV-1).
-
-    Example:
-        >>> import torch, stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> strategy.experimental_assign_to_logical_device(torch.ones(2), 0)
-        tensor([1., 1.])
-    """
+    """Return the tensor; a replica has one logical device, number 0 (DEV-1)."""
     if logical_device_id != 0:
         raise ValueError(
             f"logical_device_id={logical_device_id!r} is not a logical device: a replica of "
@@ -106,14 +86,7 @@ def assign_to_logical_device(
 def split_to_logical_devices(
     strategy: Strategy, tensor: torch.Tensor, partition_dimensions: Sequence[int]
 ) -> torch.Tensor:
-    """Return the tensor; a replica has one logical device, so every dimension has one part (DEV-1).
-
-    Example:
-        >>> import torch, stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> strategy.experimental_split_to_logical_devices(torch.ones(2, 3), [1, 1]).shape
-        torch.Size([2, 3])
-    """
+    """Return the tensor; a replica has one logical device, so every dimension has one part (DEV-1)."""
     if list(partition_dimensions) != [1] * tensor.ndim:
         raise ValueError(
             f"partition_dimensions={list(partition_dimensions)!r} for a tensor of shape "

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, final
 from stratagem._core.user_contexts import InputContext
 from stratagem._strategies.base import Strategy
 from stratagem._strategies.one_device import SingleDevice
-from stratagem.compat import spelling
 from stratagem.config import InputReplicationMode
 
 __all__ = ["InputIterator", "OneDeviceStrategy"]
@@ -22,18 +21,7 @@ _Config = TypeVar("_Config")
 
 @final
 class InputIterator:
-    """Iterator of the V1 methods; it can be reset to the start.
-
-    Example:
-        >>> import stratagem as sg
-        >>> strategy = sg.compat.v1.OneDeviceStrategy("cpu:0")
-        >>> iterator = strategy.make_dataset_iterator(sg.data.Dataset.range(4).batch(2))
-        >>> iterator.get_next(), iterator.get_next()
-        (tensor([0, 1]), tensor([2, 3]))
-        >>> iterator.initialize()
-        >>> iterator.get_next()
-        tensor([0, 1])
-    """
+    """Iterator of the V1 methods; it can be reset to the start."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]], what: str) -> None:
         self._begin = begin
@@ -95,15 +83,7 @@ class OneDeviceStrategyV1(SingleDevice):
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: InputIterator | None = None
     ) -> Any:
-        """Run `fn` on each replica with the iterator's next input (INP-42).
-
-        Example:
-            >>> import stratagem as sg
-            >>> strategy = sg.compat.v1.OneDeviceStrategy("cpu:0")
-            >>> iterator = strategy.make_dataset_iterator(sg.data.Dataset.range(4).batch(4))
-            >>> strategy.experimental_run(lambda x: x.sum(), iterator)
-            tensor(6)
-        """
+        """Run `fn` on each replica with the iterator's next input (INP-42)."""
         if input_iterator is None:
             return self.run(fn)
         return self.run(fn, args=(input_iterator.get_next(),))
@@ -144,10 +124,6 @@ class OneDeviceStrategyV1(SingleDevice):
     def update_config_proto(self, config_proto: _Config) -> _Config:
         """Return a deep copy of the argument: there are no sessions to configure."""
         return copy.deepcopy(config_proto)
-
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: object = None) -> Any:
-        """Return a dataset of the rows of NumPy arrays (INP-43); `session` is ignored."""
-        return spelling.make_numpy_dataset(self, numpy_input, session)
 
 
 def _calls(fn: Callable[[], Any]) -> Iterator[Any]:

@@ -31,8 +31,8 @@ from stratagem._cluster.coordinator.remote_values import (
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.startup import await_workers, check_addresses
 from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
-from stratagem._core.asynchronous import refuse_async
 from stratagem._owner import Owner
+from stratagem._strategies.async_functions import refuse_async
 from stratagem._wire.cluster_key import cluster_key
 from stratagem.config import ClusterOptions
 from stratagem.errors import DeadlineExceeded, MisuseError

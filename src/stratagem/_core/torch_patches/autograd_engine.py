@@ -34,7 +34,7 @@ from typing import Any
 from torch import Tensor
 
 from stratagem._core import gradients
-from stratagem._core.context import Replica, current_replica, thread_cache
+from stratagem._core.context import Replica, current_replica
 from stratagem._core.managed import find_managed
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.strategy_hooks import StrategyHooks
@@ -106,22 +106,27 @@ def _grad(run: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _CleanPasses:
-    """Backward passes of one thread that were searched and reached the replica's own leaves only."""
+    """Backward passes of one replica that were searched and reached the replica's own leaves only."""
 
-    __slots__ = ("counts", "nodes", "strategy")
+    __slots__ = ("counts", "nodes")
 
-    def __init__(self, strategy: StrategyHooks) -> None:
-        self.strategy = weakref.ref(strategy)
+    def __init__(self) -> None:
         self.nodes = 0  # the thread's graph nodes at the end of the last pass
         self.counts: dict[tuple[int, int], int] = {}  # (new nodes, leaves of ours) -> passes
 
 
+# Strategy -> passes of each replica. A replica keeps its thread, so that its node counts are comparable.
+_CLEAN: weakref.WeakKeyDictionary[StrategyHooks, dict[int, _CleanPasses]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _check_pass(replica: Replica, roots: Any, own: Sequence[tuple[Any, Tensor | None]]) -> None:
     """Refuse the pass that has just ended if it reached a tensor that the replicas share."""
-    cache = thread_cache()
-    passes: _CleanPasses | None = cache.get("clean passes")
-    if passes is None or passes.strategy() is not replica.strategy:
-        passes = cache["clean passes"] = _CleanPasses(replica.strategy)
+    by_replica = _CLEAN.setdefault(replica.strategy, {})
+    passes = by_replica.get(replica.id)
+    if passes is None:
+        passes = by_replica[replica.id] = _CleanPasses()
     nodes = private_api.graph_nodes()
     record = replica.record
     leaves = 0

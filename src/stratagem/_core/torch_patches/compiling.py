@@ -26,22 +26,7 @@ _not_skipped: list[Any] = []  # code objects that the compiler does not skip yet
 
 
 def eagerly(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function so that it runs as written inside ``torch.compile`` too.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._core.torch_patches.compiling import eagerly, skip_frames
-        >>> seen = []
-        >>> @eagerly
-        ... def look():
-        ...     seen.append(torch.compiler.is_compiling())
-        >>> step = torch.compile(lambda x: (look(), 2 * x)[1], backend="eager")
-        >>> skip_frames()
-        >>> step(torch.tensor(21))
-        tensor(42)
-        >>> seen
-        [False]
-    """
+    """Decorate a function so that it runs as written inside ``torch.compile`` too."""
     disabled: Callable[_P, _R] = private_api.disable_compiler(fn)
 
     @functools.wraps(fn)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -64,13 +65,7 @@ def _find(path: str, purpose: str, *, instead: Any = None) -> Any:
 
 
 def explain(path: str, purpose: str) -> str:
-    """Return the error text for a missing name.
-
-    Example:
-        >>> from stratagem._core.torch_patches.private_api import explain
-        >>> print(explain("torch._C._gone", "device scopes").partition(":")[0])
-        torch ... has no torch._C._gone, which Stratagem uses for device scopes
-    """
+    """Return the error text for a missing name."""
     return (
         f"torch {torch.__version__} has no {path}, which Stratagem uses for {purpose}: use a release of "
         f"torch that it was tried with ({TRIED}), or a newer Stratagem. `stratagem doctor` lists "
@@ -86,7 +81,6 @@ function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", 
 dispatch_modes: Callable[[], int] = _find(
     "torch._C._len_torch_dispatch_stack", "random numbers in compiled steps"
 )
-
 WithoutSubclasses: Callable[[], AbstractContextManager[object]] = _find(
     "torch._C.DisableTorchFunctionSubclass", "sharded tables"
 )
@@ -95,11 +89,9 @@ WithoutSubclasses: Callable[[], AbstractContextManager[object]] = _find(
 any_autocast: Callable[[], bool] = _find(
     "torch._C._is_any_autocast_enabled", "autocast around run()", instead=lambda: True
 )
-
 set_grad_enabled: Callable[[bool], object] = _find(
     "torch._C._set_grad_enabled", "no_grad() around run()", instead=torch.set_grad_enabled
 )
-
 _device_context: Any = _find("torch._GLOBAL_DEVICE_CONTEXT", "torch.set_default_device in scopes")
 
 
@@ -139,7 +131,6 @@ in_transform: Callable[[], Any] = _find(
 outside_all_transforms: Callable[[], AbstractContextManager[object]] = _find(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "torch.func in replicas"
 )
-
 compiler_here: Callable[[], Any] = _find(
     "torch._C._dynamo.eval_frame.get_eval_frame_callback", "torch.compile", instead=lambda: True
 )
@@ -162,7 +153,6 @@ def skip_in_compiler(code: Any) -> None:
 queue_callback: Callable[[Callable[[], None]], None] = _find(
     "torch.autograd.Variable._execution_engine.queue_callback", "aggregation after backward()"
 )
-
 ENGINE: Final = "torch.autograd._engine_run_backward"
 """The function through which ``torch.autograd.backward`` and ``grad`` reach the engine."""
 
@@ -207,7 +197,6 @@ foreach_lerp: Callable[..., Any] = _find("torch._foreach_lerp", _COMBINE)
 foreach_lerp_: Callable[..., Any] = _find("torch._foreach_lerp_", _COMBINE)
 foreach_mul: Callable[..., Any] = _find("torch._foreach_mul", _COMBINE)
 foreach_mul_: Callable[..., Any] = _find("torch._foreach_mul_", _COMBINE)
-
 version: Callable[[Tensor], int] = _find("torch.Tensor._version.__get__", "noticing writes")
 """Return how often a tensor was written in place; raises for an inference tensor."""
 
@@ -222,14 +211,10 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Return the hooks that ``register_hook`` put on a parameter."""
-    return list((tensor._backward_hooks or {}).values())
-
-
-def post_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
-    """Return the hooks that ``register_post_accumulate_grad_hook`` put on a parameter."""
-    return list((tensor._post_accumulate_grad_hooks or {}).values())
+def gradient_hooks(tensor: Tensor) -> tuple[list[Any], list[Any]]:
+    """Return the hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook``."""
+    after = tensor._post_accumulate_grad_hooks or {}
+    return list((tensor._backward_hooks or {}).values()), list(after.values())
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,47 +225,37 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 make_subclass: Callable[[type[Tensor], Tensor, bool], Any] = _find(
     "torch.Tensor._make_subclass", "leaves of parameters of users' classes, sharded tables"
 )
-
 pytree: Any = _find("torch.utils._pytree", "nested arguments and results")
 
 # ------------------------------------------------------------------ modules, optimizers, scalers
 
 
-def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """Return the dict in which a module keeps its parameters."""
-    return module._parameters
+# Dicts in which a module keeps its parameters and buffers, and a GradScaler its stage for each optimizer's id.
+parameters_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
+stages_of: Callable[[torch.amp.GradScaler], dict[int, Any]] = operator.attrgetter(
+    "_per_optimizer_states"
+)
 
 
 def set_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
-    """Replace the dict in which a module keeps its parameters."""
+    """Replace the dict of `parameters_of`."""
     module._parameters = parameters
 
 
-def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Return the dict in which a module keeps its buffers."""
-    return module._buffers
-
-
 def set_buffers(module: nn.Module, buffers: dict[str, Any]) -> None:
-    """Replace the dict in which a module keeps its buffers."""
+    """Replace the dict of `buffers_of`."""
     module._buffers = buffers
+
+
+def set_stages(scaler: torch.amp.GradScaler, stages: dict[int, Any]) -> None:
+    """Replace the dict of `stages_of`."""
+    scaler._per_optimizer_states = stages
 
 
 refresh_scaler_state: Callable[[], dict[str, Any]] = _find(
     "torch.amp.grad_scaler._refresh_per_optimizer_state", "GradScaler in replicas"
 )
-
-
-def stages_of(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """Return the stage that a scaler has reached with each optimizer, by the optimizer's id."""
-    return scaler._per_optimizer_states
-
-
-def set_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
-    """Replace the dict of `stages_of`."""
-    scaler._per_optimizer_states = stages
-
-
 inject_class: Callable[[nn.Module], None] = _find(
     "torch.nn.utils.parametrize._inject_new_class", "parametrized modules on workers"
 )
@@ -315,13 +290,7 @@ _CHECKED_OBJECTS: Final[dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = 
 
 
 def missing() -> Iterator[tuple[str, str, bool]]:
-    """Yield every name this torch lacks: the name, its purpose, and whether it is replaced.
-
-    Example:
-        >>> from stratagem._core.torch_patches.private_api import missing
-        >>> list(missing())
-        []
-    """
+    """Yield every name this torch lacks: the name, its purpose, and whether it is replaced."""
     for path, purpose in MISSING.items():
         yield path, purpose, path in _REPLACED
     for path, purpose in _CHECKED.items():

@@ -85,15 +85,6 @@ class Drawing:
 
     For code outside replicas that needs a stream of its own, such as input functions in background threads. Torch's
     own generator is neither read nor moved.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._core.torch_patches.random_streams import Drawing
-        >>> own = torch.Generator().manual_seed(1)
-        >>> with Drawing(lambda device: own):
-        ...     drawn = torch.nn.functional.dropout(torch.ones(8))
-        >>> own.get_state().equal(torch.Generator().manual_seed(1).get_state())
-        False
     """
 
     __slots__ = ("_before", "_guard", "_stream")

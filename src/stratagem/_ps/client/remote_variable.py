@@ -15,10 +15,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem import metrics
-from stratagem._core.partition import ShardLayout
 from stratagem._ps.client.mapping import MappedVariable, ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.write_batch import WriteBatch
+from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
 from stratagem._ps.types import InitOp
 from stratagem.errors import ConnectionLost

@@ -24,13 +24,13 @@ from typing_extensions import override
 
 from stratagem._core import devices
 from stratagem._core.managed import ManagedParameter
-from stratagem._core.partition import Partitioner, number_of_shards
 from stratagem._core.torch_patches.module_members import BuffersByReplica
 from stratagem._core.torch_patches.private_api import has_hooks, version_of
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.coordinator.deferred_tables import planned_of
+from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
 from stratagem.errors import StratagemError

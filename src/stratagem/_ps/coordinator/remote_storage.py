@@ -17,7 +17,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._core import context, variable_writes
-from stratagem._core.partition import Partitioner, number_of_shards
 from stratagem._core.values import DistributedValues, convert_to_tensor
 from stratagem._core.variable_storage import VariableStorage
 from stratagem._core.variables import (
@@ -30,6 +29,7 @@ from stratagem._core.variables import (
 from stratagem._ps.client.lazy_value import LazyReadTensor
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
+from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description
 from stratagem._ps.rows import sort_ids
 from stratagem._ps.tables.sharded_variable import ShardedVariable

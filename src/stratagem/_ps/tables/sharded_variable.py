@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._core.partition import ShardLayout
 from stratagem._core.values import Convertible, convert_to_tensor, delegate_operators, to_numpy
 from stratagem._core.variables import Variable
+from stratagem._ps.partition import ShardLayout
 from stratagem._ps.rows import sort_ids
 
 

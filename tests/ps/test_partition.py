@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from orders import tries
 
 import stratagem as sg
-from stratagem._core.partition import Partitioner, ShardLayout, number_of_shards, shard_sizes
+from stratagem._ps.partition import Partitioner, ShardLayout, number_of_shards, shard_sizes
 
 F32 = torch.float32
 P = sg.partitioners

@@ -209,11 +209,13 @@ def test_an_error_in_a_meeting_can_be_caught_by_every_replica(strategy):
     assert strategy.run(step) == sum(range(size))
 
 
-def test_run_inside_a_merge_function_is_refused(two):
-    """The replicas wait for the merge function, so they cannot run another function."""
-    with pytest.raises(sg.errors.ContextError, match=r"inside merge_call\(\)"):
-        two.run(lambda: sg.get_replica_context().merge_call(lambda strategy: strategy.run(me)))
-    assert two.run(me).values == (0, 1)
+def test_run_inside_a_meeting(two):
+    """A merge function may use run: spare threads serve it."""
+
+    def merge(current):
+        return current.reduce("sum", current.run(lambda: torch.tensor(float(me() + 1))), axis=None)
+
+    assert two.run(lambda: sg.get_replica_context().merge_call(merge)) == 3.0
 
 
 def test_meet_in_a_group_of_one():

@@ -44,6 +44,7 @@ def test_one_device_leaves_modules_and_optimizers_plain():
     assert "step" not in vars(optimizer)
 
 
+@pytest.mark.process
 @pytest.mark.timeout(150)
 def test_one_device_leaves_torchs_methods_alone():
     """The patches for replicas are installed by the first strategy that needs them."""

@@ -464,7 +464,7 @@ def fresh_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.process
+@pytest.mark.process  # inductor starts a compiler when its cache is cold
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_models_train_the_same(backend, strategy):
@@ -477,6 +477,7 @@ def test_compiled_models_train_the_same(backend, strategy):
     torch.testing.assert_close(compiled(X), model(X))
 
 
+@pytest.mark.process  # inductor starts a compiler when its cache is cold
 # Torch hides this warning of its own compiler, which an "error" filter turns into an exception first.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from stratagem._core import context
 from stratagem._core.torch_patches import private_api
-from stratagem.errors import ContextError, ReplicaTimeout
+from stratagem.errors import ReplicaTimeout
 
 CLOSE_LIMIT_S = 5.0
 """How long closing waits for an idle thread to end; idle threads end in microseconds."""
@@ -129,28 +129,32 @@ def _end_busy_threads() -> None:
 class ReplicaThreads:
     """The replica threads of one strategy; created when first used, closed with the strategy."""
 
-    __slots__ = ("_busy", "_holder", "_name", "_threads")
+    __slots__ = ("_busy", "_holder", "_name", "_nested", "_threads")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._threads: list[ReplicaThread] = []
+        self._nested: ReplicaThreads | None = None
         self._busy = _thread.allocate_lock()
         self._holder = 0
+
+    def for_this_thread(self) -> ReplicaThreads:
+        """Return these threads, or others if a rendezvous of a run started this run.
+
+        The threads of the outer run wait for that rendezvous and would never become free.
+        """
+        me = _thread.get_ident()
+        if self._holder != me and all(thread.thread.ident != me for thread in self._threads):
+            return self
+        if self._nested is None:
+            self._nested = ReplicaThreads(f"{self._name}-nested")
+        return self._nested.for_this_thread()
 
     def acquire(self, size: int, *, limit_s: float) -> Sequence[ReplicaThread]:
         """Reserve ``size`` idle threads for one run, until `release`.
 
         Runs of one strategy that several threads start take turns: a replica has one set of gradients and buffers.
-
-        Raises:
-            ContextError: a rendezvous of a run started this run, whose threads wait for that rendezvous.
         """
-        me = _thread.get_ident()
-        if self._holder == me or any(thread.thread.ident == me for thread in self._threads):
-            raise ContextError(
-                f"run() of {self._name} was called inside merge_call() (or another function that its replicas "
-                "run once for all). Its replicas are waiting there. Call run() after the outer run() has returned."
-            )
         if not self._busy.acquire(timeout=limit_s):
             raise ReplicaTimeout(
                 f"another thread has been inside run() of {self._name} for {limit_s:g} s. "
@@ -159,7 +163,7 @@ class ReplicaThreads:
                 missing=(),
                 limit_s=limit_s,
             )
-        self._holder = me
+        self._holder = _thread.get_ident()
         for i in range(size):
             if i == len(self._threads):
                 self._threads.append(ReplicaThread(f"{self._name}-replica-{i}"))
@@ -182,6 +186,9 @@ class ReplicaThreads:
             # The finalizer may run on a replica thread: the job held the last reference.
             if thread.thread is not threading.current_thread() and not thread.busy:
                 thread.thread.join(CLOSE_LIMIT_S)
+        nested, self._nested = self._nested, None
+        if nested is not None:
+            nested.close()
 
     @override
     def __repr__(self) -> str:

@@ -85,6 +85,7 @@ class ReplicaGroup:
             BaseException: the error of the first replica (by number) that failed, with a note that names the
                 replica. The other replicas have ended by then.
         """
+        threads = threads.for_this_thread()
         meeting = self._rendezvous
         used = threads.acquire(self.size, limit_s=meeting.timeout_s)
         try:

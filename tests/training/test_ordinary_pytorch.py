@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib.util
 import io
 import pickle
 import subprocess
@@ -13,6 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import stratagem as sg
+
+if importlib.util.find_spec("tqdm"):
+    # torch.compile may show a progress bar, which maps a lock that stays until the process ends.
+    importlib.import_module("tqdm").std.TqdmDefaultWriteLock.create_mp_lock()
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(6, 2, generator=torch.Generator().manual_seed(2))

@@ -23,6 +23,7 @@ from stratagem._core.replica_threads import (
     ReplicaThreads,
     compute_on,
 )
+from stratagem._core.replicated_parameters import join_run
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.random_streams import Streams
@@ -113,6 +114,7 @@ class ReplicaGroup:
         """Run the only replica of a group on the calling thread."""
         replica = self.replicas[0]
         with context.entered(self._strategy, replica):
+            join_run(replica)
             if replica.device.type == "cpu" and private_api.function_modes() == 0:
                 result = fn(*args, **kwargs)
             else:
@@ -243,6 +245,7 @@ class _Job:
         stack = settings.apply(replica.device)
         try:
             with context.entered(replica.strategy, replica), group.streams.active():
+                join_run(replica)
                 group._results[replica.id] = settings.variables.copy().run(self._call)
         finally:
             if stack is not None:

@@ -28,6 +28,7 @@ from stratagem._core.managed import (
     write_grad,
 )
 from stratagem._core.strategy_hooks import StrategyHooks
+from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.private_api import (
     has_hooks,
     in_transform,
@@ -133,6 +134,7 @@ class ReplicatedParameter(ManagedParameter):
         self.by_replica: dict[int, Leaf] = {}
         self._exposed: weakref.ref[Tensor] | None = None  # the leaf's gradient that central shows
         self.name = name
+        _OF_STRATEGY.setdefault(strategy, weakref.WeakSet()).add(self)
 
     def resolve(self) -> Tensor:
         """Return central outside replicas, and the replica's leaf in a replica of our strategy."""
@@ -264,6 +266,22 @@ class ReplicatedParameter(ManagedParameter):
 
     def __repr__(self) -> str:
         return f"<ReplicatedParameter of {self.describe()}, {len(self.by_replica)} leaves>"
+
+
+_OF_STRATEGY: weakref.WeakKeyDictionary[StrategyHooks, weakref.WeakSet[ReplicatedParameter]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def join_run(replica: Replica) -> None:
+    """Bring all leaves of a replica up to date at the start of a run, for code of ``torch.compile``.
+
+    Compiled code uses the tensors it was compiled with and asks no module for them.
+    """
+    if private_api.compiler_used():
+        for managed in list(_OF_STRATEGY.get(replica.strategy, ())):
+            if replica.id in managed.by_replica:
+                managed.resolve()
 
 
 def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:

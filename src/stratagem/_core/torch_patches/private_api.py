@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -146,6 +147,12 @@ def skip_in_compiler(code: Any) -> None:
     skip = _look("torch._dynamo.eval_frame.skip_code")
     if skip is not _ABSENT:
         skip(code)
+
+
+def compiler_used() -> bool:
+    """Return whether ``torch.compile`` has compiled code in this process; True if this torch does not say."""
+    converter = sys.modules.get("torch._dynamo.convert_frame")
+    return converter is not None and bool(getattr(converter, "FRAME_COUNTER", 1))
 
 
 # ------------------------------------------------------------------ autograd and tensors

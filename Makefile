@@ -67,7 +67,10 @@ bench: $(DEV) ## compare with TensorFlow and with the machine's limit (ONLY=row 
 
 docs: $(DEV) ## build the HTML documentation into site/ and check its links
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "Built: open site/index.html."
+	@echo "Built: open site/index.html, or run 'make docs-serve' to read it with search."
+
+docs-serve: docs ## build the documentation and serve it on http://127.0.0.1:8000, with search
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
 
 build: $(DEV) ## build wheel and sdist into dist/
 	$(BIN)/python -m pip install --quiet build

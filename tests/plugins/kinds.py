@@ -21,14 +21,20 @@ import pytest
 KINDS = ("fast", "process", "soak")
 
 # Audit events of the interpreter that mean "a process is being started".
-_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+_STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 _started: list[str] = []
 
 
-def _note_process_start(event: str, _arguments: object) -> None:
-    if event in _STARTS:
-        _started.append(event)
+def _note_process_start(
+    event: str,
+    _arguments: object,
+    # Defaults, because the hook outlives this module's names when the interpreter ends.
+    starts: frozenset[str] = _STARTS,
+    started: list[str] = _started,
+) -> None:
+    if event in starts:
+        started.append(event)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -118,6 +118,25 @@ def test_wide_fixture(wide):
     """What a module's fixture holds is not the test's."""
     assert wide.poll() is None
 
+@pytest.fixture(scope="module")
+def watch():
+    """A coordinator's watch thread: connects during a test, closes with the fixture."""
+    connect, connected, end = threading.Event(), threading.Event(), threading.Event()
+    def run():
+        connect.wait()
+        with socket.socket():
+            connected.set()
+            end.wait()
+    thread = threading.Thread(target=run, name="stratagem-watch-servers")
+    thread.start()
+    yield connect, connected
+    connect.set(); end.set(); thread.join()
+
+def test_wide_connection(watch):
+    """A socket that a fixture's thread opens is not the test's."""
+    connect, connected = watch
+    connect.set(); connected.wait()
+
 def test_orphan():
     """A grandchild whose parent has ended."""
     code = "import subprocess as s; print(s.Popen(['sleep', '61'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
@@ -140,7 +159,15 @@ def clean_up():
 atexit.register(clean_up)
 '''
 
-INNOCENT = {"nothing", "still_ending", "cycle", "after", "wide_fixture", "orphan"}
+INNOCENT = {
+    "nothing",
+    "still_ending",
+    "cycle",
+    "after",
+    "wide_fixture",
+    "wide_connection",
+    "orphan",
+}
 # Test -> what its report must name. Warnings fail the test itself, leaks are errors at its end.
 GUILTY = {
     "thread": "thread 'left-thread'",

@@ -223,14 +223,22 @@ def _kind_of(target: str) -> str:
     return target.split(":[")[0]
 
 
-def _added_descriptors(before: frozenset[tuple[str, str]]) -> list[str]:
+def _fixture_connects(before: State) -> bool:
+    """Return whether a fixture's coordinator runs, whose watch threads connect when they choose."""
+    return any(t.name.startswith("stratagem-watch-") and t.is_alive() for t in before.threads)
+
+
+def _added_descriptors(before: State) -> list[str]:
     now = _descriptors()
+    kinds = {_kind_of(target) for _, target in now}
+    if _fixture_connects(before):
+        kinds.discard("socket")  # checked when the module ends
     return [
         f"descriptor {fd} -> {target}"
-        for kind in {_kind_of(target) for _, target in now}
+        for kind in kinds
         for fd, target in _added(
             [one for one in now if _kind_of(one[1]) == kind],
-            [one for one in before if _kind_of(one[1]) == kind],
+            [one for one in before.descriptors if _kind_of(one[1]) == kind],
         )
     ]
 
@@ -240,7 +248,7 @@ def _lingering(before: State) -> list[str]:
     return [
         *(f"thread {t.name!r}" for t in _added(_threads(), before.threads)),
         *(_describe_process(pid) for pid, _ in _added(_children(), before.children)),
-        *_added_descriptors(before.descriptors),
+        *_added_descriptors(before),
         *(f"mapping of shared memory {name}" for name in _added(_mappings(), before.mappings)),
         *(
             f"shared memory /dev/shm/{name}"

@@ -223,27 +223,32 @@ def test_worker_outlives_a_killed_coordinator(connect: Callable[..., Any]) -> No
 
 
 OWNER = """
-import sys, threading
+import os, sys, threading
 import stratagem as sg
 from stratagem.cluster_resolver import SimpleClusterResolver
 spec = sg.ClusterSpec({"worker": [sys.argv[1]], "ps": [sys.argv[2]]})
 strategy = sg.ParameterServerStrategy(SimpleClusterResolver(spec))
 with strategy.scope():
     variable = sg.Variable(1.0)
+if sys.argv[3] == "forks" and os.fork() == 0:  # as a DataLoader does; the child outlives its parent
+    sys.stdin.read()
+    os._exit(0)
 print("working", flush=True)
 threading.Event().wait(60)
 """
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("forks", ["alone", "forks"])
 def test_servers_free_what_a_killed_coordinator_left_after_a_time_that_can_be_set(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, forks: str
 ) -> None:
-    """Issue 4, section 4: coordinator gone, parameter servers wait for a new one."""
+    """Coordinator gone, parameter servers wait for a new one; a child of it keeps nothing open."""
     with sg.Server({"ps": ["127.0.0.1:0"]}) as ps, caplog.at_level("INFO", "stratagem.ps"):
         process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, "127.0.0.1:9", ps.address],
+            [sys.executable, "-c", OWNER, "127.0.0.1:9", ps.address, forks],
             env={**os.environ, "PYTHONPATH": SRC, "STRATAGEM_SESSION_LEASE_S": "0.25"},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -252,7 +257,7 @@ def test_servers_free_what_a_killed_coordinator_left_after_a_time_that_can_be_se
             assert process.stdout.readline() == "working\n"
             process.send_signal(signal.SIGKILL)
             process.wait(30)
-        wait_until(lambda: "its coordinator has been gone for 0.25 s" in caplog.text)
+            wait_until(lambda: "its coordinator has been gone for 0.25 s" in caplog.text)
         assert "serving" in repr(ps)
 
 

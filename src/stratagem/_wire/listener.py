@@ -21,7 +21,7 @@ from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import descriptor_limit, join_address, split_address
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
-from stratagem._wire.stream import prepare
+from stratagem._wire.stream import close_in_children, prepare
 from stratagem.errors import WireError
 
 _log = logging.getLogger("stratagem.wire")
@@ -146,6 +146,7 @@ class Listener(Owner):
         self._version = version
         self._sock = _bind(host, port)
         self._sock.setblocking(False)
+        close_in_children(self._sock)
         self._epoll = select.epoll()
         self._epoll.register(self._sock, select.EPOLLIN)
         self._pending: dict[int, _Handshaking] = {}

@@ -6,9 +6,11 @@ The lowest layer that touches a socket. `channel.py` puts requests, replies, thr
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import final
@@ -24,9 +26,31 @@ _IOV_LIMIT = 512
 """Pieces given to one sendmsg; the kernel takes 1024."""
 
 
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_hooks_installed: list[bool] = []
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Close the copies of this socket that processes forked from this one get.
+
+    A connection ends when its last copy is closed. Without this, a child (of a DataLoader, say) that outlives
+    this process would keep its sessions open.
+    """
+    if not _hooks_installed:
+        _hooks_installed.append(True)
+        os.register_at_fork(after_in_child=_close_inherited)
+    _open_sockets.add(sock)
+
+
+def _close_inherited() -> None:
+    for sock in list(_open_sockets):
+        sock.close()  # closes the child's descriptor only; the connection goes on
+
+
 def prepare(sock: socket.socket) -> None:
     """Options of every connection: no delay, never block, notice a peer that vanished."""
     sock.setblocking(False)
+    close_in_children(sock)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A peer whose machine is gone sends no FIN: the kernel asks after 5 quiet seconds, every 2

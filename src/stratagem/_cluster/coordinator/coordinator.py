@@ -31,6 +31,7 @@ from stratagem._cluster.coordinator.remote_values import (
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.startup import await_workers, check_addresses
 from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
+from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._owner import Owner
 from stratagem._strategies.async_functions import refuse_async
 from stratagem._wire.cluster_key import cluster_key
@@ -407,6 +408,7 @@ def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
     resolver, views = strategy.cluster_resolver, strategy._cluster_views()
     spec = resolver.cluster_spec()
     tasks = spec.task_indices("worker")
+    check_open_files(len(tasks))
     check_addresses((task, spec.task_address("worker", task)) for task in tasks)
     settings = LinkSettings(
         options=options,

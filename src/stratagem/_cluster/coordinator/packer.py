@@ -162,7 +162,7 @@ class Packer:
             if mark is not None:
                 self._last_arguments = mark, weakref.ref(shipment)
             return shipment
-        except (ValueError, StratagemError):
+        except (ValueError, OSError, StratagemError):  # no descriptor left, say
             raise
         except Exception as error:  # pickling runs the users' own code
             raise TypeError(
@@ -192,7 +192,7 @@ class Packer:
             self._pack([update])
         except Exception as own:
             what = self._views.explain(update)
-            if isinstance(own, ValueError | StratagemError):
+            if isinstance(own, ValueError | OSError | StratagemError):
                 own.add_note(f"This is about {what} which workers must be told of.")
                 raise own from None
             raise TypeError(
@@ -208,7 +208,7 @@ class Packer:
         self._holding = True
         try:
             shipment = self._pack(function)
-        except (ValueError, StratagemError):
+        except (ValueError, OSError, StratagemError):  # no descriptor left, say
             raise
         except Exception as error:  # pickling runs the users' own code
             raise TypeError(

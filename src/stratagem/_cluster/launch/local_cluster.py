@@ -12,6 +12,7 @@ from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.discovery.resolvers import ClusterResolver, SimpleClusterResolver
 from stratagem._cluster.launch.fork_launcher import ForkLauncher
 from stratagem._cluster.launch.launcher import EventHandler, Launcher, TaskOrder
+from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._cluster.launch.supervisor import TaskSupervisor
 from stratagem._owner import Owner
 from stratagem._wire.handshake import ClusterKey
@@ -36,7 +37,8 @@ class LocalCluster(Owner):
         start_timeout_s: how long the start may take.
 
     Raises:
-        StartupError: a task was not ready in time, or exited while starting.
+        StartupError: a task was not ready in time, or exited while starting, or this process may have
+            too few files open.
 
     Example:
         >>> import stratagem as sg
@@ -57,6 +59,7 @@ class LocalCluster(Owner):
     ) -> None:
         for name, count in (("workers", workers), ("ps", ps), ("threads", threads)):
             _check_count(name, count)
+        check_open_files(workers + ps)
         log_as_environment_says()
         # Every user of the machine can connect to loopback, and workers run what they are sent.
         self._key = cluster_key_text() or ClusterKey.random().text()

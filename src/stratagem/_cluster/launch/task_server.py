@@ -15,6 +15,7 @@ from typing import Any, Final, Self, final
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._cluster.launch.tasks import Task, make_task, warm_up
 from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
@@ -98,6 +99,7 @@ class Server(Owner):
         """Listen and serve. Does nothing if the task is already started."""
         if self._task is not None or self._closed.is_set():
             return
+        check_open_files(1)
         warm_up()
         role = "ps" if self.job_name == "ps" else "worker"
         self._task = make_task(

@@ -1,4 +1,4 @@
-"""The leak police catches every kind of thing a test can leave behind, and blames nobody else."""
+"""The leak police finds every kind of leak, and reports it at the test that caused it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_exception_in_thread():
     thread.join()
 
 def test_after():
-    """Nobody is blamed for the others: what could be put back was."""
+    """A test is not blamed for earlier ones: the police has restored the settings."""
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
     assert "HOME" in os.environ
@@ -227,6 +227,7 @@ def test_guilty_tests_are_caught(reports: str, name: str) -> None:
 def test_innocent_tests_are_not_blamed(reports: str, name: str) -> None:
     """Short-lived things, wide fixtures and the victims of others pass."""
     assert f"PASSED test_leaves.py::test_{name}\n" in reports, reports
+    assert f"ERROR test_leaves.py::test_{name} " not in reports, reports
 
 
 def test_orphans_are_found_when_the_module_ends(reports: str) -> None:

@@ -21,11 +21,13 @@ from stratagem._cluster.coordinator.worker_link import (
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.failures import failure_from
+from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame
 from stratagem.config import ClusterOptions
 from stratagem.errors import ConnectionLost, UnavailableError, WorkerBusy, WorkerLost
 
+KEY = ClusterKey(b"the key of this cluster")
 OPTIONS = ClusterOptions(restart_pause_s=0.01, connect_timeout_s=30.0)
 
 
@@ -61,7 +63,7 @@ class Peer:
     """Stands where a worker listens: answers `OpenWorker` as told, and keeps the channels."""
 
     def __init__(self, answer: Callable[[], messages.Message]) -> None:
-        self.listener = Listener("127.0.0.1:0", may_unpickle=True)
+        self.listener = Listener("127.0.0.1:0", key=KEY, may_unpickle=True)
         self.answer = answer
         self.channels: list[Channel] = []
         self.opened: list[messages.OpenWorker] = []
@@ -113,7 +115,9 @@ def links() -> Iterator[Callable[..., WorkerLink]]:
     def make(
         events: Events, address: Callable[[int], str], options: ClusterOptions = OPTIONS
     ) -> WorkerLink:
-        settings = LinkSettings(options=options, setup=lambda: "the setup", addresses=address)
+        settings = LinkSettings(
+            options=options, setup=lambda: "the setup", addresses=address, key=KEY
+        )
         link = WorkerLink(events, 0, 4, settings=settings)  # type: ignore[arg-type]
         made.append(link)
         link.start()

@@ -125,7 +125,7 @@ def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -
                     coordinator.workers[0].incarnation > incarnation
                     and coordinator.workers[0].connected
                 ),
-                timeout_s=90.0,
+                timeout_s=180.0,
             )
             assert float(total) == 30
             assert coordinator.schedule(lambda: 5).fetch(timeout_s=30) == 5

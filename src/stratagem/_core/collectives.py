@@ -17,7 +17,7 @@ from stratagem._core.reduction import ReduceOp
 
 
 def all_reduce(replica: Replica | None, reduce_op: Any, value: Any) -> Any:
-    """Return the sum or mean over all replicas of a nest of tensors (AR-1 … AR-5)."""
+    """Return the sum or mean over all replicas of a nest of tensors."""
     op = reduction.as_reduce_op(reduce_op)
     if replica is None or replica.group.size == 1:
         return value
@@ -30,7 +30,7 @@ def all_reduce(replica: Replica | None, reduce_op: Any, value: Any) -> Any:
 
 
 def all_gather(replica: Replica | None, value: Any, axis: Any) -> Any:
-    """Join a nest of tensors over all replicas along an axis (AG-1 … AG-3)."""
+    """Join a nest of tensors over all replicas along an axis."""
     for leaf in values.leaves(value):
         reduction.refuse_sparse(leaf, "all_gather")
     if replica is None or replica.group.size == 1:
@@ -135,7 +135,7 @@ def _filled(gradients: Sequence[torch.Tensor | None], shapes: Any) -> list[torch
 
 
 class _AllReduce(torch.autograd.Function):
-    """Gradient of an all-sum is the all-sum of gradients, of an all-mean the all-mean (AR-4)."""
+    """Gradient of an all-sum is the all-sum of gradients, of an all-mean the all-mean."""
 
     @staticmethod
     @override
@@ -163,7 +163,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Gradient: the all-sum of gradients, of which each replica takes its own slice (AG-3)."""
+    """Gradient: the all-sum of gradients, of which each replica takes its own slice."""
 
     @staticmethod
     @override

@@ -351,7 +351,7 @@ def set_strategy(strategy: Any) -> None:
 
 
 def default_scope_is_open() -> bool:
-    """Return whether this thread opened the default strategy's scope (CTX-8)."""
+    """Return whether this thread opened the default strategy's scope."""
     return _state.default_depth > 0
 
 
@@ -441,7 +441,7 @@ class entered:  # noqa: N801 - used like a function
 
 @contextmanager
 def updating(device: Any) -> Iterator[None]:
-    """Mark this thread as inside an ``extended.update`` function for ``device`` (VAR-16)."""
+    """Mark this thread as inside an ``extended.update`` function for ``device``."""
     before = _state.updating
     _state.updating = device
     try:

@@ -361,7 +361,7 @@ def split_call(
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """Merge R results: equal leaves become one, others a `PerReplica` (RUN-6).
+    """Merge R results: equal leaves become one, others a `PerReplica`.
 
     Raises:
         UnequalStructures: (an AssertionError) the replicas returned different structures.
@@ -370,7 +370,7 @@ def merge(trees: Sequence[Any]) -> Any:
 
 
 def wrap(trees: Sequence[Any]) -> Any:
-    """Merge R trees so that every leaf becomes a `PerReplica`, equal or not (VFF-1)."""
+    """Merge R trees so that every leaf becomes a `PerReplica`, equal or not."""
     return _combine(trees, PerReplica)
 
 

@@ -447,7 +447,7 @@ def _check_ids(ids: torch.Tensor, variable: Variable) -> None:
 
 
 def create(request: VariableRequest) -> Any:
-    """Create a variable of the current strategy; in a replica, one for all replicas (RUN-9)."""
+    """Create a variable of the current strategy; in a replica, one for all replicas."""
     strategy: StrategyHooks = context.get_strategy()
     if context.default_scope_is_open() and not strategy._is_default:
         raise ContextError(

@@ -42,7 +42,7 @@ def share(node: Node, policy: AutoShardPolicy, *, num_workers: int, index: int) 
     """Return the share of worker `index` of `num_workers`.
 
     Raises:
-        NotFoundError: FILE for a dataset that reads no files (INP-31).
+        NotFoundError: FILE for a dataset that reads no files.
         ShardingError: FILE with fewer files than workers, or files read side by side.
         ValueError: `index` or `num_workers` out of range.
     """

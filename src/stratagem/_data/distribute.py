@@ -76,7 +76,7 @@ def distribute_dataset(
         input_pipeline_id: number of this worker.
 
     Raises:
-        NotImplementedError: PER_REPLICA, which needs a dataset function (INP-13).
+        NotImplementedError: PER_REPLICA, which needs a dataset function.
     """
     options = _checked(options)
     if options.replication_mode is InputReplicationMode.PER_REPLICA:
@@ -113,7 +113,7 @@ def distribute_datasets_from_function(
 
     Raises:
         TypeError: `dataset_fn` is not a function, or did not return a dataset.
-        ValueError: options contradict each other (INP-22).
+        ValueError: options contradict each other.
     """
     options = _checked(options)
     if not callable(dataset_fn):
@@ -305,7 +305,7 @@ class DistributedDataset:
 
 
 def _part_spec(spec: Any, replicas: int) -> Any:
-    """Return the spec of a part; its rows are known only if all parts have as many (INP-6)."""
+    """Return the spec of a part; its rows are known only if all parts have as many."""
     if replicas == 1:
         return spec
 

@@ -1,6 +1,6 @@
 """Which server holds which shard: round-robin placement and what is known of a variable everywhere.
 
-Pure. The coordinator's `Placement` numbers shards and deals them to servers (PSS-10); the
+Pure. The coordinator's `Placement` numbers shards and deals them to servers; the
 `Description` it makes travels to workers and tells `remote.py` where to ask.
 """
 
@@ -60,14 +60,14 @@ class Description:
         return ShardLayout([shard.rows for shard in self.shards])
 
     def part(self, index: int) -> Description:
-        """One piece as a variable of its own, named ``<name>/part_<index>`` (PRT-5)."""
+        """One piece as a variable of its own, named ``<name>/part_<index>``."""
         shard = self.shards[index]
         shape = (shard.rows, *self.shape[1:])
         return Description(f"{self.name}/part_{index}", shape, self.dtype, (shard,))
 
 
 class Placement:
-    """Deals shards to servers in turn and numbers them; each shard counts one (PSS-10).
+    """Deals shards to servers in turn and numbers them; each shard counts one.
 
     Args:
         servers: how many parameter servers there are.
@@ -90,7 +90,7 @@ class Placement:
         """Decide where a new variable goes.
 
         `beside`: another variable whose server it shares; such a variable is in one piece and does
-        not count in the dealing (PSS-12).
+        not count in the dealing.
         """
         rows = shape[0] if len(shape) else 1
         if beside is not None:

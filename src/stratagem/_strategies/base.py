@@ -4,9 +4,9 @@ Public methods are concrete and final: they check arguments and context. A strat
 hooks (names with one underscore). `_core` calls the hooks of `StrategyHooks`; the others are:
 
     _parameter_names       devices of variables, for ``extended.parameter_devices``
-    _slices                whether run() passes each replica its components (RUN-2), or whole values
+    _slices                whether run() passes each replica its components, or whole values
     _spread                whether variables have one copy per replica
-    _between_graph         a flag of tf.distribute's ``extended`` (EXT-9)
+    _between_graph         a flag of tf.distribute's ``extended``
     _run                   runs a function on the replicas; rarely overridden
     _run_steps             runs the batches of `run_steps`
     _reduce, _gather, …    implement the public methods of the same name

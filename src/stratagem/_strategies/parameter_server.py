@@ -62,7 +62,7 @@ class ParameterServerStrategy(Strategy):
             resolver reports, else the CPU.
 
     Raises:
-        ValueError: the cluster cannot serve (PSS-1), or an address is none.
+        ValueError: the cluster cannot serve, or an address is none.
         ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds).
 
     Example:
@@ -133,7 +133,7 @@ class ParameterServerStrategy(Strategy):
 
     @contextmanager
     def cache_variable_reads(self) -> Iterator[None]:
-        """Within it the first read of a variable is kept, and later reads return it (PSS-14)."""
+        """Within it the first read of a variable is kept, and later reads return it."""
         with caching(self._cache):
             yield
 
@@ -216,7 +216,7 @@ class ParameterServerStrategy(Strategy):
 
     @contextmanager
     def _beside(self, variable: Any) -> Iterator[None]:
-        """New variables go to this one's server, in one piece (PSS-12)."""
+        """New variables go to this one's server, in one piece."""
         place = variable._storage
         assert isinstance(place, RemoteStorage)
         before, self._variables.beside = self._variables.beside, place.remote.description
@@ -270,7 +270,7 @@ def _coordinator_class() -> Any:
 
 
 class UnbuiltDataset:
-    """A distributed dataset that only workers can build (PSS-31).
+    """A distributed dataset that only workers can build.
 
     Hand it to ``coordinator.create_per_worker_dataset``; on a worker, calling it builds that worker's
     share: of a dataset by its auto-shard policy, of a dataset function by the `InputContext` it gets.
@@ -313,7 +313,7 @@ _HAND_IT_ON = "Give it to coordinator.create_per_worker_dataset(), which builds 
 
 
 def check_cluster(resolver: Any) -> Any:
-    """The resolver's cluster, if a parameter-server strategy can work with it (PSS-1).
+    """The resolver's cluster, if a parameter-server strategy can work with it.
 
     Raises:
         ValueError: it cannot; the message says which rule is broken.
@@ -359,7 +359,7 @@ def check_cluster(resolver: Any) -> Any:
 
 
 def _worker_device_names(resolver: Any, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the devices each worker computes on, relative to the worker (PSS-4)."""
+    """Names of the devices each worker computes on, relative to the worker."""
     if given is not None:
         if isinstance(given, str) or not given:
             raise ValueError(

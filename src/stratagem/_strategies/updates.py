@@ -63,7 +63,7 @@ def _placed(value: torch.Tensor, places: Sequence[torch.device]) -> Any:
 
 
 def reduce_to(strategy: Strategy, op: Any, value: Any, destinations: Any) -> Any:
-    """Reduce a value over replicas, on the destination's device(s) (EXT-1, EXT-2)."""
+    """Reduce a value over replicas, on the destination's device(s)."""
     context.require_cross_replica_or_default(strategy, "reduce_to()")
     checked = reduction.as_reduce_op(op)
     places = destination_devices(destinations)
@@ -78,7 +78,7 @@ def reduce_to(strategy: Strategy, op: Any, value: Any, destinations: Any) -> Any
 
 
 def batch_reduce_to(strategy: Strategy, op: Any, pairs: Any) -> list[Any]:
-    """Call `reduce_to` for a list of (value, destinations) pairs (EXT-3)."""
+    """Call `reduce_to` for a list of (value, destinations) pairs."""
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
@@ -88,7 +88,7 @@ def batch_reduce_to(strategy: Strategy, op: Any, pairs: Any) -> list[Any]:
 
 
 def broadcast_to(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
-    """Copy a tensor to every destination device (EXT-7)."""
+    """Copy a tensor to every destination device."""
     context.require_cross_replica_or_default(strategy, "broadcast_to()")
     if destinations is None:
         raise WrongArgumentType("destinations=None: expected a device name, tensor or variable.")
@@ -112,7 +112,7 @@ def update(
     *,
     group: bool = True,
 ) -> Any:
-    """Call ``fn(variable, …)`` on the variable's device, once per copy (EXT-4)."""
+    """Call ``fn(variable, …)`` on the variable's device, once per copy."""
     strategy._check_updated(variable)
     context.require_scope(strategy, "extended.update()")
     replica = context.current_replica()
@@ -155,7 +155,7 @@ def update_non_slot(
     *,
     group: bool = True,
 ) -> Any:
-    """Call ``fn(…)`` on the device(s) that `non_slot_devices` returned (EXT-5)."""
+    """Call ``fn(…)`` on the device(s) that `non_slot_devices` returned."""
     context.require_cross_replica_or_default(strategy, "update_non_slot()")
     times = strategy.num_replicas_in_sync if strategy._spread else 1
     where = colocate_with[0] if isinstance(colocate_with, tuple | list) else colocate_with
@@ -191,7 +191,7 @@ def grouped(results: Sequence[Any], strategy: Strategy, *, group: bool) -> Any:
 
 
 def colocate_vars_with(strategy: Strategy, variable: Any) -> AbstractContextManager[object]:
-    """Return a context manager: new variables are placed with ``variable`` (EXT-6)."""
+    """Return a context manager: new variables are placed with ``variable``."""
     if not created_in_scope(strategy, variable):
         raise ValueError(
             f"colocate_vars_with({variable!r}): expected a variable created under the scope of "
@@ -202,17 +202,17 @@ def colocate_vars_with(strategy: Strategy, variable: Any) -> AbstractContextMana
 
 
 def created_in_scope(strategy: Strategy, variable: Any) -> bool:
-    """Return whether this is a variable of this strategy (EXT-8)."""
+    """Return whether this is a variable of this strategy."""
     return isinstance(variable, Variable) and variable._strategy is strategy
 
 
 def read_var(variable: Variable) -> torch.Tensor:
-    """Return a copy of a variable's value (EXT-8)."""
+    """Return a copy of a variable's value."""
     return variable.read_value()
 
 
 def worker_names(strategy: Strategy) -> Sequence[str]:
-    """Return ``extended.worker_devices``: a list under central storage, else a tuple (CSS-3)."""
+    """Return ``extended.worker_devices``: a list under central storage, else a tuple."""
     if strategy._is_default:
         raise ContextError(
             "the default strategy places nothing, so it has no worker devices. Use one of the "

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Call `stratagem.set_strategy`, by its older name (CTX-11).
+    """Call `stratagem.set_strategy`, by its older name.
 
     Example:
         >>> import stratagem as sg

@@ -1,4 +1,4 @@
-"""`strategy.extended`: tf.distribute's names for the functions of `_strategies.updates` (EXT-1 … EXT-11).
+"""`strategy.extended`: tf.distribute's names for the functions of `_strategies.updates`.
 
 The view has no state. Library code does not use it.
 """
@@ -54,12 +54,12 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """Names of the replicas' devices: a list under central storage, else a tuple (EXT-10)."""
+        """Names of the replicas' devices: a list under central storage, else a tuple."""
         return updates.worker_names(self._strategy)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """Names of the devices that hold variables; the default strategy raises RuntimeError (EXT-10)."""
+        """Names of the devices that hold variables; the default strategy raises RuntimeError."""
         return self._strategy._parameter_names
 
     @property
@@ -75,7 +75,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call `Strategy.run` without the check of ``args`` (RUN-11)."""
+        """Call `Strategy.run` without the check of ``args``."""
         return self._strategy._call_for_each_replica(fn, args, kwargs)
 
     def experimental_run_steps_on_iterator(
@@ -85,7 +85,7 @@ class StrategyExtended:
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> multi_step.MultiStepContext:
-        """Call ``fn(steps, inputs)`` for the iterator's next ``iterations`` inputs (CTX-12).
+        """Call ``fn(steps, inputs)`` for the iterator's next ``iterations`` inputs.
 
         ``fn`` runs one step in cross-replica context and sets outputs in ``steps``, a `MultiStepContext`.
         """
@@ -94,7 +94,7 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: object = None
     ) -> Any:
-        """Return the sum or mean over replicas, on the devices of ``destinations`` (EXT-1).
+        """Return the sum or mean over replicas, on the devices of ``destinations``.
 
         ``destinations`` is a device name, or a tensor, variable or distributed value on that device; ``value`` itself
         makes it an all-reduce. ``options`` are ignored. Return a tensor for one destination device, a `Mirrored` for
@@ -105,7 +105,7 @@ class StrategyExtended:
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: object = None
     ) -> list[Any]:
-        """Call `reduce_to` for several (value, destinations) pairs (EXT-3)."""
+        """Call `reduce_to` for several (value, destinations) pairs."""
         return updates.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -124,7 +124,7 @@ class StrategyExtended:
     ) -> Any:
         """Run ``fn(variable, *args)`` on the variable's device; on every copy if it has several.
 
-        In a replica, wait for all replicas and merge their arguments (EXT-4). ``fn`` gets the copy and the copy's
+        In a replica, wait for all replicas and merge their arguments. ``fn`` gets the copy and the copy's
         components of distributed arguments; assignments in it change that copy only. ``group=False`` returns a tuple
         with one result per copy.
         """
@@ -143,7 +143,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Run ``fn(*args)`` on the devices that `non_slot_devices` returned (EXT-5)."""
+        """Run ``fn(*args)`` on the devices that `non_slot_devices` returned."""
         return updates.update_non_slot(self._strategy, colocate_with, fn, args, kwargs, group=group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
@@ -153,15 +153,15 @@ class StrategyExtended:
     # -------------------------------------------------------------- variables
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[object]:
-        """Return a context manager: new variables are placed with the given one (EXT-6)."""
+        """Return a context manager: new variables are placed with the given one."""
         return updates.colocate_vars_with(self._strategy, colocate_with_variable)
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Return whether a variable was created under this strategy (EXT-8)."""
+        """Return whether a variable was created under this strategy."""
         return updates.created_in_scope(self._strategy, v)
 
     def read_var(self, v: Any) -> torch.Tensor:
-        """Return a copy of the variable's value (EXT-8)."""
+        """Return a copy of the variable's value."""
         if isinstance(v, Variable):
             return updates.read_var(v)
         return values.convert_to_tensor(v).detach().clone()

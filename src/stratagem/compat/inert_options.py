@@ -60,7 +60,7 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """Options of collectives; checked, and otherwise without effect in one process (EXT-11).
+    """Options of collectives; checked, and otherwise without effect in one process.
 
     Attributes:
         bytes_per_pack: ignored: the replicas of one process exchange references.

@@ -1,4 +1,4 @@
-"""``extended.experimental_run_steps_on_iterator``: several steps in one call (CTX-12).
+"""``extended.experimental_run_steps_on_iterator``: several steps in one call.
 
 New code writes ``for batch in dataset: strategy.run(step, args=(batch,))``.
 """

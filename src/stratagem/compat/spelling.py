@@ -58,7 +58,7 @@ def lookup(strategy: Strategy, name: str) -> Any:
 
 
 def make_numpy_dataset(strategy: Strategy, numpy_input: Any, session: object = None) -> Any:
-    """Return a dataset of the rows of NumPy arrays (INP-43).
+    """Return a dataset of the rows of NumPy arrays.
 
     Args:
         strategy: not used.
@@ -74,7 +74,7 @@ def make_numpy_dataset(strategy: Strategy, numpy_input: Any, session: object = N
 def assign_to_logical_device(
     strategy: Strategy, tensor: torch.Tensor, logical_device_id: int
 ) -> torch.Tensor:
-    """Return the tensor; a replica has one logical device, number 0 (DEV-1)."""
+    """Return the tensor; a replica has one logical device, number 0."""
     if logical_device_id != 0:
         raise ValueError(
             f"logical_device_id={logical_device_id!r} is not a logical device: a replica of "
@@ -86,7 +86,7 @@ def assign_to_logical_device(
 def split_to_logical_devices(
     strategy: Strategy, tensor: torch.Tensor, partition_dimensions: Sequence[int]
 ) -> torch.Tensor:
-    """Return the tensor; a replica has one logical device, so every dimension has one part (DEV-1)."""
+    """Return the tensor; a replica has one logical device, so every dimension has one part."""
     if list(partition_dimensions) != [1] * tensor.ndim:
         raise ValueError(
             f"partition_dimensions={list(partition_dimensions)!r} for a tensor of shape "
@@ -97,7 +97,7 @@ def split_to_logical_devices(
 
 
 def replicate_to_logical_devices(strategy: Strategy, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor: it is on the one logical device of its replica (DEV-1)."""
+    """Return the tensor: it is on the one logical device of its replica."""
     return tensor
 
 

@@ -83,13 +83,13 @@ class OneDeviceStrategyV1(SingleDevice):
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: InputIterator | None = None
     ) -> Any:
-        """Run `fn` on each replica with the iterator's next input (INP-42)."""
+        """Run `fn` on each replica with the iterator's next input."""
         if input_iterator is None:
             return self.run(fn)
         return self.run(fn, args=(input_iterator.get_next(),))
 
     def make_dataset_iterator(self, dataset: Any) -> InputIterator:
-        """Return an iterator over a dataset batched by the global batch size (INP-40)."""
+        """Return an iterator over a dataset batched by the global batch size."""
         distributed = self.distribute_dataset(dataset)
         return InputIterator(lambda: iter(distributed), repr(dataset))
 
@@ -101,7 +101,7 @@ class OneDeviceStrategyV1(SingleDevice):
         """Return an iterator over the result of `input_fn`: a dataset, or a function called for each input.
 
         Raises:
-            ValueError: another replication mode, or `input_fn` returned something else (INP-41).
+            ValueError: another replication mode, or `input_fn` returned something else.
         """
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(

@@ -65,7 +65,7 @@ class WorkerStatus:
 
 
 class _OnePerStrategy(ABCMeta):
-    """Makes a second construction return the strategy's coordinator (CCO-1)."""
+    """Makes a second construction return the strategy's coordinator."""
 
     def __call__(cls: type[_T], strategy: Any, *, options: ClusterOptions | None = None) -> _T:
         coordinator = ClusterCoordinator.of(strategy)
@@ -78,8 +78,8 @@ class _OnePerStrategy(ABCMeta):
 class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     """Schedules functions on the workers of a parameter-server cluster.
 
-    A strategy has one coordinator: constructing it again returns the same object (CCO-1). Entering the
-    strategy's scope makes it (PSS-5). It connects to the workers when it is constructed here, or at the
+    A strategy has one coordinator: constructing it again returns the same object. Entering the
+    strategy's scope makes it. It connects to the workers when it is constructed here, or at the
     first call. Close it, or use it as a context manager; the cluster then serves the next strategy.
 
     Args:
@@ -112,7 +112,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     @classmethod
     def of(cls, strategy: Any) -> ClusterCoordinator:
-        """Return the strategy's coordinator, which may not have connected yet (PSS-5).
+        """Return the strategy's coordinator, which may not have connected yet.
 
         Example:
             >>> import stratagem as sg
@@ -228,7 +228,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             TypeError: `fn` is not callable or is asynchronous (``async def``), `args` is not a tuple or
                 list, `kwargs` is not a mapping, or one of them cannot be sent.
             ValueError: a `RemoteValue` among the arguments.
-            Exception: the first error of an earlier closure, once (CCO-20).
+            Exception: the first error of an earlier closure, once.
         """
         if not callable(fn):
             raise TypeError(
@@ -265,7 +265,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
         Raises:
             DeadlineExceeded: not done within `timeout_s`; nothing is cancelled.
-            Exception: the first error of a closure, once; the rest has been cancelled (CCO-22).
+            Exception: the first error of a closure, once; the rest has been cancelled.
         """
         engine = self._engine
         with engine.changed:
@@ -287,7 +287,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         """Return whether every closure scheduled so far is done.
 
         Raises:
-            Exception: the first error of a closure, once (CCO-20).
+            Exception: the first error of a closure, once.
         """
         engine = self._engine
         with engine.changed:
@@ -298,7 +298,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             return engine.queue.idle
 
     def fetch(self, val: Any) -> Any:
-        """Wait for every `RemoteValue` in a nest and return the nest with their results (RMV-4)."""
+        """Wait for every `RemoteValue` in a nest and return the nest with their results."""
         return map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:

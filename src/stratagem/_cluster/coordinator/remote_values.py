@@ -49,7 +49,7 @@ class ResultCondition:
 
 
 class RemoteValueStatus(enum.Enum):
-    """State of a remote value (RMV-1)."""
+    """State of a remote value."""
 
     NOT_READY = "not ready"
     READY = "ready"
@@ -218,7 +218,7 @@ class PerWorkerDataset:
 
     @property
     def element_spec(self) -> object:
-        """Shapes and types of an element, from the dataset built once on the coordinator (CCO-30)."""
+        """Shapes and types of an element, from the dataset built once on the coordinator."""
         if self._spec is None:
             dataset: Any = build_dataset(self._source, index=0, workers=1)
             self._spec = dataset.element_spec

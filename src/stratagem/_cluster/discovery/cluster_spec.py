@@ -22,7 +22,7 @@ class ClusterSpec:
             from task index to address (for jobs with gaps); or another `ClusterSpec`.
 
     Raises:
-        TypeError: anything else, or an address or job name that is not a string (CLS-1).
+        TypeError: anything else, or an address or job name that is not a string.
 
     Example:
         >>> import stratagem as sg

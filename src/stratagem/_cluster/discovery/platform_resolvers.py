@@ -77,7 +77,7 @@ def _numbers(ranges: str, hostlist: str) -> list[str]:
 
 @final
 class SlurmClusterResolver(ClusterResolver):
-    """The cluster of a Slurm job step, one task per Slurm task (RES-4).
+    """The cluster of a Slurm job step, one task per Slurm task.
 
     Hosts are sorted; task k of a host listens on ``port_base + k``; tasks are given to jobs in the order of
     the job names. On machines without GPUs leave the GPU arguments out.
@@ -216,7 +216,7 @@ class ExecutableLocation(enum.Enum):
 
 @final
 class KubernetesClusterResolver(ClusterResolver):
-    """The cluster of the running pods that carry certain labels (RES-5).
+    """The cluster of the running pods that carry certain labels.
 
     Args:
         job_to_label_mapping: job name → label selectors of its pods.
@@ -287,7 +287,7 @@ def _kubernetes_client(location: ExecutableLocation) -> Any:
 
 @final
 class GCEClusterResolver(ClusterResolver):
-    """The running machines of a Google Compute Engine instance group, as one job (RES-6).
+    """The running machines of a Google Compute Engine instance group, as one job.
 
     Args:
         project: the project's name.
@@ -369,7 +369,7 @@ def _compute_service(credentials: Any) -> Any:
 
 @final
 class SageMakerClusterResolver(ClusterResolver):
-    """The hosts of a SageMaker training job, all of them workers (RES-7).
+    """The hosts of a SageMaker training job, all of them workers.
 
     Example:
         >>> from unittest import mock

@@ -136,7 +136,7 @@ class ClusterResolver(ABC):
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A resolver of a cluster that is known already (RES-1).
+    """A resolver of a cluster that is known already.
 
     Example:
         >>> import stratagem as sg
@@ -201,7 +201,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads the cluster from the environment variable ``TF_CONFIG``, at every access (RES-2).
+    """Reads the cluster from the environment variable ``TF_CONFIG``, at every access.
 
     ``STRATAGEM_CONFIG`` takes precedence. Arguments override both.
 
@@ -273,7 +273,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 @final
 class UnionResolver(ClusterResolver):
-    """Joins several clusters into one (RES-3).
+    """Joins several clusters into one.
 
     Lists of the same job are concatenated in order; if one of them has gaps, they are merged by index.
 

@@ -261,7 +261,7 @@ class ShardedVariable(Convertible):
             )
 
     def _called(self) -> str:
-        """The name its maker gave it: shards have it, the container has its own (PRT-5)."""
+        """The name its maker gave it: shards have it, the container has its own."""
         first = self._variables[0].name
         given = first.removesuffix("/part_0")
         return f"sharded variable {(given if given != first else self._name)!r}"
@@ -293,7 +293,7 @@ def _width(part: Any) -> int:
 
 
 def _check_index(part: Any) -> None:
-    """What Python's lists take, Ellipsis, None and masks (SHV-8)."""
+    """What Python's lists take, Ellipsis, None and masks."""
     if isinstance(part, slice):
         if part.step == 0:
             raise ValueError("slice step cannot be zero")

@@ -460,6 +460,16 @@ def _set_grad(table: TableParameter, value: Tensor | None) -> None:
     table.gradient.replace(value)
 
 
+def _get_data(table: TableParameter) -> TableParameter:
+    """Return ``table.data``: a table without gradients, so that writes into it are refused."""
+    return TableParameter.over(table.source, requires_grad=False)
+
+
+def _set_data(table: TableParameter, value: Tensor) -> None:
+    del value
+    _refuse_writing((table,), "table.data = …")
+
+
 def _materialise(value: Any) -> Any:
     if isinstance(value, TableParameter):
         return value.whole_leaf()
@@ -482,6 +492,7 @@ def _getters(*names: str) -> set[Any]:
 
 
 # The attributes as the classes hold them (type checkers see what an instance would answer).
+_DATA = cast("Any", Tensor.data)
 _GRAD = cast("Any", Tensor.grad)
 _REQUIRES_GRAD = cast("Any", Tensor.requires_grad)
 
@@ -497,6 +508,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     cast("Any", Tensor.device).__get__: lambda table: torch.device("cpu"),
     cast("Any", Tensor.is_meta).__get__: lambda table: False,
     Tensor.get_device: lambda table: -1,
+    _DATA.__get__: _get_data,
+    _DATA.__set__: _set_data,
     _GRAD.__get__: _get_grad,
     _GRAD.__set__: _set_grad,
     _GRAD.__delete__: lambda table: _set_grad(table, None),

@@ -9,6 +9,7 @@ from an earlier step are copied when they are sent.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, final
@@ -30,6 +31,9 @@ from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 IN_PLACE_BYTES: Final = 1 << 17
 """From this size on a gradient stays in its slot; a smaller one is copied in less time than the hook takes."""
 
+COMPARED: Final = 1 << 16
+"""Numbers up to which a copy is compared as a whole after a step (20 µs)."""
+
 _KEPT_BATCHES: Final = 4
 """Batches kept of every optimizer: steps of one model may alternate between a few sets of gradients."""
 
@@ -38,49 +42,84 @@ _KEPT_BATCHES: Final = 4
 class DenseParameter:
     """A parameter used as a whole: the leaf that functions see, and the slot of its gradient.
 
+    Only servers write trained parameters. A frozen one may be written by functions, as running statistics and
+    moving averages are: its value is sent like a buffer's.
+
     Attributes:
         remote: the variable on the servers.
-        leaf: the worker's parameter. On the servers' host it lies over their memory (`is_live`), elsewhere
-            it is a copy.
+        leaf: the worker's parameter.
+        is_live: whether the leaf lies over the servers' memory. Otherwise it is a copy: on other hosts, of
+            variables in several shards, and of small frozen parameters, since small variables share pages.
         version: the leaf's version counter when its value was last known to be the servers'.
     """
 
-    __slots__ = ("__weakref__", "_generation", "_slot", "is_live", "leaf", "remote", "version")
+    __slots__ = (
+        "__weakref__",
+        "_data",
+        "_generation",
+        "_slot",
+        "_start",
+        "is_live",
+        "leaf",
+        "remote",
+        "version",
+    )
 
     def __init__(self, remote: RemoteVariable, *, requires_grad: bool) -> None:
         self.remote = remote
         mapped = remote.mapped if len(remote.places) == 1 else None
-        self.is_live = mapped is not None
-        data = remote.read() if mapped is None else mapped[0].tensor
-        self.leaf = nn.Parameter(data, requires_grad=requires_grad)
+        is_small = math.prod(remote.shape) <= COMPARED
+        self.is_live = mapped is not None and (requires_grad or not is_small)
+        self._data = mapped[0].tensor if mapped is not None and self.is_live else remote.read()
+        self.leaf = nn.Parameter(self._data, requires_grad=requires_grad)
         self.version = self.leaf._version
+        self._start = None if self.is_live else self._sample().clone()
         self._slot: GradientSlot | None = None
         self._generation = -1
 
     def refresh(self) -> None:
-        """Take over the servers' values if the leaf is a copy and they have changed."""
+        """Read the servers' values if the leaf is a copy and they have changed."""
         if not self.is_live and self.remote.versions() != self.remote.seen:
+            if self.is_written(thorough=False):
+                self.version = -1  # stays written until `undo_write`
             self.remote.read_into(self.leaf.data)
+            self._start = self._sample().clone()
 
-    def undo_write(self) -> bool:
-        """Restore the servers' value if the function wrote into the leaf; return whether it did."""
-        if self.leaf._version == self.version:
-            return False
+    def _sample(self) -> Tensor:
+        """Return bytes that show whether the leaf was written: writes through ``.data`` count no version."""
+        flat = self.leaf.detach().reshape(-1)
+        return flat[:: 1 + flat.numel() // COMPARED].contiguous().view(torch.uint8)
+
+    def is_written(self, *, thorough: bool) -> bool:
+        """Return whether the function wrote the leaf; `thorough` asks the kernel about writes through ``.data``."""
+        leaf = self.leaf
+        if leaf._version != self.version or leaf.data_ptr() != self._data.data_ptr():
+            return True
+        if self._start is not None:
+            return not torch.equal(self._sample(), self._start)
+        mapped = self.remote.mapped if thorough else None
+        return mapped is not None and mapped[0].is_overwritten()
+
+    def undo_write(self) -> None:
+        """Restore the servers' value."""
+        self.leaf.data = self._data
         self.version = self.leaf._version
         if self.is_live:
             assert self.remote.mapped is not None
             self.remote.mapped[0].refresh()
         else:
             self.remote.forget_seen()  # the next refresh reads it again
-        return True
 
-    def undo_hidden_write(self) -> bool:
-        """As `undo_write`, for a write that no version counts, as through ``leaf.data``; asks the kernel."""
-        mapped = self.remote.mapped if self.is_live else None
-        if mapped is None or not mapped[0].is_overwritten():
-            return False
-        mapped[0].refresh()
-        return True
+    def add_change(self, batch: WriteBatch) -> None:
+        """Send the value that the function wrote into a frozen parameter."""
+        value = self.leaf.detach()
+        if value.shape != self._data.shape or value.dtype != self._data.dtype:
+            raise ForeignParameterError(
+                f"parameter {self.remote.name!r} was given {tuple(value.shape)} {value.dtype} inside a "
+                f"scheduled function: expected {tuple(self._data.shape)} {self._data.dtype}, as on the "
+                "parameter servers."
+            )
+        self.remote.add_assign(batch, "set", value)
 
     # -- the gradient's slot ------------------------------------------------------------------
 

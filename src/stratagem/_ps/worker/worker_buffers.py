@@ -13,9 +13,7 @@ from typing_extensions import override
 from stratagem._core.torch_patches.private_api import version_of
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
-
-COMPARED = 1 << 16
-"""Elements up to which a buffer is compared by value after a step (20 µs)."""
+from stratagem._ps.worker.gradient_push import COMPARED
 
 
 class WorkerBuffer:

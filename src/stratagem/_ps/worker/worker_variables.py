@@ -32,7 +32,7 @@ from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.optimizer_settings import Settings, changed_settings
 from stratagem._ps.placement import Description
 from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem._ps.worker.gradient_push import DenseParameter, StepBuilder
+from stratagem._ps.worker.gradient_push import COMPARED, DenseParameter, StepBuilder
 from stratagem._ps.worker.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
 from stratagem.errors import ForeignParameterError, NotFoundError
 
@@ -147,40 +147,57 @@ class WorkerVariables:
         written: list[DenseParameter] = []
         try:
             if succeeded:
-                self._send_buffers()
+                self._send_changes()
             else:
                 for buffer in self._buffers:
                     buffer.take_back()
+                for dense in self._changed_frozen():
+                    dense.undo_write()
         finally:
-            # Every one of them, and after an error too: a page this process wrote to hides what the
-            # server writes there, for all closures to come.
+            # All parameters, after an error too: a page that this process wrote hides what the server
+            # writes there from all later closures.
             if self._dense:
-                written = [dense for dense in self._dense.values() if dense.undo_write()]
-                written = written or self._take_back_hidden_writes()
+                written = self._undo_writes()
             for buffer in self._buffers:
                 buffer.put_back()
             unknown = self.new_buffers.take_back()
         if written and succeeded:
             raise ForeignParameterError(
                 f"parameter {written[0].remote.name!r} was written in place inside a scheduled "
-                "function. It lives on parameter servers, and a worker's copy of it is not sent "
-                "back. Let step() of an optimizer made inside `with strategy.scope():` update it "
-                "(not of one made in the function), use a sg.Variable's assign methods, or write "
-                "it on the coordinator."
+                "function. It is stored on parameter servers, and a worker's copy of a trained parameter "
+                "is not sent back. Let step() of an optimizer made inside `with strategy.scope():` "
+                "update it (not of one made in the function), use a sg.Variable's assign methods, "
+                "freeze it (requires_grad=False) if functions are to write it, or write it on the "
+                "coordinator."
             )
         if unknown is not None and succeeded:
             raise ValueError(unknown)
 
-    def _take_back_hidden_writes(self) -> list[DenseParameter]:
-        """Looks at one parameter per closure, in turn, and at all of them if that one was written."""
-        if not self._dense:
-            return []
-        self._turn = (self._turn + 1) % len(self._dense)
-        looked_at = next(itertools.islice(self._dense.values(), self._turn, None))
-        if not looked_at.undo_hidden_write():
-            return []
-        others = (dense for dense in self._dense.values() if dense.undo_hidden_write())
-        return [looked_at, *others]
+    def _undo_writes(self) -> list[DenseParameter]:
+        """Restore written parameters; return the trained ones among them.
+
+        Writes that only the kernel knows of are looked for in one parameter per closure, in turn. If that
+        one was written, all are searched.
+        """
+        written = [dense for dense in self._dense.values() if dense.is_written(thorough=False)]
+        if not written:
+            self._turn = (self._turn + 1) % len(self._dense)
+            looked_at = next(itertools.islice(self._dense.values(), self._turn, None))
+            if looked_at.is_written(thorough=True):
+                written = [one for one in self._dense.values() if one.is_written(thorough=True)]
+        for dense in written:
+            dense.undo_write()
+        return [dense for dense in written if dense.leaf.requires_grad]
+
+    def _changed_frozen(self) -> list[DenseParameter]:
+        """Return the frozen parameters that the function wrote."""
+        return [
+            dense
+            for dense in self._dense.values()
+            if not dense.leaf.requires_grad
+            # Small variables share pages, which show that something was written, but not what.
+            and dense.is_written(thorough=dense.leaf.numel() > COMPARED)
+        ]
 
     def refresh(self) -> None:
         """Bring copies up to date; what lies over shared memory is."""
@@ -217,9 +234,13 @@ class WorkerVariables:
         with self._push_time.measure(), client.lock:
             settings = changed_settings(optimizer, initial)
             changed = [buffer for buffer in self._buffers if buffer.is_changed()]
-            step = self._steps.build(number, optimizer, settings, alone=not changed)
+            frozen = self._changed_frozen()
+            alone = not changed and not frozen
+            step = self._steps.build(number, optimizer, settings, alone=alone)
             for buffer in changed:
                 buffer.add_change(step.batch)
+            for dense in frozen:
+                dense.add_change(step.batch)
             if step.batch.is_empty:
                 return
             generation = buffers.generation
@@ -231,6 +252,8 @@ class WorkerVariables:
                     self._leave_slots()
                 raise
         self._note_staleness(step.touched, versions)
+        for dense in frozen:
+            dense.undo_write()
         self.refresh()
         self._note_reads()
 
@@ -262,16 +285,22 @@ class WorkerVariables:
         self._by_tensor.clear()
         self._steps.forget()
 
-    def _send_buffers(self) -> None:
-        if not self._buffers:
+    def _send_changes(self) -> None:
+        """Send the buffers and frozen parameters that the function wrote."""
+        if not self._buffers and not self._dense:
             return
         with self.client.lock:
             batch = self.client.batch()
             for buffer in self._buffers:
                 if buffer.is_changed():
                     buffer.add_change(batch)
+            frozen = self._changed_frozen()
+            for dense in frozen:
+                dense.add_change(batch)
             if not batch.is_empty:
                 self.client.send(batch)
+            for dense in frozen:
+                dense.undo_write()
 
     def _note_staleness(
         self, touched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]

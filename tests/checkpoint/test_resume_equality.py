@@ -15,16 +15,15 @@ import pytest
 PROGRAM = Path(__file__).with_name("resumed_training.py")
 
 RUNS = [
-    ("none", ["adam"], [5]),
-    ("one", ["momentum", "adagrad"], [1, 12]),
-    ("one, DataLoader", ["sgd"], [2, 9]),
-    ("central", ["adamw", "rmsprop"], [7, 18]),
-    ("mirrored", ["nadam", "sgd"], [3, 6, 21]),
-    ("mirrored", ["adadelta"], [13]),
+    pytest.param("none", ["adam"], [5], marks=pytest.mark.soak),
+    pytest.param("one", ["momentum", "adagrad"], [1, 12], marks=pytest.mark.soak),
+    pytest.param("one, DataLoader", ["sgd"], [2, 9], marks=pytest.mark.process),
+    pytest.param("central", ["adamw", "rmsprop"], [7, 18], marks=pytest.mark.soak),
+    pytest.param("mirrored", ["nadam", "sgd"], [3, 6, 21], marks=pytest.mark.soak),
+    pytest.param("mirrored", ["adadelta"], [13], marks=pytest.mark.process),
 ]
 
 
-@pytest.mark.process
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "optimizers", "stops"), RUNS)
 def test_a_resumed_run_equals_an_unbroken_one(

@@ -460,6 +460,10 @@ def test_grad_scaler_without_unscale_and_updated_outside_run(two):
     assert_same(model, train_plainly()[0])
 
 
+# When its cache is cold, as in a fresh clone, inductor runs a C++ compiler for minutes.
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.soak)]
+
+
 @pytest.fixture
 def fresh_compiler(monkeypatch):
     """A compiler that remembers nothing. Replicas that compile at once leave its progress bar's thread."""
@@ -469,9 +473,8 @@ def fresh_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.process  # inductor starts a compiler when its cache is cold
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_models_train_the_same(backend, strategy):
     """torch.compile(model): every replica trains its own leaf, and sees each update."""
     model, optimizer = make(strategy)
@@ -482,11 +485,10 @@ def test_compiled_models_train_the_same(backend, strategy):
     torch.testing.assert_close(compiled(X), model(X))
 
 
-@pytest.mark.process  # inductor starts a compiler when its cache is cold
 # Torch hides this warning of its own compiler, which an "error" filter turns into an exception first.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_steps_train_the_same(backend, strategy):
     """torch.compile(step): where the replicas meet the graph breaks, around it it is compiled."""
     model, optimizer = make(strategy)

@@ -31,13 +31,13 @@ SCOPE = r"inside `with strategy.scope\(\):`"
 def searches(monkeypatch):
     """The replica numbers of the passes whose graph was searched."""
     found = []
-    plain = autograd_engine._search
+    plain = autograd_engine._PassCheck._search
 
-    def counting(replica, *rest):
-        found.append(replica.id)
-        return plain(replica, *rest)
+    def counting(check):
+        found.append(check._replica.id)
+        return plain(check)
 
-    monkeypatch.setattr(autograd_engine, "_search", counting)
+    monkeypatch.setattr(autograd_engine._PassCheck, "_search", counting)
     return found
 
 
@@ -76,18 +76,27 @@ def test_a_leaf_that_is_the_root_itself_is_refused(several):
     refused(several, scalar.backward, r"shape \(\).*belongs to no strategy", args=())
 
 
-def test_a_central_parameter_taken_outside_run_is_refused(several):
-    """A weight penalty over a list made outside: its gradient would miss the aggregation."""
-    with several.scope():
+@pytest.mark.parametrize("aggregation", ["mean", "sum"])
+def test_central_parameters_taken_outside_run_may_be_used_in_the_loss(aggregation, make_strategy):
+    """A weight penalty over a list made outside counts, in every pass, with accumulated gradients too."""
+    strategy = make_strategy("central2", gradient_aggregation=aggregation)
+    with strategy.scope():
         model = nn.Linear(4, 2)
+    reference = copy.deepcopy(model)
     taken = list(model.parameters())
 
-    def step(x, y, parameters=taken):
-        loss = F.mse_loss(model(x), y) + sum(p.square().sum() for p in parameters)
-        loss.backward()
+    def step(x, y, model=model, parameters=taken, share=1.0):
+        (
+            F.mse_loss(model(x), y) * share + sum(p.square().sum() for p in parameters) * share
+        ).backward()
+        (sum(p.abs().sum() for p in parameters) * share).backward()
 
-    refused(several, step, r"parameter '(weight|bias)'.*itself.*model\.parameters\(\)")
-    several.run(lambda x, y: step(x, y, model.parameters()), args=cut(several, X, Y))
+    share = 0.5 if aggregation == "sum" else 1.0
+    for _ in range(3):
+        strategy.run(lambda x, y: step(x, y, share=share), args=cut(strategy, X[:4], Y[:4]))
+        step(X[:4], Y[:4], reference, list(reference.parameters()))
+        for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, wanted.grad)
 
 
 def test_tensors_of_one_replica_take_gradients_as_always(several):

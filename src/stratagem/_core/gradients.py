@@ -19,14 +19,14 @@ act once, on the aggregated gradient of this pass), the base is put aside before
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from stratagem._core.context import Replica
-from stratagem._core.managed import RunRecord, read_grad, write_grad
+from stratagem._core.context import Replica, current_replica
+from stratagem._core.managed import RunRecord, find_managed, read_grad, run_record, write_grad
 from stratagem._core.torch_patches import private_api
 from stratagem.errors import ReplicaError
 
@@ -100,6 +100,12 @@ def _queue(record: RunRecord) -> None:
 
 
 def _end_of_backward(record: RunRecord) -> None:
+    here = current_replica()  # None on a thread of the engine, for a device other than the CPU
+    if here is not None and record.replica is not None and here is not record.replica:
+        record.queued = False
+        raise other_replicas_graph(here)
+    if record.extra:
+        _add_extra(record)
     replica, accumulated, put_aside = record.replica, record.accumulated, record.put_aside
     record.accumulated, record.put_aside, record.queued = {}, [], False
     record.arrived = len(accumulated)
@@ -108,10 +114,46 @@ def _end_of_backward(record: RunRecord) -> None:
     _restore_bases(put_aside)
 
 
+def add_to_pass(replica: Replica, found: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Add gradients of central parameters to those of the replica's leaves, at the end of this pass."""
+    for central, grad in found:
+        managed = cast("ReplicatedParameter", find_managed(central))
+        managed.resolve()
+        if grad is not None:
+            run_record(replica).extra.append((managed.by_replica[replica.id], grad))
+
+
+def end_pass(record: RunRecord) -> None:
+    """Aggregate after a pass that reached central parameters only: the engine has not called us."""
+    if record.extra:
+        _end_of_backward(record)
+
+
+def _add_extra(record: RunRecord) -> None:
+    extra, record.extra = record.extra, []
+    record.queued = True  # this is the end of the pass
+    for leaf, grad in extra:
+        if leaf.has_base_hook and leaf.managed not in record.accumulated:
+            _put_base_aside(leaf, record)
+        before = read_grad(leaf.tensor)
+        own = grad.to(leaf.tensor.device)
+        write_grad(leaf.tensor, own if before is None else before + own)
+        record.accumulated[leaf.managed] = leaf
+
+
+def other_replicas_graph(replica: Replica) -> ReplicaError:
+    """Return the error for a loss that another replica computed."""
+    return ReplicaError(
+        f"backward() in {replica!r} reached the parameters of another replica. Replicas are threads that share Python "
+        "objects: if the step keeps a tensor in an attribute (self.loss = ...), every replica writes the same one. "
+        "Keep the tensor in a local variable, or call backward() in the statement after the assignment."
+    )
+
+
 def forget_pass(record: RunRecord) -> None:
     """Reset the record after a backward pass that failed: the engine will not call us for it."""
     put_aside = record.put_aside
-    record.accumulated, record.put_aside, record.queued = {}, [], False
+    record.accumulated, record.put_aside, record.queued, record.extra = {}, [], False, []
     _restore_bases(put_aside)
 
 
@@ -280,6 +322,7 @@ class _Aggregation:
         write_grad(central, grad if base is None else base.to(central.device) + grad)
         for post_hook in post_hooks:
             post_hook(central)
+        managed.stepped()  # a hook may run an optimizer
         for leaf in leaves:
             leaf.base = None  # it is in central.grad now, or the hook removed it
         left = read_grad(central)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from torch import Tensor, nn
 
 from stratagem._core.context import Replica
-from stratagem._core.torch_patches.private_api import outside_all_transforms, version
+from stratagem._core.torch_patches.private_api import outside_all_transforms
 
 if TYPE_CHECKING:
     from stratagem._core.replicated_buffers import BufferCopy, ReplicatedBuffer
@@ -36,7 +36,7 @@ class RunRecord:
     """
 
     __slots__ = (
-        "accumulated", "arrived", "closed", "copies", "leaves", "put_aside", "queued", "replica",
+        "accumulated", "arrived", "closed", "copies", "extra", "leaves", "put_aside", "queued", "replica",
     )  # fmt: skip
 
     def __init__(self, replica: Replica | None) -> None:
@@ -44,6 +44,7 @@ class RunRecord:
         self.leaves: list[Leaf] = []
         self.copies: list[BufferCopy] = []
         self.accumulated: dict[ReplicatedParameter, Leaf] = {}  # got a gradient in this pass
+        self.extra: list[tuple[Leaf, Tensor]] = []  # gradients of central tensors in this pass
         self.arrived = 0  # leaves that got a gradient in the last pass, for `autograd_engine`
         self.put_aside: list[Leaf] = []  # leaves whose earlier gradients wait for the pass to end
         self.queued = False  # whether the engine will call us at the end of this pass
@@ -180,8 +181,8 @@ write_grad: Callable[[Tensor, Tensor | None], None] = cast("Any", Tensor.grad)._
 def finish_run(replicas: Sequence[Replica]) -> None:
     """Bring the parameters and buffers that the replicas touched back to the central tensors.
 
-    Runs once after all replicas have succeeded, in cross-replica context. After a failed run nothing calls it, and
-    tensors of unclosed records start again from central.
+    Runs in cross-replica context: once after all replicas have succeeded, and before a merge function. After a failed
+    run nothing calls it, and tensors of unclosed records start again from central.
     """
     weights = replicas[0].group.row_weights
     if 0.0 in weights:
@@ -189,7 +190,7 @@ def finish_run(replicas: Sequence[Replica]) -> None:
     records = [replica.record for replica in replicas if replica.record is not None]
     for record in records:
         for leaf in record.leaves:
-            if version(leaf.tensor) != leaf.version:
+            if leaf.is_written():
                 leaf.refuse_write()
     copies: dict[ReplicatedBuffer, list[BufferCopy]] = {}
     seen: dict[ReplicatedParameter, Any] = {}

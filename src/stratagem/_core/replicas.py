@@ -16,6 +16,7 @@ from typing_extensions import override
 from stratagem._core import context, values
 from stratagem._core.context import Replica
 from stratagem._core.devices import Device
+from stratagem._core.managed import finish_run
 from stratagem._core.rendezvous import STRAGGLER_LIMIT_S, Aborted, Combine, Rendezvous
 from stratagem._core.replica_threads import (
     CallerSettings,
@@ -255,19 +256,30 @@ class _Job:
 def merge_call(
     replica: Replica, merge_fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Implement `ReplicaContext.merge_call` for a replica of a group."""
+    """Implement `ReplicaContext.merge_call` for a replica of a group.
+
+    ``merge_fn`` finds gradients and buffers on the central tensors and may write parameters: afterwards the leaves
+    join the run again.
+    """
     group, strategy = replica.group, replica.strategy
-    if group.size == 1:
-        with context.entered(strategy, None):
-            return merge_fn(strategy, *args, **kwargs)
+    used = [] if replica.record is None else [leaf.managed for leaf in replica.record.leaves]
 
     def combine(brought: list[Any]) -> Sequence[Any]:
         merged_args, merged_kwargs = _merge_present(brought)
+        finish_run(group.replicas)
         result = merge_fn(strategy, *merged_args, **merged_kwargs)
         parts = values.split(result, group.size)
         return [result] * group.size if parts is None else parts
 
-    return group.rendezvous(replica.id, "merge_call", (args, kwargs), combine, on_caller=True)
+    try:
+        if group.size == 1:
+            with context.entered(strategy, None):
+                finish_run(group.replicas)
+                return merge_fn(strategy, *args, **kwargs)
+        return group.rendezvous(replica.id, "merge_call", (args, kwargs), combine, on_caller=True)
+    finally:
+        for managed in used:
+            managed.resolve()
 
 
 def _merge_present(brought: list[Any]) -> Any:

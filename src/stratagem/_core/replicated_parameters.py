@@ -38,6 +38,16 @@ from stratagem._core.torch_patches.private_api import (
 )
 from stratagem.errors import ReplicaError
 
+WRITE_ONCE = (
+    "Every replica runs the same code, so the one parameter behind the replicas would be written once per replica. "
+    "Let optimizer.step() update it, keep running statistics in buffers (register_buffer), or write it once for all "
+    "replicas, in a function in which .grad is the aggregated gradient:\n"
+    "    def update(strategy):\n"
+    "        with torch.no_grad(): parameter.add_(parameter.grad, alpha=-lr)\n"
+    "    sg.get_replica_context().merge_call(update)"
+)
+"""Reason and remedy in errors about writes to a parameter in a replica."""
+
 GradientState = tuple["weakref.ref[Tensor]", int] | None
 """A gradient of the central parameter, and its version."""
 
@@ -52,7 +62,7 @@ class Leaf:
     Attributes:
         shares: whether the leaf uses the central memory, rather than a copy on another device.
         version: version of the tensor at the start of the run; another version means a write.
-        central_version: version of central that a copy on another device holds.
+        central_version: version of central that the leaf follows; another version means a write.
         aggregated: the gradient that the last aggregation produced.
         aggregated_in: the record of the run in which the gradient was last aggregated.
         synced_with: the central gradient that the leaf's own gradient is equal to.
@@ -91,8 +101,9 @@ class Leaf:
         return tensor.device != central.device
 
     def refresh(self, central: Tensor) -> None:
-        """Copy central's values to a leaf on another device."""
-        _memory(self.tensor).copy_(_memory(central), non_blocking=True)
+        """Note central's version; copy its values to a leaf on another device."""
+        if not self.shares:
+            _memory(self.tensor).copy_(_memory(central), non_blocking=True)
         self.central_version = version_of(central)
 
     def is_aggregated(self) -> bool:
@@ -108,12 +119,15 @@ class Leaf:
     def refuse_write(self) -> None:
         """Raise: the replica wrote the parameter in place."""
         self.version = version(self.tensor)
+        self.central_version = -2  # copied again at the next use
         raise ReplicaError(
-            f"{self.managed.describe()} was written in place inside replica {self.replica_id}. "
-            "Every replica runs the same code, so such a write would be applied once per replica "
-            "to the one parameter behind them. Let optimizer.step() update it, or write it "
-            "outside the function given to run()."
+            f"{self.managed.describe()} was written in place inside replica {self.replica_id}. {WRITE_ONCE}"
         )
+
+    def is_written(self) -> bool:
+        """Return whether the replica, or another one, has written the parameter in place."""
+        central = self.managed.central
+        return version(self.tensor) != self.version or version_of(central) != self.central_version
 
 
 class ReplicatedParameter(ManagedParameter):
@@ -185,7 +199,7 @@ class ReplicatedParameter(ManagedParameter):
                 # A replica thread of that run may still put a gradient on the old leaf.
                 leaf = self._new_leaf(replica)
             leaf.aggregated = leaf.synced_with = leaf.base = None
-        if not leaf.shares and leaf.central_version != version_of(central):
+        if leaf.central_version != version_of(central):
             leaf.refresh(central)
         tensor = leaf.tensor
         if tensor.requires_grad != central.requires_grad:
@@ -231,14 +245,13 @@ class ReplicatedParameter(ManagedParameter):
     def refuse_writes(self) -> None:
         """Raise if any replica wrote the parameter in place."""
         for leaf in self.by_replica.values():
-            if version(leaf.tensor) != leaf.version:
+            if not leaf.record.closed and leaf.is_written():
                 leaf.refuse_write()
 
     def stepped(self) -> None:
-        """Refresh leaves on other devices after central was updated during a run."""
+        """Let the leaves follow central, which was updated once for all replicas during a run."""
         for leaf in self.by_replica.values():
-            if not leaf.shares:
-                leaf.refresh(self.central)
+            leaf.refresh(self.central)
 
     def expose_gradient(self, leaf: Leaf | None) -> None:
         """Make the gradient of a leaf visible in ``central.grad``.

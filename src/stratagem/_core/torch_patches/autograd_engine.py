@@ -15,12 +15,14 @@ Shared tensors. A model made outside the scope, a bare ``nn.Parameter`` or a cen
 for tensors that took a gradient:
 
 - the replica's own leaf of a parameter: fine;
-- another tensor of a parameter of this strategy (the central parameter): refused;
+- a central parameter of this strategy (a library keeps parameters in a list): its gradient is computed apart and added
+  to the leaf's;
+- another replica's leaf (a loss that the replicas keep in a shared attribute): refused;
 - any other tensor: refused when a second replica of the run reaches the same one. A tensor that only one replica
   reaches (an adversarial input, a module made in the replica) is its own.
 
 A search costs microseconds per node. So a pass like an earlier one (as many new graph nodes, as many of our leaves with
-a gradient) is searched at its 1st, 2nd, 4th, 8th, … occurrence only.
+a gradient) is searched at its 1st, 2nd, 4th, 8th, … occurrence only, unless passes reach central parameters.
 """
 
 from __future__ import annotations
@@ -68,14 +70,23 @@ def _backward(
 ) -> Any:
     """Run a pass that accumulates gradients; ``args[3]`` are the inputs, empty for all leaves."""
     own = [own_leaf(each) for each in args[3]]
+    inputs = tuple(each for each, _ in own)
+    check = _PassCheck(replica, outputs, own) if replica.group.size > 1 else None
     try:
-        run(outputs, *args[:3], tuple(each for each, _ in own), *args[4:], **kwargs)
+        if check is not None and check.centrals:
+            inputs = check.inputs
+            found = run(outputs, args[0], True, False, check.centrals, True, accumulate_grad=False)
+            gradients.add_to_pass(replica, zip(check.centrals, found, strict=True))
+        if inputs or check is None or not check.centrals:
+            run(outputs, *args[:3], inputs, *args[4:], **kwargs)
+        if replica.record is not None:
+            gradients.end_pass(replica.record)
     except BaseException:
         if replica.record is not None:
             gradients.forget_pass(replica.record)  # the step may catch this and go on
         raise
-    if replica.group.size > 1:
-        _check_pass(replica, outputs, own)
+    if check is not None:
+        check.finish()
 
 
 def _grad(run: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,86 +116,131 @@ def _grad(run: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 # ------------------------------------------------------------------ shared tensors
 
 
-class _CleanPasses:
-    """Backward passes of one replica that were searched and reached the replica's own leaves only."""
+class _Passes:
+    """Backward passes of one replica that were searched."""
 
-    __slots__ = ("counts", "nodes")
+    __slots__ = ("counts", "nodes", "reach_centrals")
 
     def __init__(self) -> None:
         self.nodes = 0  # the thread's graph nodes at the end of the last pass
-        self.counts: dict[tuple[int, int], int] = {}  # (new nodes, leaves of ours) -> passes
+        self.counts: dict[int, tuple[int, int]] = {}  # new nodes -> (passes, leaves of ours)
+        self.reach_centrals = False
 
 
 # Strategy -> passes of each replica. A replica keeps its thread, so that its node counts are comparable.
-_CLEAN: weakref.WeakKeyDictionary[StrategyHooks, dict[int, _CleanPasses]] = (
-    weakref.WeakKeyDictionary()
-)
+_PASSES: weakref.WeakKeyDictionary[StrategyHooks, dict[int, _Passes]] = weakref.WeakKeyDictionary()
 
 
-def _check_pass(replica: Replica, roots: Any, own: Sequence[tuple[Any, Tensor | None]]) -> None:
-    """Refuse the pass that has just ended if it reached a tensor that the replicas share."""
-    by_replica = _CLEAN.setdefault(replica.strategy, {})
-    passes = by_replica.get(replica.id)
-    if passes is None:
-        passes = by_replica[replica.id] = _CleanPasses()
-    nodes = private_api.graph_nodes()
-    record = replica.record
-    leaves = 0
-    if record is not None:
-        leaves, record.arrived = record.arrived, 0
-    kind = (nodes - passes.nodes, leaves)
-    passes.nodes = nodes
-    counts = passes.counts
-    count = counts.get(kind, 0) + 1
-    if count & (count - 1) == 0 and not _search(replica, roots, own):
-        counts.pop(kind, None)  # it reached tensors of its own: search such a pass every time
-        return
-    if count == 1 and len(counts) >= KINDS_KEPT:
-        counts.clear()
-    counts[kind] = count
+class _PassCheck:
+    """The check of one backward pass; the constructor runs before the pass, `finish` after it.
 
+    Attributes:
+        centrals: central parameters of the replica's strategy that the pass reaches.
+        inputs: the other tensors that take a gradient, if there are centrals.
+    """
 
-def _search(replica: Replica, roots: Any, own: Sequence[tuple[Any, Tensor | None]]) -> bool:
-    """Return whether the pass reached the replica's own leaves only; raise if it reached a shared tensor."""
-    reached: Iterable[Tensor] = _leaves(roots)
-    if own:
-        # A parameter among the inputs whose central tensor is also in the graph misses part of its gradient.
-        centrals = {id(central) for _, central in own}
-        given = (_tensor_of(each) for each, _ in own)
-        reached = itertools.chain(
-            (each for each in given if each is not None),
-            (each for each in reached if id(each) in centrals),
-        )
-    others = [each for each in reached if not _is_own(each, replica)]
-    seen: dict[int, tuple[Tensor, int]] = replica.group.shared.setdefault("foreign tensors", {})
-    for each in others:
-        # setdefault is atomic: one replica is first. The dict keeps the tensor, so that its id is not reused.
-        _, first = seen.setdefault(id(each), (each, replica.id))
-        if first != replica.id:
-            raise ForeignParameterError(
-                f"backward() in {replica!r} of {replica.strategy!r} put a gradient on a tensor of "
-                f"shape {tuple(each.shape)} that replica {first} trains as well and that belongs to "
-                f"{owner_of(each)}: the replicas' gradients add up in its one .grad, which is of no use "
-                f"now. {REMEDY}"
+    __slots__ = ("_clean", "_count", "_kind", "_leaves", "_own", "_passes", "_replica", "_roots",
+                 "_searched", "centrals", "inputs")  # fmt: skip
+
+    def __init__(
+        self, replica: Replica, roots: Any, own: Sequence[tuple[Any, Tensor | None]]
+    ) -> None:
+        self._replica, self._roots, self._own = replica, roots, own
+        by_replica = _PASSES.setdefault(replica.strategy, {})
+        self._passes = passes = by_replica.setdefault(replica.id, _Passes())
+        self._kind = private_api.graph_nodes() - passes.nodes
+        count, self._leaves = passes.counts.get(self._kind, (0, 0))
+        self._count = count = count + 1
+        self.centrals: tuple[Tensor, ...] = ()
+        self.inputs: tuple[Tensor, ...] = ()
+        self._clean = True
+        self._searched = count & (count - 1) == 0 or passes.reach_centrals
+        if self._searched:
+            reached = list(self._search())
+            centrals = tuple(each for each in reached if self._is_central(each))
+            if centrals and not own:
+                passes.reach_centrals = True
+                self.inputs = tuple(each for each in reached if not self._is_central(each))
+                self.centrals = centrals
+            elif centrals:
+                self._refuse_central(centrals[0])
+
+    def finish(self) -> None:
+        """Search the pass that has ended if it differs from earlier ones, and remember it."""
+        passes, record = self._passes, self._replica.record
+        leaves = 0
+        if record is not None:
+            leaves, record.arrived = record.arrived, 0
+        if not self._searched and leaves != self._leaves:
+            for each in self._search():
+                if self._is_central(each):
+                    self._refuse_central(each)
+        passes.nodes = private_api.graph_nodes()
+        if not self._clean:  # it reached tensors of its own: search such a pass every time
+            passes.counts.pop(self._kind, None)
+            return
+        if len(passes.counts) >= KINDS_KEPT and self._kind not in passes.counts:
+            passes.counts.clear()
+        passes.counts[self._kind] = (self._count, leaves)
+
+    def _search(self) -> Iterator[Tensor]:
+        """Yield the tensors that take a gradient; raise if other replicas use one of them."""
+        reached: Iterable[Tensor] = _leaves(self._roots)
+        if self._own:
+            # A parameter among the inputs whose central tensor is also in the graph misses part of its gradient.
+            centrals = {id(central) for _, central in self._own}
+            given = (_tensor_of(each) for each, _ in self._own)
+            reached = itertools.chain(
+                (each for each in given if each is not None),
+                (each for each in reached if id(each) in centrals),
             )
-    return not others
+        for each in reached:
+            if not self._is_ours(each):
+                self._clean = False
+                self._refuse_shared(each)
+            yield each
 
+    def _is_central(self, tensor: Tensor) -> bool:
+        managed = find_managed(tensor)
+        ours = (
+            isinstance(managed, ReplicatedParameter) and managed.strategy is self._replica.strategy
+        )
+        return ours and managed is not None and managed.central is tensor
 
-def _is_own(tensor: Tensor, replica: Replica) -> bool:
-    if not tensor.is_leaf:  # an input that is a result of this replica
+    def _is_ours(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a result of this replica or belongs to a parameter of its strategy."""
+        if not tensor.is_leaf:  # an input that is a result of this replica
+            return True
+        managed, replica = find_managed(tensor), self._replica
+        if not isinstance(managed, ReplicatedParameter) or managed.strategy is not replica.strategy:
+            return False
+        leaf = managed.by_replica.get(replica.id)
+        if tensor is not managed.central and (leaf is None or leaf.tensor is not tensor):
+            raise gradients.other_replicas_graph(replica)
         return True
-    managed = find_managed(tensor)
-    if not isinstance(managed, ReplicatedParameter) or managed.strategy is not replica.strategy:
-        return False
-    leaf = managed.by_replica.get(replica.id)
-    if leaf is None or leaf.tensor is not tensor:
+
+    def _refuse_central(self, tensor: Tensor) -> None:
+        managed = find_managed(tensor)
+        assert isinstance(managed, ReplicatedParameter)
         raise ForeignParameterError(
-            f"backward() in {replica!r} put a gradient on {managed.describe()} itself, not on this "
+            f"backward() in {self._replica!r} put a gradient on {managed.describe()} itself, not on this "
             "replica's view of it: the tensor was taken from the model outside the function given to "
             "run() (a list of parameters, a closure), so its gradient is not aggregated. Ask the "
             "model for it inside the function: model.parameters(), module.weight."
         )
-    return True
+
+    def _refuse_shared(self, tensor: Tensor) -> None:
+        replica = self._replica
+        seen: dict[int, tuple[Tensor, int]] = replica.group.shared.setdefault("foreign tensors", {})
+        # setdefault is atomic: one replica is first. The dict keeps the tensor, so that its id is not reused.
+        _, first = seen.setdefault(id(tensor), (tensor, replica.id))
+        if first != replica.id:
+            raise ForeignParameterError(
+                f"backward() in {replica!r} of {replica.strategy!r} put a gradient on a tensor of "
+                f"shape {tuple(tensor.shape)} that replica {first} trains as well and that belongs to "
+                f"{owner_of(tensor)}: the replicas' gradients add up in its one .grad, which is of no use "
+                f"now. {REMEDY}"
+            )
 
 
 def _leaves(roots: Iterable[Any]) -> Iterator[Tensor]:

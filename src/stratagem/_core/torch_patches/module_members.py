@@ -22,7 +22,7 @@ from stratagem._core import context
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.managed import ManagedBuffer, ManagedParameter, find_managed
 from stratagem._core.replicated_buffers import ReplicatedBuffer, replicated_buffer
-from stratagem._core.replicated_parameters import ReplicatedParameter
+from stratagem._core.replicated_parameters import WRITE_ONCE, ReplicatedParameter
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import change_notes, special_modules
 from stratagem._core.torch_patches.private_api import (
@@ -31,6 +31,7 @@ from stratagem._core.torch_patches.private_api import (
     set_buffers,
     set_parameters,
 )
+from stratagem.errors import ReplicaError
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items, dict_values  # the return types of `dict` itself
@@ -144,11 +145,14 @@ class ParametersByReplica(ByContext):
         self.managed.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        if current_replica() is not None:
-            # Each replica makes its own copy: an ordinary dict, which no strategy trains.
+        replica = current_replica()
+        if replica is not None:
+            # Each replica makes its own copy: an ordinary dict, which the replica may train in this run.
             plain: dict[str, Any] = {}
             memo[id(self)] = plain
             plain.update((name, copy.deepcopy(value, memo)) for name, value in self.items())
+            copies = replica.group.shared.setdefault(("copies", replica.id), {})
+            copies.update((id(value), value) for value in plain.values())
             return plain
         twin = ParametersByReplica({})
         memo[id(self)] = twin
@@ -270,6 +274,13 @@ def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
     if strategy is None:
         change_notes.note(module)
         return None
+    replica, held = current_replica(), parameters_of(module)
+    if replica is not None and replica.group.size > 1 and isinstance(held, ParametersByReplica):
+        replaced = held.managed.get(name)
+        if isinstance(replaced, ReplicatedParameter):
+            raise ReplicaError(
+                f"{replaced.describe()} was replaced by another nn.Parameter inside {replica!r}. {WRITE_ONCE}"
+            )
 
     def adopt(made: nn.Parameter) -> ManagedParameter | None:
         found = strategy._adopt_parameter(module, name, made)

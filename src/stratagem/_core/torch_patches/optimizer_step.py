@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,6 +34,9 @@ from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.module_members import ByContext
 from stratagem._core.torch_patches.schedulers import mean_arguments
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
+
+if TYPE_CHECKING:
+    from stratagem._core.replicas import ReplicaGroup
 
 STEP = "optimizer.step()"
 """Label of the rendezvous, for error messages."""
@@ -233,7 +236,7 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             given = [None if each is None else each[2] for each in brought]
             real = _real_step(first[0], *mean_arguments(given, group.row_weights))
-        return [_step_central(first[0], parameters, lead, real)] * len(brought)
+        return [_step_central(group, first[0], parameters, lead, real)] * len(brought)
 
     # A gradient set by hand was not aggregated yet. If one replica has one, all aggregate.
     by_hand = False
@@ -259,6 +262,7 @@ def _real_step(
 
 
 def _step_central(
+    group: ReplicaGroup,
     optimizer: Optimizer,
     parameters: Sequence[ReplicatedParameter],
     lead: int,
@@ -267,6 +271,7 @@ def _step_central(
     """Pass the gradients to the central parameters and run the real step, in cross-replica context.
 
     Args:
+        group: the replicas of the run.
         optimizer: the optimizer.
         parameters: its parameters that have leaves.
         lead: the replica whose leaves hold the gradients.
@@ -281,6 +286,10 @@ def _step_central(
     result = strategy._step_optimizer(optimizer, real)
     for managed in parameters:
         managed.stepped()
+    if private_api.has_step_hooks(optimizer):  # a hook may write other parameters (averages)
+        for replica in group.replicas:
+            for leaf in () if replica.record is None else replica.record.leaves:
+                leaf.refresh(leaf.managed.central)
     return result
 
 
@@ -306,7 +315,8 @@ def _refuse_foreign(optimizer: Optimizer, replica: Replica) -> None:
             zip(held.central, held.managed, strict=True)
         ):
             if managed is None:
-                foreign = parameter.grad is not None
+                copies = replica.group.shared.get(("copies", replica.id), {})
+                foreign = parameter.grad is not None and id(parameter) not in copies
             else:
                 own = managed.strategy is replica.strategy
                 foreign = isinstance(managed, ReplicatedParameter) and not own

@@ -8,9 +8,9 @@ Those are the central parameters. Without the patch, clipping would act on the g
 clears the pointer and releases the interpreter lock in between: two threads that both run ``p.grad = None`` free it
 twice and corrupt memory. So replicas access it one at a time.
 
-``data`` of a leaf is ``.detach()``: the same memory with the leaf's version counter, by which writes are noticed
-(`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
-parameter once per replica, unnoticed. Assigning to ``.data`` is refused: it would only last until the next run.
+``data`` is ``.detach()`` of the replica's leaf: the same memory with the leaf's version counter, by which writes are
+noticed (`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
+parameter once per replica, unnoticed. Assigning to ``.data`` is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stratagem._core.context import current_replica
 from stratagem._core.managed import find_managed, find_registered, read_grad, write_grad
-from stratagem._core.replicated_parameters import ReplicatedParameter
+from stratagem._core.replicated_parameters import WRITE_ONCE, ReplicatedParameter
 from stratagem.errors import ReplicaError
 
 _plain_data: Any = torch.Tensor.data
@@ -67,29 +67,29 @@ def _delete_grad(parameter: nn.Parameter) -> None:
     _set_grad(parameter, None)
 
 
-def _managed_leaf(tensor: Tensor) -> ReplicatedParameter | None:
-    """Return the managed parameter if ``tensor`` is a leaf and this is a replica of several."""
+def _managed_here(tensor: Tensor) -> ReplicatedParameter | None:
+    """Return the managed parameter of a tensor if this is one of several replicas of its strategy."""
     replica = current_replica()
     if replica is None or replica.group.size == 1:
         return None
     managed = find_managed(tensor)
-    is_leaf = isinstance(managed, ReplicatedParameter) and tensor is not managed.central
-    return managed if is_leaf else None  # type: ignore[return-value]  # checked in `is_leaf`
+    own = isinstance(managed, ReplicatedParameter) and managed.strategy is replica.strategy
+    return managed if own else None  # type: ignore[return-value]  # checked in `own`
 
 
 def _get_data(tensor: nn.Parameter) -> Tensor:
-    plain = _managed_leaf(tensor) is None
-    found: Tensor = _plain_data.__get__(tensor) if plain else Tensor.detach(tensor)
-    return found
+    managed = _managed_here(tensor)
+    if managed is None:
+        plain: Tensor = _plain_data.__get__(tensor)
+        return plain
+    return Tensor.detach(managed.resolve() if tensor is managed.central else tensor)
 
 
 def _set_data(tensor: nn.Parameter, value: Tensor) -> None:
-    managed = _managed_leaf(tensor)
+    managed = _managed_here(tensor)
     if managed is not None:
         raise ReplicaError(
-            f"the .data of {managed.describe()} was assigned inside {current_replica()!r}. It would change "
-            "this replica's view of the one central parameter, until the next run. Let "
-            "optimizer.step() update it, or write it outside the function given to run()."
+            f"the .data of {managed.describe()} was assigned inside {current_replica()!r}. {WRITE_ONCE}"
         )
     _plain_data.__set__(tensor, value)
 

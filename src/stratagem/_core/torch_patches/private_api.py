@@ -255,6 +255,12 @@ def set_buffers(module: nn.Module, buffers: dict[str, Any]) -> None:
     module._buffers = buffers
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a user registered hooks around an optimizer's step."""
+    held = vars(optimizer)
+    return bool(held["_optimizer_step_pre_hooks"] or held["_optimizer_step_post_hooks"])
+
+
 def set_stages(scaler: torch.amp.GradScaler, stages: dict[int, Any]) -> None:
     """Replace the dict of `stages_of`."""
     scaler._per_optimizer_states = stages

@@ -1,0 +1,469 @@
+"""Patterns from public training programs, in replicas: equal to plain PyTorch, or refused with the remedy (issue 20)."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import stratagem as sg
+from stratagem.errors import ReplicaError
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(strategy, program, steps=4):
+    """Run a program; it gets `build` to make modules and returns its step and the module to compare.
+
+    Without a strategy, ``step`` gets the whole batch on one device.
+    """
+    if strategy is None:
+        step, result = program(lambda make: make(), lambda function: function())
+        for _ in range(steps):
+            step(X, Y)
+        return result
+
+    def build(make):
+        with strategy.scope():
+            return make()
+
+    def once(function):
+        return sg.get_replica_context().merge_call(lambda strategy: function())
+
+    step, result = program(build, once)
+    parts = [sg.PerReplica(list(each.chunk(strategy.num_replicas_in_sync))) for each in (X, Y)]
+    for _ in range(steps):
+        strategy.run(step, args=parts)
+    return result
+
+
+def assert_same(strategy, program, steps=4):
+    mine = train(strategy, program, steps).state_dict()
+    for name, value in train(None, program, steps).state_dict().items():
+        torch.testing.assert_close(
+            mine[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.fixture(params=["central2", "mirrored2"])
+def pair(request, make_strategy):
+    """Each strategy with two replicas."""
+    return make_strategy(request.param)
+
+
+# ------------------------------------------------------------------ updates written by hand (point 9)
+
+
+def add_to_data(parameters):
+    for p in parameters:
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+def subtract(parameters):
+    with torch.no_grad():
+        for p in parameters:
+            p -= 0.1 * p.grad
+
+
+def assign_data(parameters):
+    for p in parameters:
+        p.data = p.data - 0.1 * p.grad
+
+
+def copy_values(parameters):
+    with torch.no_grad():
+        for p in parameters:
+            p.copy_(p - 0.1 * p.grad)
+
+
+UPDATES = [add_to_data, subtract, assign_data, copy_values]
+
+
+@pytest.mark.parametrize("taken", ["inside", "outside"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_manual_updates_are_refused_with_the_lines_to_write(update, taken, pair):
+    """The update would be applied once per replica, also through parameters taken outside ``run``."""
+
+    def program(build, once):
+        model = build(mlp)
+        outside = list(model.parameters())
+
+        def step(x, y):
+            model.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            update(outside if taken == "outside" else model.parameters())
+
+        return step, model
+
+    with pytest.raises(ReplicaError, match=r"def update\(strategy\):(.|\n)*merge_call\(update\)"):
+        train(pair, program)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_manual_updates_in_merge_call_equal_plain_pytorch(update, pair):
+    """The function sees the aggregated gradients and writes the parameters once; the replicas follow."""
+
+    def program(build, once):
+        model = build(mlp)
+
+        def step(x, y):
+            for _ in range(2):
+                model.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                once(lambda: update(model.parameters()))
+
+        return step, model
+
+    assert_same(pair, program)
+
+
+def test_a_graph_made_before_merge_call_is_differentiated_after_it(pair):
+    def program(build, once):
+        model = build(mlp)
+        optimizer = sgd(model)
+
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            once(lambda: None)
+            loss.backward()
+            optimizer.step()
+            once(optimizer.zero_grad)
+
+        return step, model
+
+    assert_same(pair, program)
+
+
+def test_merge_call_sees_current_buffers(pair):
+    def program(build, once):
+        def make():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+        model = build(make)
+        copied = build(lambda: copy.deepcopy(model))
+
+        def step(x, y):
+            model(x)
+            once(lambda: copied.load_state_dict(model.state_dict()))
+
+        return step, nn.ModuleList([copied])
+
+    mine, plain = (train(each, program, 1)[0][0] for each in (pair, None))
+    torch.testing.assert_close(mine.running_mean, plain.running_mean)
+    assert mine.num_batches_tracked == plain.num_batches_tracked == 1
+
+
+# ------------------------------------------------------------------ running statistics in parameters (point 7)
+
+
+class Statistics(nn.Module):
+    """A layer that keeps a running mean in a parameter without gradient."""
+
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.linear = nn.Linear(4, 2)
+        self.write = write
+
+    def forward(self, x):
+        self.write(self, x.detach().mean(0))
+        return self.linear(x - self.mean)
+
+
+def in_place(layer, mean):
+    layer.mean.mul_(0.9).add_(mean, alpha=0.1)
+
+
+def through_data(layer, mean):
+    layer.mean.data.mul_(0.9).add_(mean, alpha=0.1)
+
+
+def by_data(layer, mean):
+    layer.mean.data = 0.9 * layer.mean + 0.1 * mean
+
+
+def by_assignment(layer, mean):
+    layer.mean = nn.Parameter(0.9 * layer.mean + 0.1 * mean, requires_grad=False)
+
+
+@pytest.mark.parametrize("write", [in_place, through_data, by_data, by_assignment])
+def test_statistics_kept_in_parameters_are_refused(write, pair):
+    """Each replica would write its own rows' statistics to the one parameter; a buffer is the remedy."""
+
+    def program(build, once):
+        model = build(lambda: Statistics(write))
+
+        def step(x, y):
+            F.mse_loss(model(x), y).backward()
+
+        return step, model
+
+    with pytest.raises(ReplicaError, match=r"parameter 'mean'(.|\n)*register_buffer"):
+        train(pair, program)
+
+
+# ------------------------------------------------------------------ objects that replicas share (point 6)
+
+
+class Trainer:
+    """An object that keeps its loss in an attribute and counts its steps."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.steps = model, optimizer, 0
+
+    def train(self, x, y):
+        self.optimizer.zero_grad()
+        self.loss = F.mse_loss(self.model(x), y)
+        self.loss.backward()
+        self.optimizer.step()
+
+    def scheduled_step(self):
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 / self.steps
+        self.optimizer.step()
+
+
+def test_a_loss_in_an_attribute_is_differentiated_by_its_own_replica(pair):
+    """``self.loss = f(); self.loss.backward()``: Python switches threads between neither of the two."""
+
+    def program(build, once):
+        model = build(mlp)
+        return Trainer(model, sgd(model)).train, model
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert_same(pair, program, steps=60)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_the_loss_of_another_replica_is_refused(pair):
+    """A shared attribute that is overwritten before ``backward()`` is noticed, not trained on."""
+
+    def program(build, once):
+        model = build(mlp)
+        trainer = Trainer(model, sgd(model))
+
+        def step(x, y):
+            trainer.loss = F.mse_loss(model(x), y)
+            sg.get_replica_context().all_reduce("sum", torch.ones(()))  # both have written it
+            trainer.loss.backward()
+
+        return step, model
+
+    with pytest.raises(ReplicaError, match=r"parameters of another replica.*local variable"):
+        train(pair, program)
+
+
+def test_counters_move_once_in_merge_call(pair):
+    """A hand-written learning-rate rule counts steps in Python; in merge_call it runs once."""
+
+    def program(build, once):
+        model = build(mlp)
+        trainer = Trainer(model, sgd(model))
+
+        def step(x, y):
+            trainer.optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            once(trainer.scheduled_step)
+
+        return step, model
+
+    assert_same(pair, program)
+
+
+# ------------------------------------------------------------------ inner loops, SAM, averages (point 12)
+
+
+@pytest.mark.parametrize("inner", ["functional_call", "autograd.grad", "copy"])
+def test_inner_loops_of_meta_learning_train_the_same(inner, pair):
+    """Each replica adapts to its own task; plain PyTorch averages the tasks' gradients."""
+
+    def program(build, once):
+        model = build(mlp)
+        optimizer = sgd(model)
+
+        def adapt(x, y):
+            if inner == "copy":  # first order: the gradient at the adapted copy
+                fast = copy.deepcopy(model)
+                inner_optimizer = torch.optim.SGD(fast.parameters(), lr=0.05)
+                for _ in range(2):
+                    inner_optimizer.zero_grad()
+                    F.mse_loss(fast(x), y).backward()
+                    inner_optimizer.step()
+                return torch.autograd.grad(F.mse_loss(fast(x), y), list(fast.parameters()))
+            weights = dict(model.named_parameters())
+
+            def predict(weights):
+                if inner == "functional_call":
+                    return torch.func.functional_call(model, weights, (x,))
+                a, b, c, d = weights.values()
+                return F.linear(torch.tanh(F.linear(x, a, b)), c, d)
+
+            values = list(weights.values())
+            slopes = torch.autograd.grad(F.mse_loss(predict(weights), y), values, create_graph=True)
+            fast = {k: w - 0.1 * g for (k, w), g in zip(weights.items(), slopes, strict=True)}
+            return torch.autograd.grad(F.mse_loss(predict(fast), y), values)
+
+        def step(x, y):
+            tasks = list(zip(x.split(4), y.split(4), strict=True))
+            found = [adapt(*task) for task in tasks]
+            for p, *slopes in zip(model.parameters(), *found, strict=True):
+                p.grad = torch.stack(slopes).mean(0)
+            optimizer.step()
+
+        return step, model
+
+    assert_same(pair, program)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: climb to a worse point nearby, take the gradient there, step from the old point."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, dict(rho=0.05, **settings))
+        self.base = torch.optim.SGD(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * 0.05 / norm)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+def test_two_step_optimizers_work_in_merge_call(pair):
+    def program(build, once):
+        model = build(mlp)
+        optimizer = Sharpness(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x, y):
+            F.mse_loss(model(x), y).backward()
+            once(optimizer.climb)
+            F.mse_loss(model(x), y).backward()
+            once(optimizer.descend)
+
+        return step, model
+
+    assert_same(pair, program)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_trains_the_same(reentrant, pair):
+    def program(build, once):
+        model = build(mlp)
+        optimizer = sgd(model)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            x = x.clone().requires_grad_()
+            hidden = checkpoint(model[:2], x, use_reentrant=reentrant)
+            out = checkpoint(model[2], hidden, use_reentrant=reentrant)
+            F.mse_loss(out, y).backward()
+            optimizer.step()
+
+        return step, model
+
+    assert_same(pair, program)
+
+
+@pytest.mark.parametrize("place", ["merge_call", "step hook"])
+def test_averages_updated_in_the_step_equal_plain_pytorch(place, pair):
+    def program(build, once):
+        model = build(mlp)
+        optimizer = sgd(model)
+        average = build(lambda: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+        if place == "step hook":
+            optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+
+        def step(x, y):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                average(x)  # a teacher's prediction: the average takes part in the run
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if place == "merge_call":
+                once(lambda: average.update_parameters(model))
+
+        return step, nn.ModuleList([model, average])
+
+    assert_same(pair, program)
+
+
+def test_averages_written_by_every_replica_are_refused(pair):
+    def program(build, once):
+        model = build(mlp)
+        average = build(lambda: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+        return lambda x, y: average.update_parameters(model), average
+
+    with pytest.raises(ReplicaError, match=r"written in place(.|\n)*merge_call"):
+        train(pair, program)
+
+
+class Regularized(nn.Module):
+    """A module that keeps parameters in plain lists, as DeepCTR-Torch does for its penalties."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.penalized = [
+            (list(self.first.parameters()), 0.01),
+            ([("last", self.last.weight)], 0.02),
+        ]
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+    def penalty(self):
+        total = torch.zeros(())
+        for weights, factor in self.penalized:
+            for weight in weights:
+                tensor = weight[1] if isinstance(weight, tuple) else weight
+                total = total + factor * tensor.square().sum()
+        return total
+
+
+def test_parameters_in_plain_lists_of_a_module_train_the_same(pair):
+    def program(build, once):
+        model = build(Regularized)
+        optimizer = sgd(model)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) + model.penalty()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+        return step, model
+
+    assert_same(pair, program, steps=7)

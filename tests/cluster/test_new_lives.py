@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +70,17 @@ class MovingViews(PlainOnCoordinator):
 
     def __init__(self, refuses: Path) -> None:
         super().__init__()
-        self.version = 0
+        self.version = self.sent = 0
         self._refuses = str(refuses)
 
-    def snapshot(self) -> int:
-        return self.version
+    def changes(self) -> tuple[Sequence[object], Sequence[Hashable]]:
+        return self.current() if self.version > self.sent else (), ()
 
-    def updates(self, after: int, upto: int) -> Sequence[object]:
-        return [Unwelcome(self._refuses)] if upto > after else []
+    def accept(self) -> None:
+        self.sent = self.version
+
+    def current(self) -> Sequence[object]:
+        return [Unwelcome(self._refuses)] if self.version else []
 
 
 def test_updates_that_cannot_be_read_come_again(

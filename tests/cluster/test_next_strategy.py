@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -65,18 +65,21 @@ class Moving(PlainOnCoordinator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.version = 0
+        self.version = self.sent = 0
         self.number = 0
 
     def move(self, number: int) -> None:
         self.version += 1
         self.number = number
 
-    def snapshot(self) -> int:
-        return self.version
+    def changes(self) -> tuple[Sequence[object], Sequence[Hashable]]:
+        return self.current() if self.version > self.sent else (), ()
 
-    def updates(self, after: int, upto: int) -> Sequence[object]:
-        return [self.number] if upto > after else []
+    def accept(self) -> None:
+        self.sent = self.version
+
+    def current(self) -> Sequence[object]:
+        return [self.number] if self.version else []
 
     def worker_setup(self) -> Any:
         return MovingSetup()

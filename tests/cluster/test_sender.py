@@ -26,7 +26,7 @@ class Things(PlainOnCoordinator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.version = 0
+        self.version = self.sent = 0
         self.known: dict[str, Thing] = {}
 
     def describe(self, obj: object) -> Hashable | None:
@@ -38,11 +38,15 @@ class Things(PlainOnCoordinator):
     def definitions(self, token: Hashable) -> Sequence[object]:
         return ("made", self.known[str(token)].parts)
 
-    def snapshot(self) -> int:
-        return self.version
+    def changes(self) -> tuple[Sequence[object], Sequence[Hashable]]:
+        updates = [f"{self.sent}-{self.version}"] if self.version > self.sent else []
+        return updates, ()
 
-    def updates(self, after: int, upto: int) -> Sequence[object]:
-        return [f"{after}-{upto}"] if upto > after else []
+    def accept(self) -> None:
+        self.sent = self.version
+
+    def current(self) -> Sequence[object]:
+        return [f"0-{self.version}"] if self.version else []
 
 
 class Engine:

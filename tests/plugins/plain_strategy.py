@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -64,17 +64,20 @@ class PlainOnCoordinator:
     def definitions(self, token: Hashable) -> Sequence[object]:
         raise LookupError(f"{token!r} has no definition: nothing is special here.")
 
-    def snapshot(self) -> int:
-        return 0
+    def check_definition(self, token: Hashable, named: Collection[Hashable]) -> None:
+        pass
 
-    def updates(self, after: int, upto: int) -> Sequence[object]:
+    def changes(self) -> tuple[Sequence[object], Sequence[Hashable]]:
+        return (), ()
+
+    def accept(self) -> None:
+        pass
+
+    def current(self) -> Sequence[object]:
         return ()
 
     def explain(self, update: object) -> str:
         return repr(update)
-
-    def outdated(self) -> Sequence[Hashable]:
-        return ()
 
     def worker_setup(self) -> PlainSetup:
         return PlainSetup()

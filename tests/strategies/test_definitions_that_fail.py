@@ -35,6 +35,29 @@ class Around(nn.Module):
         self.part = OnlyHere()
 
 
+class OwnReduce(nn.Module):
+    """A module that pickles as its configuration, as Keras models do."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.size = size
+        self.layer = nn.Linear(size, 1)
+
+    def __reduce__(self) -> Any:
+        return OwnReduce, (self.size,)
+
+
+class OwnState(nn.Module):
+    """A module that leaves its parameters out of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_parameters": {}}
+
+
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[sg.ClusterCoordinator]:
     monkeypatch.setenv("STRATAGEM_OPTIMIZER_MODULES", "own_optimizer")
@@ -75,6 +98,22 @@ def test_only_closures_that_need_the_object_fail(coordinator: sg.ClusterCoordina
     # A part of the refused module that is fine by itself can be used by itself.
     inner = bad.part.inner
     assert coordinator.schedule(lambda: tuple(inner.weight.shape)).fetch(timeout_s=60) == (1, 1)
+
+
+@pytest.mark.parametrize("make", [OwnReduce, OwnState])
+def test_a_module_that_pickles_without_its_parameters_is_refused(
+    coordinator: sg.ClusterCoordinator, make: Callable[[], nn.Module]
+) -> None:
+    """A worker would train a private copy (issue 12, section 3)."""
+    with coordinator.strategy.scope():
+        model = make()
+        around = nn.Sequential(nn.Linear(2, 2), model)
+    for used in (model, around):
+        for _ in range(2):
+            with pytest.raises(sg.errors.ForeignParameterError, match="without its parameter"):
+                coordinator.schedule(lambda used=used: used.training)
+    fine = around[0]
+    assert coordinator.schedule(lambda: fine.training).fetch(timeout_s=60)
 
 
 def at_the_second_attempt(coordinator: sg.ClusterCoordinator, fn: Callable[[], object]) -> object:

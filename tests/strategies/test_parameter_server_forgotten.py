@@ -73,8 +73,8 @@ def test_a_model_that_leads_back_to_itself_may_be_forgotten(
     del model, optimizer
     assert settled(coordinator) == before
     assert reference() is None
-    books = coordinator.strategy._cluster_views()._members
-    assert repr(books) == "<SentState of 0 objects, 0 looked at each time>"
+    tracker = coordinator.strategy._cluster_views()._tracker
+    assert repr(tracker) == "<ChangeTracker of 0 objects, 0 probed each time>"
 
 
 class Owner:

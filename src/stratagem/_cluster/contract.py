@@ -7,7 +7,7 @@ optimizer, the strategy itself) on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -30,17 +30,24 @@ class StrategyOnCoordinator(Protocol):
         The first definition must not refer to `token`, directly or through others. Later ones may.
         """
 
-    def snapshot(self) -> int:
-        """Return a version number that grows whenever later closures must see a change."""
+    def check_definition(self, token: Hashable, named: Collection[Hashable]) -> None:
+        """Raise if a definition that names these objects lacks some that it should name."""
 
-    def updates(self, after: int, upto: int) -> Sequence[object]:
-        """Return the changes between two versions."""
+    def changes(self) -> tuple[Sequence[object], Sequence[Hashable]]:
+        """Return updates that functions scheduled from now on must see, and tokens to define again.
+
+        Workers get the updates; workers that connect later get the new definitions. The same updates are
+        returned again until `accept` is called.
+        """
+
+    def accept(self) -> None:
+        """Take what `changes` returned as sent."""
+
+    def current(self) -> Sequence[object]:
+        """Return the updates that bring every definition up to date, for a worker that connects now."""
 
     def explain(self, update: object) -> str:
-        """Describe an update in words, for the error if it cannot be sent."""
-
-    def outdated(self) -> Sequence[Hashable]:
-        """Return, once each, tokens whose definition must be packed again for later workers."""
+        """Return a phrase about an update, for the error if it cannot be sent."""
 
     def worker_setup(self) -> WorkerSetup:
         """Return the object that connects a worker to the strategy."""

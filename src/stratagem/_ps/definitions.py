@@ -1,29 +1,52 @@
-"""What crosses from the coordinator to workers about a strategy's objects: plain data, no behaviour.
+"""Messages from the coordinator to workers about a strategy's objects: plain data.
 
-A *definition* is what a worker needs to rebuild one object; it may contain other objects of the
-strategy, which travel as their own tokens. An *update* is something that moved on the coordinator after
-the definition was made. Made by `coordinator_views.py`, used by the strategy's worker view.
+A *definition* is what a worker needs to rebuild one object; other managed objects inside it travel as tokens. An
+`EntryChange` sets one entry of an object that the worker has (`coordinator/object_entries.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import copyreg
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
+from stratagem._core.torch_patches import private_api
 from stratagem._core.variables import VariableRequest
 from stratagem._ps.placement import Description
 
 Token = tuple[str, int]
 """Kind and number of an object: ("strategy", 0), ("parameter", 7), ("module", 3), …"""
 
+Entry = str | tuple[int, str]
+"""Name of one part of an object's state: of a module an attribute, of an optimizer (group, setting)."""
+
+ATTRIBUTES: Final = "attributes"
+"""Entry of an optimizer of the user's own class: its plain attributes, which only servers use."""
+
+MEMBERS: Final = ("_parameters", "_buffers", "_modules")
+"""Dicts in which a module keeps its parameters, buffers and submodules."""
+
+HOOK_MARKS: Final[dict[str, tuple[str, ...]]] = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    **dict.fromkeys(("_backward_pre_hooks", "_backward_hooks"), ()),
+    **dict.fromkeys(("_state_dict_pre_hooks", "_state_dict_hooks"), ()),
+    **dict.fromkeys(("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"), ()),
+}
+"""Dicts in which a module keeps hooks by number, each with the dicts in which torch marks some of them."""
+
+STEP_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+GRADIENT_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS: Final = frozenset({*HOOK_MARKS, *STEP_HOOKS, *GRADIENT_HOOKS})
+
 
 @dataclass(frozen=True, slots=True)
 class StrategyDefinition:
-    """The strategy itself; the rest came with the worker's setup."""
+    """The strategy itself; the worker's setup holds everything about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +68,7 @@ class BufferDefinition:
 
 @dataclass(frozen=True, slots=True)
 class VariableDefinition:
-    """A `Variable`; a per-worker one has as many descriptions as there are workers."""
+    """A `Variable`; a per-worker variable has one description per worker."""
 
     descriptions: tuple[Description, ...]
     request: VariableRequest
@@ -54,7 +77,7 @@ class VariableDefinition:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDefinition:
-    """A module, as its ``__reduce_ex__`` describes it: how to make it, still without what it has."""
+    """First half of a module's pickle: how to make the object, still without its state."""
 
     make: Callable[..., nn.Module]
     arguments: tuple[Any, ...]
@@ -62,38 +85,17 @@ class ModuleDefinition:
 
 @dataclass(frozen=True, slots=True)
 class ModuleState:
-    """What the module has; parameters and submodules inside are tokens.
+    """Second half of a module's pickle, sent after the definitions of everything that it names.
 
-    Told after all of them, the module itself among them: a submodule may have a hook, or an attribute,
-    that leads back to the module.
+    It may name the module itself: a submodule may have an attribute that leads back to it.
     """
 
     state: Any
 
 
 @dataclass(frozen=True, slots=True)
-class GradientHooks:
-    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` put on a parameter."""
-
-    on_gradient: tuple[Callable[..., Any], ...]
-    accumulated: tuple[Callable[..., Any], ...]
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self.on_gradient or self.accumulated)
-
-
-@dataclass(frozen=True, slots=True)
-class StepHooks:
-    """What ``register_step_pre_hook`` and ``register_step_post_hook`` put on an optimizer."""
-
-    before: tuple[Callable[..., Any], ...]
-    after: tuple[Callable[..., Any], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class OptimizerDefinition:
-    """An optimizer: its class, its groups (their parameters are tokens), its settings there."""
+    """An optimizer: its class, its groups (their parameters are tokens), its settings on the servers."""
 
     number: int
     kind: type[Optimizer]
@@ -102,145 +104,31 @@ class OptimizerDefinition:
     settings: dict[int, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleHooks:
-    """The hooks on a module: by the dict it keeps them in, each by torch's number, in order.
-
-    Beside each hook, the dicts in which its number is marked (``with_kwargs``, ``always_call``).
-    """
-
-    by_dict: dict[str, dict[int, tuple[Callable[..., Any], tuple[str, ...]]]]
-    is_full_backward: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class SetAttribute:
-    """A module has another attribute of this name (``p``, ``training`` …), or none any more."""
-
-    token: Hashable
-    name: str
-    value: Any
-    is_there: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SetRequiresGrad:
-    """A parameter was frozen, or thawed."""
-
-    token: Hashable
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SetHyperparameters:
-    """Settings of one parameter group changed (a learning rate, mostly)."""
-
-    token: Hashable
-    group: int
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class AddGroup:
-    """``optimizer.add_param_group`` was called on the coordinator."""
-
-    token: Hashable
-    group: dict[str, Any]
-    settings: dict[str, Any]
-
-
-ATTRIBUTE = "attribute"
-CLASS = "class"
-HOOKS = "hooks"
-ORDER = "order"
-"""Kinds of what moved, beside the dicts modules keep their members in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """An attribute or member of a module, or the hooks on an object, are others now.
-
-    Which, is asked when it is told, as `SetAttribute`, `SetMember` and so on; this stays on the coordinator. So the log of updates keeps no model alive.
-    """
+class EntryChange(NamedTuple):
+    """One entry of an object has a new value, or does not exist any more."""
 
     token: Token
-    kind: str
-    name: str
-    is_plain: bool = False
-    """A number or text, as before: no definition has to be made again for lives that come later."""
-
-
-@dataclass(frozen=True, slots=True)
-class SetMember:
-    """A module has another parameter, buffer or part of this name, None there, or none any more."""
-
-    token: Hashable
-    kind: str
-    name: str
+    entry: Entry
     value: Any
-    is_there: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SetClass:
-    """A module is of another class now, or others of its tensors are computed (parametrized)."""
-
-    token: Hashable
-    plain: type[nn.Module]
-    computed: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetOrder:
-    """A module has its members in this order now."""
-
-    token: Hashable
-    kind: str
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetHooks:
-    """A parameter, module or optimizer has these hooks now, and no others."""
-
-    token: Hashable
-    hooks: GradientHooks | ModuleHooks | StepHooks
+    exists: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetObjects:
-    """Objects that are gone on the coordinator; nothing scheduled from now on names them."""
+    """Objects that no longer exist on the coordinator; no later function names them."""
 
-    tokens: tuple[Hashable, ...]
-
-
-TokenUpdate = SetAttribute | SetRequiresGrad | SetHyperparameters | AddGroup
-"""About one object."""
-
-SetPart = SetClass | SetMember | SetOrder | SetHooks
-"""About what an object is made of: definitions made afterwards have it already."""
-
-Update = TokenUpdate | Moved | SetPart | ForgetObjects
+    tokens: tuple[Token, ...]
 
 
-def subject_of(update: Update) -> Hashable:
-    """What an update is about: a later one about the same thing makes it void.
+def make_parametrized(plain: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """Return an empty module of a class whose tensors of these names are computed."""
+    module: nn.Module = vars(copyreg)["__newobj__"](plain)
+    compute(module, names)
+    return module
 
-    Example:
-        >>> from stratagem._ps.definitions import SetRequiresGrad, subject_of
-        >>> subject_of(SetRequiresGrad(("parameter", 3), True)) == subject_of(
-        ...     SetRequiresGrad(("parameter", 3), False)
-        ... )
-        True
-    """
-    if isinstance(update, SetHyperparameters):
-        return ("settings", update.token, update.group, tuple(sorted(update.settings)))
-    if isinstance(update, AddGroup):
-        return ("group", update.token, id(update))
-    if isinstance(update, ForgetObjects):
-        return ("forget", update.tokens)
-    if isinstance(update, Moved | SetMember):
-        return ("member", update.token, update.kind, update.name)
-    if isinstance(update, SetAttribute):
-        return ("member", update.token, ATTRIBUTE, update.name)
-    return (type(update).__name__, update.token)
+
+def compute(module: nn.Module, names: Sequence[str]) -> None:
+    """Make a module compute its tensors of these names from its ``parametrizations``."""
+    private_api.inject_class(module)
+    for name in names:
+        private_api.inject_property(module, name)

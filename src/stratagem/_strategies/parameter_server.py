@@ -18,6 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem import config
@@ -136,6 +137,37 @@ class ParameterServerStrategy(Strategy):
         """Within it the first read of a variable is kept, and later reads return it."""
         with caching(self._cache):
             yield
+
+    def publish(self, obj: nn.Module | Optimizer) -> None:
+        """Send a module or optimizer, as it is, to the workers with the next scheduled function.
+
+        Workers see changes of attributes, hooks, parts and settings without a call of this method. Two
+        cases need it: an attribute of more than 64 KB that is no tensor, which is otherwise compared at
+        every `schedule`; and a change that cannot be seen from outside the object, such as one of state
+        that a C extension keeps.
+
+        Args:
+            obj: a module (with all its submodules) or an optimizer of this strategy.
+
+        Raises:
+            ForeignParameterError: `obj` has no parameter on this strategy's servers.
+
+        Example:
+            >>> import stratagem as sg
+            >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+            ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+            ...     with sg.ClusterCoordinator(strategy) as coordinator:
+            ...         with strategy.scope():
+            ...             model = torch.nn.Linear(2, 1)
+            ...         model.words = [str(number) for number in range(20_000)]
+            ...         strategy.publish(model)
+            ...         first = coordinator.schedule(lambda: model.words[0]).get()
+            ...         model.words[0] = "zero"
+            ...         strategy.publish(model)
+            ...         print(first, coordinator.schedule(lambda: model.words[0]).get())
+            0 zero
+        """
+        self._cluster_views().publish(obj)
 
     @property
     @override

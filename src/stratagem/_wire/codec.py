@@ -215,6 +215,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []  # ids in _numbers stay valid while we hold the objects
         self.tensors: list[PackedTensor] = []
+        self.classes: list[type] = []  # those that are packed by value
+
+    def reducer_override(self, obj: object) -> Any:
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and reduced is not NotImplemented:
+            self.classes.append(obj)
+        return reduced
 
     def persistent_id(self, obj: object) -> tuple[int, object] | None:
         kind = type(obj)
@@ -270,11 +277,18 @@ class _Unpickler(pickle.Unpickler):
         return self._rebuild(value)
 
 
-def pack(obj: object, outgoing: Outgoing, *, describe: Describe | None = None) -> Packed:
+def pack(
+    obj: object,
+    outgoing: Outgoing,
+    *,
+    describe: Describe | None = None,
+    classes: list[type] | None = None,
+) -> Packed:
     """Turns any object into a message part; its tensors become buffers of `outgoing`.
 
     Functions travel by value if their module cannot be imported elsewhere (``__main__``, lambdas). An
-    object for which `describe` gives a token travels as that token.
+    object for which `describe` gives a token travels as that token. Classes that travel by value are added
+    to `classes`.
 
     Example:
         >>> import torch
@@ -289,6 +303,8 @@ def pack(obj: object, outgoing: Outgoing, *, describe: Describe | None = None) -
     raw: list[int] = []
     pickler = _Pickler(file, outgoing, describe, raw)
     pickler.dump(obj)
+    if classes is not None:
+        classes += pickler.classes
     payload, body = file.getvalue(), -1
     if len(payload) > PAYLOAD_BYTES:
         payload, body = b"", outgoing.add_bytes(payload)
@@ -344,11 +360,27 @@ def digest_of(packed: Packed, buffers: Sequence[Buffer] = ()) -> bytes:
         16
     """
     summary = hashlib.blake2b(packed.payload, digest_size=16)
+    if packed.tensors:
+        summary.update(repr(packed.tensors).encode())  # shapes and dtypes are not in the buffers
     for buffer in buffers:
         memory = memoryview(buffer)
         if memory.nbytes:
             summary.update(memory)
     return summary.digest()
+
+
+def digest(obj: object, describe: Describe | None = None) -> tuple[bytes, int]:
+    """Return the digest of what an object packs to, and how many bytes that is.
+
+    Example:
+        >>> from stratagem._wire.codec import digest
+        >>> digest([1, 2]) == digest([1, 2]), digest([1, 2]) == digest([1, 3])
+        (True, False)
+    """
+    outgoing = Outgoing()
+    packed = pack(obj, outgoing, describe=describe)
+    size = len(packed.payload) + sum(memoryview(one).nbytes for one in outgoing.buffers)
+    return digest_of(packed, outgoing.buffers), size
 
 
 def _revive(packed: PackedTensor, frame: HasBuffers) -> Tensor:

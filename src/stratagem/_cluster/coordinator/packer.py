@@ -1,11 +1,11 @@
-"""Turns functions and arguments into messages, each function once.
+"""Packs functions, arguments and definitions into messages.
 
-A function that is scheduled again is known by its *mark* (`marks.py`). One that has none, because it
-captures what may have changed without a trace, is packed anew at every `schedule`, and sent again if its
-bytes changed. So a worker always sees what the coordinator had at the time of `schedule`.
+A function is sent to a worker once, and again when something that it sees has changed. The packer knows a
+function by its fingerprint (`_core/fingerprints.py`). With a new fingerprint the function is packed, and sent if the digest of its bytes is new. So a worker always sees what the
+coordinator had at the time of `schedule`.
 
-Tokens of the strategy's objects (`views.py`) are collected on the way: their definitions travel once
-per worker life, before the first closure that names them.
+Packing collects the tokens of the strategy's objects (`contract.py`): their definitions are sent to a worker
+before the first closure that names them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,20 @@ import functools
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnCoordinator
-from stratagem._cluster.coordinator.capture_check import CaptureCheck, CaptureCountCheck
-from stratagem._cluster.coordinator.function_identity import (
-    BY_VALUE,
-    CaptureScan,
-    ChangeableError,
-    FunctionIdentifier,
-    is_installed,
-    mark_value,
-)
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
+from stratagem._core.fingerprints import PLAIN, Fingerprint, plain_fingerprint
+from stratagem._core.installed import is_installed
 from stratagem._wire import messages
-from stratagem._wire.codec import Outgoing, digest_of, pack, ship_by_value
+from stratagem._wire.codec import Outgoing, digest, digest_of, pack, ship_by_value
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Message, Packed
 from stratagem.errors import StratagemError
@@ -47,7 +40,7 @@ Encoded = tuple[Message, Sequence[Buffer]]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PackedObject:
-    """A packed function, or packed arguments, and what must be at the worker before."""
+    """A packed function, or packed arguments, and the objects whose definitions a worker needs first."""
 
     packed: Packed
     buffers: Sequence[Buffer]
@@ -57,112 +50,65 @@ class PackedObject:
     name: str = ""
 
 
-@dataclass(slots=True, eq=False)
-class _Recent:
-    """A function scheduled before: known by itself, as long as its checks hold."""
-
-    function: weakref.ref[Any]
-    shipment: PackedObject
-    checks: list[CaptureCheck | CaptureCountCheck]
-    epoch: int  # of the marker
-
-    def still_holds(self) -> list[object] | None:
-        """What it captures that must live as long as its closure; None if something changed."""
-        held: list[object] = []
-        for check in self.checks:
-            now = check.now()
-            if not check.is_same(now):
-                return None
-            if check.is_handle:
-                held.append(now)
-        return held
-
-
 @final
 class Packer:
-    """Packs for one coordinator; used by one thread at a time (the coordinator's packing lock)."""
+    """Packs for one coordinator; used by one thread at a time (the sender's packing lock).
+
+    Attributes:
+        definitions: by token, the packed parts of a definition, each with the tokens that it names.
+        evicted: digests of functions that workers may forget.
+    """
 
     def __init__(self, views: StrategyOnCoordinator) -> None:
         self._views = views
-        self._marker = FunctionIdentifier(views.describe)
-        # By mark: the shipment, its captured objects watched, and what else the mark's ids stand for.
-        self._known: OrderedDict[
-            Hashable, tuple[PackedObject, Sequence[object], Sequence[object]]
-        ] = OrderedDict()
-        self._stale: deque[Hashable] = deque()
-        self._recent: dict[int, _Recent] = {}
+        self._recent: OrderedDict[tuple[int, Fingerprint], PackedObject] = OrderedDict()  # by epoch
         self._by_digest: OrderedDict[bytes, PackedObject] = OrderedDict()
+        # A worker has each class of the user once, as it was sent last. The epoch counts changes of such
+        # classes: what was sent in an earlier epoch must be sent again.
+        self._classes: weakref.WeakKeyDictionary[type, Hashable] = weakref.WeakKeyDictionary()
+        self._epoch = 0
         self._tokens: list[Hashable] = []
         self._holds: list[object] = []
         # The last arguments that cannot change; weakly, since they keep per-worker values alive.
         self._last_arguments: tuple[Hashable, weakref.ref[PackedObject]] | None = None
         self._holding = False  # whether everything described is kept, for as long as its closure
         self._packed_again = metrics.counter("coordinator.functions_packed_again")
-        # By token: what is to be told, in order, each with the tokens it names.
         self.definitions: dict[Hashable, list[tuple[Encoded, tuple[Hashable, ...]]]] = {}
         self.evicted: list[bytes] = []
 
     def function(self, function: Callable[..., object]) -> tuple[PackedObject, Sequence[object]]:
-        """The packed function, the same shipment as before if nothing it sees has changed.
+        """Return the packed function: the same as before if nothing that it sees has changed.
 
-        Beside it, what the function captures of the strategy's objects: to be kept until its closure
-        is done. Nothing here keeps them alive, so that a model nobody has any more is freed.
+        The second result are the strategy's objects that the function sees. The caller keeps them until
+        the closure is done; nothing here keeps them alive, so that a forgotten model is freed.
         """
-        recent = self._recent.get(id(function))
-        if (
-            recent is not None
-            and recent.function() is function
-            and recent.epoch == self._marker.epoch
-        ):
-            held = recent.still_holds()
-            if held is not None:
-                return recent.shipment, held
-        while self._stale:
-            self._known.pop(self._stale.popleft(), None)
-        look = CaptureScan()
-        try:
-            mark: Hashable = self._marker.mark(function, look)
-        except ChangeableError:
-            self._packed_again.add()
-            return self._pack_function(function)
-        mark = mark, self._marker.epoch
-        known = self._known.get(mark)
-        if known is not None:
-            shipment = known[0]
-            self._known.move_to_end(mark)
-        else:
-            shipment = self._pack_function(function)[0]
-            # A mark is made of ids: with one of the objects it goes, too (maybe in another thread).
-            note = functools.partial(_note, self._stale, mark)
-            watched = [weakref.ref(obj, note) for obj in look.handles]
-            self._known[mark] = (shipment, watched, look.kept)
-            if len(self._known) > FUNCTION_LIMIT:
-                self._known.popitem(last=False)
-        if look.is_quick and type(function) is types.FunctionType:
-            if len(self._recent) >= FUNCTION_LIMIT:
-                self._recent.clear()
-            forget = functools.partial(_pop, self._recent, id(function))
-            reference = weakref.ref(function, forget)
-            epoch = self._marker.epoch
-            self._recent[id(function)] = _Recent(reference, shipment, look.checks, epoch)
-        return shipment, look.handles
+        seen = Fingerprint(function, self._token_or_none, self._digest)
+        held, seen.managed = seen.managed, []
+        packed = self._recent.get((self._epoch, seen))
+        if packed is not None:
+            return packed, held
+        packed, captured = self._pack_function(function)
+        self._recent[self._epoch, seen] = packed
+        if len(self._recent) > FUNCTION_LIMIT:
+            self._recent.popitem(last=False)
+        return packed, captured
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PackedObject:
-        """The packed arguments of one call; the last ones again if they are the same."""
-        mark = None if kwargs else _mark_unchangeable(args)
+        """Return the packed arguments of one call; the last ones again if they are the same."""
+        mark = None if kwargs else _fingerprint_of(args)
         if mark is not None and self._last_arguments is not None:
             known, reference = self._last_arguments
-            # While the shipment lives, so do the values in it: their ids are still theirs.
-            if known == mark and (shipment := reference()) is not None:
-                return shipment
-        # A model its owner forgets while closures still wait with it must not be freed on the servers.
+            # While the packed arguments live, so do the values in them: their ids are still theirs.
+            if known == mark and (packed := reference()) is not None:
+                return packed
+        # A model must not be freed on the servers while closures still wait with it.
         self._holding = True
         try:
-            shipment = self._pack((tuple(args), kwargs))
+            packed = self._pack((tuple(args), kwargs))
             if mark is not None:
-                self._last_arguments = mark, weakref.ref(shipment)
-            return shipment
-        except (ValueError, OSError, StratagemError):  # no descriptor left, say
+                self._last_arguments = mark, weakref.ref(packed)
+            return packed
+        except (ValueError, OSError, StratagemError):  # no file descriptor is left
             raise
         except Exception as error:  # pickling runs the users' own code
             raise TypeError(
@@ -174,10 +120,10 @@ class Packer:
             self._holding = False
 
     def updates(self, updates: Sequence[object]) -> PackedObject:
-        """Packed updates.
+        """Return packed updates.
 
         Raises:
-            TypeError: one of them cannot be sent; it is said which.
+            TypeError: one of them cannot be sent; the error says which.
         """
         try:
             return self._pack(list(updates))
@@ -193,7 +139,7 @@ class Packer:
         except Exception as own:
             what = self._views.explain(update)
             if isinstance(own, ValueError | OSError | StratagemError):
-                own.add_note(f"This is about {what} which workers must be told of.")
+                own.add_note(f"This is about {what} which workers must get.")
                 raise own from None
             raise TypeError(
                 f"{what} cannot be sent to the workers: {own}. Functions scheduled from now on would "
@@ -207,8 +153,8 @@ class Packer:
         _ship_user_modules_by_value()
         self._holding = True
         try:
-            shipment = self._pack(function)
-        except (ValueError, OSError, StratagemError):  # no descriptor left, say
+            packed = self._pack(function)
+        except (ValueError, OSError, StratagemError):  # no file descriptor is left
             raise
         except Exception as error:  # pickling runs the users' own code
             raise TypeError(
@@ -218,79 +164,113 @@ class Packer:
             ) from error
         finally:
             self._holding = False
-        held, shipment.holds = shipment.holds, ()  # the shipment may outlive the closure by far
-        # Told of its classes in this state, whatever it was told of before.
-        epoch = self._marker.epoch.to_bytes(8, "little")
-        shipment.digest = digest_of(shipment.packed, (*shipment.buffers, epoch))
-        shipment.name = describe_function(function)
-        same = self._by_digest.get(shipment.digest)
+        held, packed.holds = packed.holds, ()  # a packed function outlives its closures
+        epoch = self._epoch.to_bytes(8, "little")
+        packed.digest = digest_of(packed.packed, (*packed.buffers, epoch))
+        packed.name = describe_function(function)
+        same = self._by_digest.get(packed.digest)
         if same is not None:
-            self._by_digest.move_to_end(shipment.digest)
+            self._by_digest.move_to_end(packed.digest)
             return same, held
-        self._by_digest[shipment.digest] = shipment
+        self._by_digest[packed.digest] = packed
         if len(self._by_digest) > FUNCTION_LIMIT:
             self.evicted.append(self._by_digest.popitem(last=False)[0])
-        return shipment, held
+        return packed, held
 
     def _pack(self, obj: object) -> PackedObject:
         self._tokens, self._holds = [], []
         outgoing = Outgoing()
-        packed = pack(obj, outgoing, describe=self.describe)
+        classes: list[type] = []
+        value = pack(obj, outgoing, describe=self.describe, classes=classes)
+        self._note_classes(classes)
         # The caller may change its tensors as soon as schedule() has returned.
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
         check_size(buffers)
         tokens = tuple(dict.fromkeys(self._tokens))
-        shipment = PackedObject(packed, buffers, tokens, tuple(self._holds))
+        packed = PackedObject(value, buffers, tokens, tuple(self._holds))
         self._holds, self._holding = [], False  # nothing is kept alive beyond its closure
         for token in tokens:
             self._define(token)
-        return shipment
+        return packed
 
     def define_again(self, tokens: Sequence[Hashable]) -> None:
-        """These are no longer what they were: lives that come later are told what they are now."""
+        """Pack these definitions again, for workers that connect later."""
         for token in tokens:
             try:
-                told = self._views.definitions(token)
+                parts = self._pack_parts(token)
             except LookupError:
-                continue  # gone meanwhile: nothing will name it
-            stages = self._pack_stages(token, told)
-            for _, nested in stages:
+                continue  # the object is gone: nothing will name it
+            for _, nested in parts:
                 for inner in nested:
                     self._define(inner)
-            self.definitions[token] = stages  # at once: other threads are sending
+            self.definitions[token] = parts  # at once: other threads are sending
 
     def _define(self, token: Hashable) -> None:
         if token in self.definitions:
             return
-        self.definitions[token] = stages = self._pack_stages(token, self._views.definitions(token))
+        self.definitions[token] = parts = self._pack_parts(token)
         try:
-            for _, nested in stages:
+            for _, nested in parts:
                 for inner in nested:
                     self._define(inner)
         except BaseException:  # Ctrl-C too
             del self.definitions[token]  # incomplete: to be tried again
             raise
 
-    def _pack_stages(
-        self, token: Hashable, told: Sequence[object]
-    ) -> list[tuple[Encoded, tuple[Hashable, ...]]]:
-        return [
-            self._pack_definition(token, one, stage=stage, last=stage == len(told) - 1)
-            for stage, one in enumerate(told)
+    def _pack_parts(self, token: Hashable) -> list[tuple[Encoded, tuple[Hashable, ...]]]:
+        definitions = self._views.definitions(token)
+        count = len(definitions)
+        parts = [
+            self._pack_part(token, part, stage=stage, last=stage == count - 1)
+            for stage, part in enumerate(definitions)
         ]
+        self._views.check_definition(token, {inner for _, nested in parts for inner in nested})
+        return parts
 
-    def _pack_definition(
-        self, token: Hashable, definition: object, *, stage: int, last: bool
+    def _pack_part(
+        self, token: Hashable, part: object, *, stage: int, last: bool
     ) -> tuple[Encoded, tuple[Hashable, ...]]:
         outgoing = Outgoing()
         before, self._tokens = self._tokens, []
-        value = pack(definition, outgoing, describe=self.describe)
+        classes: list[type] = []
+        value = pack(part, outgoing, describe=self.describe, classes=classes)
+        self._note_classes(classes)
         nested = tuple(dict.fromkeys(inner for inner in self._tokens if inner != token))
         self._tokens = before
         name = pack(token, outgoing)
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
         message = messages.Define(value=value, token=name, stage=stage, last=last)
         return (message, buffers), nested
+
+    def _note_classes(self, classes: Sequence[type]) -> None:
+        """Begin a new epoch if a class is not what it was when it was last packed."""
+        for kind in classes:
+            members = vars(kind).items()
+            now = tuple((name, one if type(one) in PLAIN else id(one)) for name, one in members)
+            if self._classes.setdefault(kind, now) != now:
+                self._classes[kind] = now
+                self._epoch += 1
+
+    def _digest(self, value: object) -> tuple[Hashable, Sequence[object]]:
+        """Return a digest of something that a function sees, and the strategy's objects inside."""
+        self._packed_again.add()
+        before = self._tokens, self._holds, self._holding
+        self._tokens, self._holds, self._holding = [], [], True
+        try:
+            return digest(value, self.describe), self._holds
+        except Exception:  # noqa: BLE001 - the user's own code; packing the function raises it again
+            return id(value), ()
+        finally:
+            self._tokens, self._holds, self._holding = before
+
+    def _token_or_none(self, obj: object) -> Hashable | None:
+        if type(obj) is PerWorkerValues:
+            return "r", obj._resource
+        try:
+            token = self._views.describe(obj)
+            return global_function(obj) if token is None else token
+        except (ValueError, StratagemError):
+            return None  # packing refuses it
 
     def describe(self, obj: object) -> tuple[str, Hashable] | None:
         """The codec's handle hook."""
@@ -312,25 +292,17 @@ class Packer:
         return "v", token
 
 
-def _note(stale: deque[Hashable], mark: Hashable, _: object) -> None:
-    stale.append(mark)
-
-
-def _pop(recent: dict[int, _Recent], key: int, _: object) -> None:
-    recent.pop(key, None)
-
-
-def _mark_unchangeable(args: Sequence[Any]) -> Hashable | None:
-    """A mark for arguments that are all numbers, texts and per-worker values; None for others."""
-    marks: list[Hashable] = []
+def _fingerprint_of(args: Sequence[Any]) -> Hashable | None:
+    """Return a fingerprint of arguments that are immutable or per-worker values; None for others."""
+    found: list[Hashable] = []
     for arg in args:
-        if type(arg) in BY_VALUE:
-            marks.append(mark_value(arg))
+        if type(arg) in PLAIN:
+            found.append(plain_fingerprint(arg))
         elif isinstance(arg, PerWorkerValues):
-            marks.append(id(arg))
+            found.append(id(arg))
         else:
             return None
-    return tuple(marks)
+    return tuple(found)
 
 
 _looked_at: set[str] = set()
@@ -350,7 +322,7 @@ def _ship_user_modules_by_value() -> None:
 
 
 def describe_function(function: object) -> str:
-    """A name people recognise, with file and line if there is one."""
+    """Return a name for people, with file and line if there is one."""
     if isinstance(function, functools.partial):
         return f"partial of {describe_function(function.func)}"
     if isinstance(function, types.MethodType):

@@ -69,36 +69,35 @@ class Sender:
     ) -> Call:
         """Pack a call with the present state of everything; raise if something cannot be sent."""
         with self._packing:
+            updates, outdated = self._views.changes()
+            if updates:
+                packed_updates = self._packer.updates(updates)
+                self._packer.define_again(outdated)
+                self._views.accept()
+                self._version += 1
+                self._updates.append((self._version, packed_updates))
             packed, holds = self._packer.function(function)
             arguments = None
             if args or kwargs:
                 arguments = self._packer.arguments(args or (), dict(kwargs or {}))
-            version = self._views.snapshot()
-            if version != self._version:
-                updates = self._pack_updates(self._version, version)
-                self._packer.define_again(self._views.outdated())
-                if updates is not None:
-                    self._updates.append((version, updates))
-                self._version = version
-        return Call(packed, arguments, version, holds)
+            return Call(packed, arguments, self._version, holds)
 
     def catch_up(self, link: WorkerLink) -> None:
-        """Send a new incarnation the present state of the strategy."""
+        """Send a new worker the changes that its definitions will not contain."""
         with self._packing:
-            version = self._version
-            updates = self._pack_updates(0, version)
+            version, updates = self._version, self._views.current()
+            packed = self._packer.updates(updates) if updates else None
         with link.sending:
             link.sent.version = version
-            if updates is not None:
+            if packed is not None:
                 batch: list[Encoded] = []
-                self._add_updates(link, updates, batch, whole=True)
+                self._add_updates(link, packed, batch, whole=True)
                 link.send(batch)
 
     def send_again(self, link: WorkerLink, call: Call) -> None:
-        """Send everything that a call needs again with the next closure that needs it.
+        """Send everything that a call needs again, with the next call: some of it did not arrive.
 
-        Something arrived damaged. The worker keeps the objects it has. Updates are sent now, since
-        they belong to no call.
+        A worker keeps the objects that it has already. Changes are sent now: they belong to no call.
         """
         with link.sending:
             link.sent.functions.discard(call.function.digest)
@@ -115,9 +114,9 @@ class Sender:
         for token in function.tokens:
             self._add_definition(link, token, batch)
         if call.version > sent.version:
-            for version, updates in tuple(self._updates):
+            for version, packed in tuple(self._updates):
                 if sent.version < version <= call.version:
-                    self._add_updates(link, updates, batch)
+                    self._add_updates(link, packed, batch)
             sent.version = call.version
         if function.digest not in sent.functions:
             sent.functions.add(function.digest)
@@ -153,16 +152,12 @@ class Sender:
                 if resources or known:
                     link.notify(messages.Forget(functions=known, resources=tuple(resources)))
 
-    def _pack_updates(self, after: int, upto: int) -> PackedObject | None:
-        updates = self._views.updates(after, upto)
-        return self._packer.updates(updates) if updates else None
-
     def _add_updates(
-        self, link: WorkerLink, updates: PackedObject, batch: list[Encoded], *, whole: bool = False
+        self, link: WorkerLink, packed: PackedObject, batch: list[Encoded], *, whole: bool = False
     ) -> None:
-        for token in updates.tokens:
+        for token in packed.tokens:
             self._add_definition(link, token, batch)
-        batch.append((messages.Update(updates=updates.packed, whole=whole), updates.buffers))
+        batch.append((messages.Update(updates=packed.packed, whole=whole), packed.buffers))
 
     def _forget_definition(self, link: WorkerLink, token: Hashable) -> None:
         if token in link.sent.tokens:

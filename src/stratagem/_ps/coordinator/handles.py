@@ -1,10 +1,9 @@
-"""The coordinator's half of contract 7: which objects are handles, and what workers must know of them.
+"""The coordinator's side of a parameter-server strategy, as `ClusterCoordinator` uses it.
 
 `describe` gives a token to everything that belongs to the strategy: the strategy, its variables, modules
 with parameters on its servers (and all their submodules), their parameters and buffers, and optimizers
-over them. Everything else travels by value. `snapshot` notices what later closures must see: learning
-rates, frozen parameters, new parameter groups, attributes and members of modules (`members.py`), hooks,
-and local writes, which go to the servers.
+over them. Everything else travels by value. `changes` returns what workers do not know yet
+(`change_tracking.py`), after local writes have been sent to the servers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,28 +23,23 @@ from typing_extensions import override
 from stratagem._core.managed import find_managed
 from stratagem._core.variables import Variable
 from stratagem._ps import definitions
-from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
-from stratagem._ps.coordinator.module_definitions import define_module, hooks_of, part_now
+from stratagem._ps.coordinator.change_tracking import ChangeTracker
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorBuffer, CoordinatorParameter
+from stratagem._ps.coordinator.object_entries import Tracked, define_module, entries_of
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
-from stratagem._ps.coordinator.sent_state import SentState
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
-from stratagem._ps.definitions import Token, Update
-from stratagem._ps.optimizer_settings import Settings, are_unchanged, settings_of
+from stratagem._ps.definitions import ATTRIBUTES, HOOKS, Token
 from stratagem.config import ClusterOptions
 from stratagem.errors import ForeignParameterError, StratagemError
 
 _log = logging.getLogger("stratagem.ps")
-
-LOG_LIMIT = 1 << 18
-"""Updates kept one by one: as many as the coordinator's queue holds closures. Of older ones only the
-last of each kind is kept."""
 
 
 class ObjectHandles:
     """What `ClusterCoordinator` asks of a parameter-server strategy.
 
     Args:
-        strategy: whose views these are.
+        strategy: the strategy whose objects these are.
         setup: makes what a worker needs to connect.
     """
 
@@ -55,31 +49,27 @@ class ObjectHandles:
         self._setup = setup
         self._optimizers = OptimizersOnServers(self._variables)
         self._numbers = 0
-        # By identity: a Variable's == compares values. An entry goes with its object.
-        self._tokens: dict[int, Token] = {}
+        # By id: a Variable's == compares values. An entry is deleted with its object.
+        self._tokens: dict[int, tuple[Token, weakref.ref[Any]]] = {}
         self._objects: weakref.WeakValueDictionary[Token, Any] = weakref.WeakValueDictionary()
         self._gone: deque[tuple[int, Token]] = deque()
-        # What is looked at whenever something is scheduled, and as what workers know it. By token and
-        # with plain references: iterating weak dictionaries took a third of the coordinator's time.
-        self._frozen: dict[Token, tuple[weakref.ref[CoordinatorParameter], bool]] = {}
-        self._settings: dict[Token, tuple[weakref.ref[Optimizer], Settings]] = {}
-        self._members = SentState(self._variables.managed_buffer, self._is_handle, self._name_parts)
-        self._outdated: list[Token] = []
-        self._log: deque[tuple[int, Update]] = deque()
-        self._oldest: dict[Hashable, Update] = {}  # the last of each kind that left the log
-        self._version = 0
+        self._tracker = ChangeTracker(self._token_or_none, self._name_parts)
+        self._tables: set[Token] = set()  # parameters that are tables of rows on workers
+        self._unsent: list[Token] = []  # objects that are gone, until workers are told
 
     # -------------------------------------------------------------- handles
 
     def describe(self, obj: object) -> Token | None:
-        """A token if `obj` belongs to the strategy, else None."""
+        """Return a token if `obj` belongs to the strategy, else None."""
+        known = self._tokens.get(id(obj))
+        if known is not None and known[1]() is obj:
+            return known[0]
         if isinstance(obj, Tensor):
             return self._describe_tensor(obj)
-        if isinstance(obj, nn.Module | Optimizer | Variable | PerWorkerVariable):
-            known = self._known(obj)
-            return known if known is not None else self._describe_new(obj)
+        if isinstance(obj, (nn.Module, Optimizer, Variable, PerWorkerVariable)):
+            return self._describe_new(obj)
         if isinstance(obj, LRScheduler) and self.describe(obj.optimizer) is not None:
-            # Every worker would step a copy, each at its own pace, and this one would stand still.
+            # Every worker would step a copy at its own pace, and the coordinator's would not move.
             raise ValueError(
                 f"{type(obj).__name__} was captured by or passed to a scheduled function: a learning "
                 "rate is changed in one place. Call scheduler.step() on the coordinator, between "
@@ -87,21 +77,60 @@ class ObjectHandles:
             )
         return ("strategy", 0) if obj is self._strategy() else None
 
+    def _token_or_none(self, obj: object) -> Token | None:
+        try:
+            return self.describe(obj)
+        except (ValueError, StratagemError):  # refused when it is sent
+            return None
+
     def definitions(self, token: Token) -> Sequence[object]:
-        """What a worker needs to rebuild `token`, in order."""
-        self._variables.flush()
+        """Return what a worker needs to rebuild the object of a token, in order."""
         kind, _ = token
         if kind == "strategy":
             return (definitions.StrategyDefinition(),)
         obj = self._objects[token]
-        if kind in ("parameter", "buffer"):
+        if isinstance(obj, CoordinatorParameter | CoordinatorBuffer):
             return self._define_tensor(token, obj)
         if isinstance(obj, nn.Module):
-            self._members.tell(token, obj)
+            self._tracker.define(token, obj)
             return define_module(obj)
         if isinstance(obj, Optimizer):
             return self._define_optimizer(token, obj)
         return (self._define_variable(obj),)
+
+    def check_definition(self, token: Token, named: Collection[Hashable]) -> None:
+        """Refuse a module whose definition does not name all parameters and buffers that it has.
+
+        Args:
+            token: the module's.
+            named: tokens of the objects in its definition.
+
+        Raises:
+            ForeignParameterError: a worker would make tensors of its own and train those.
+        """
+        module = self._objects.get(token)
+        if not isinstance(module, nn.Module):
+            return
+        missing = list(self._missing(module, named))
+        if missing:
+            raise ForeignParameterError(
+                f"{type(module).__name__} pickles without its parameter or buffer {missing[0]!r} "
+                f"({len(missing)} in all), so a worker would train a private copy that no parameter "
+                "server knows. The reason is a __reduce__, __reduce_ex__ or __getstate__ of its class. "
+                "Remove that method, or let it keep `_parameters`, `_buffers` and `_modules` in the "
+                "state, as torch.nn.Module does."
+            )
+
+    def _missing(self, module: nn.Module, named: Collection[Hashable]) -> Iterator[str]:
+        """Yield names of parameters and buffers on servers that are neither named nor in a named part."""
+        # As the dicts hold them: looking values up would ask the servers for each.
+        for name, one in (*dict.items(module._parameters), *dict.items(module._buffers)):
+            token = None if one is None else self._describe_tensor(one)
+            if token is not None and token not in named:
+                yield name
+        for prefix, part in dict.items(module._modules):
+            if part is not None and self._known(part) not in named:
+                yield from (f"{prefix}.{name}" for name in self._missing(part, named))
 
     @staticmethod
     def _define_variable(obj: Any) -> object:
@@ -121,7 +150,7 @@ class ObjectHandles:
 
     def _describe_new(self, obj: Any) -> Token | None:
         if isinstance(obj, nn.Module):
-            if not self._owns(obj):
+            if next(self._missing(obj, ()), None) is None:
                 return None
             self._name_parts(obj)
             return self._known(obj)
@@ -143,60 +172,50 @@ class ObjectHandles:
         return self._token_of(obj, "variable") if ours_too else None
 
     def _name_parts(self, module: nn.Module) -> None:
-        """Workers have views of all parts of a module, also of those without parameters."""
-        for part in module.modules():
-            self._token_of(part, "module")
-
-    def _is_handle(self, obj: object) -> bool:
-        try:
-            return self.describe(obj) is not None
-        except (ValueError, StratagemError):  # it is refused when it is to be sent
-            return False
-
-    def _owns(self, module: nn.Module) -> bool:
-        for part in module.modules():
-            # As the dicts hold them: looking values up would ask the servers for each.
-            held = (*dict.values(part._parameters), *dict.values(part._buffers))
-            if any(one is not None and self._describe_tensor(one) is not None for one in held):
-                return True
-        return False
+        """Give tokens to all submodules of a module, also to those without parameters."""
+        if self._known(module) is None:
+            for part in module.modules():
+                self._token_of(part, "module")
 
     def _known(self, obj: object) -> Token | None:
-        token = self._tokens.get(id(obj))
-        return token if token is not None and self._objects.get(token) is obj else None
+        known = self._tokens.get(id(obj))
+        return known[0] if known is not None and known[1]() is obj else None
 
     def _token_of(self, obj: Any, kind: str) -> Token:
         token = self._known(obj)
         if token is None:
             self._numbers += 1
             token = (kind, self._numbers)
-            self._tokens[id(obj)] = token
+            self._tokens[id(obj)] = token, weakref.ref(obj)
             self._objects[token] = obj
-            # May run in any thread, at any time: it only notes what `snapshot` is to tell.
+            # May run in any thread, at any time: `changes` does the rest.
             weakref.finalize(obj, self._gone.append, (id(obj), token)).atexit = False
         return token
 
-    def _define_tensor(self, token: Token, managed: Any) -> Sequence[object]:
+    def _define_tensor(
+        self, token: Token, managed: CoordinatorParameter | CoordinatorBuffer
+    ) -> Sequence[object]:
+        if managed.kept.remote is None:
+            self._variables.flush()
         description = managed.kept.description
         if description is None:
             raise ValueError(
                 "a lazy module was captured by a scheduled function before it has a shape: call it "
                 "once on the coordinator, on an example batch, first."
             )
-        if isinstance(managed, CoordinatorParameter):
-            self._frozen.setdefault(token, (weakref.ref(managed), managed.central.requires_grad))
-            made = definitions.ParameterDefinition(
-                description, managed.central.requires_grad, managed.as_table
-            )
-            self._members.tell(token, managed)
-            hooks = hooks_of(managed)
-            return (made, hooks) if hooks else (made,)
-        return (definitions.BufferDefinition(description, managed.counts),)
+        if isinstance(managed, CoordinatorBuffer):
+            return (definitions.BufferDefinition(description, managed.counts),)
+        self._tracker.define(token, managed)
+        if managed.as_table:
+            self._tables.add(token)
+        made = definitions.ParameterDefinition(
+            description, managed.central.requires_grad, managed.as_table
+        )
+        return made, *_hook_entries(token, managed)
 
     def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
         number = self._optimizers.create(optimizer)
-        self._settings.setdefault(token, (weakref.ref(optimizer), settings_of(optimizer)))
-        self._members.tell(token, optimizer)
+        self._tracker.define(token, optimizer)
         # It steps on the servers; torch's LR schedulers, which look at this mark of their own, would
         # else warn that it never stepped.
         optimizer.__dict__["_opt_called"] = True
@@ -207,110 +226,74 @@ class ObjectHandles:
             groups=[dict(group) for group in optimizer.param_groups],
             settings=self._optimizers.initial_settings(optimizer),
         )
-        return made, hooks_of(optimizer)
+        return made, *_hook_entries(token, optimizer)
 
-    # -------------------------------------------------------------- what moved
+    # -------------------------------------------------------------- changes
 
-    def snapshot(self) -> int:
-        """A number that moves whenever later closures must see something new."""
+    def changes(self) -> tuple[Sequence[object], Sequence[Token]]:
+        """Return updates that later functions must see, and objects to define again; until `accept`."""
         self._variables.flush()
-        for moved in self._members.moved():
-            if not moved.is_plain:
-                self._outdated.append(moved.token)
-            self._note(moved)
-        if self._gone:
-            self._tell_gone()
-        for token, (kept, before) in list(self._frozen.items()):
-            managed = kept()
-            if managed is None:
-                del self._frozen[token]
-            elif managed.central.requires_grad != before:
-                self._frozen[token] = kept, managed.central.requires_grad
-                self._note(definitions.SetRequiresGrad(token, managed.central.requires_grad))
-        for token, (watched, told) in list(self._settings.items()):
-            optimizer = watched()
-            if optimizer is None:
-                del self._settings[token]
-            elif not are_unchanged(optimizer, told):
-                self._note_settings(token, optimizer, told)
-        return self._version
-
-    def _tell_gone(self) -> None:
-        tokens = []
         while self._gone:
             key, token = self._gone.popleft()
-            tokens.append(token)
-            if self._tokens.get(key) == token:
+            self._unsent.append(token)
+            if self._tokens.get(key, (None,))[0] == token:
                 del self._tokens[key]
-        self._members.forget(tokens)
-        self._note(definitions.ForgetObjects(tuple(tokens)))
+            self._tables.discard(token)
+            self._tracker.forget((token,))
+        changed = self._tracker.changes()
+        if not changed and not self._unsent:
+            return (), ()
+        for change in changed:
+            obj = self._objects.get(change.token)
+            if isinstance(obj, Optimizer) and change.entry[-1] in ("params", ATTRIBUTES):
+                self._optimizers.create(obj)
+            elif change.token in self._tables and change.entry in HOOKS:
+                raise ValueError(
+                    f"parameter {obj and obj.name!r} got a gradient hook after its first use in a scheduled "
+                    "function: workers look up rows of it, and a hook needs the whole gradient. Register "
+                    "the hook before you schedule anything with the model, or remove it and change the "
+                    "gradients of the rows in the function, between backward() and step()."
+                )
+        updates: list[object] = list(changed)
+        if self._unsent:
+            updates.append(definitions.ForgetObjects(tuple(self._unsent)))
+        return updates, self._tracker.outdated()
 
-    def _note_settings(self, token: Token, optimizer: Optimizer, told: Settings) -> None:
-        now = settings_of(optimizer)
-        if now == told:
-            return
-        if len(now) > len(told):
-            self._optimizers.create(optimizer)
-        for index, values in now.items():
-            if index not in told:
-                group = dict(optimizer.param_groups[index])
-                self._note(definitions.AddGroup(token, group, dict(values)))
-            elif values != told[index]:
-                changed = {
-                    key: value
-                    for key, value in values.items()
-                    if key not in told[index] or told[index][key] != value
-                }
-                self._note(definitions.SetHyperparameters(token, index, changed))
-        self._settings[token] = weakref.ref(optimizer), now
+    def accept(self) -> None:
+        """Take what `changes` returned as sent."""
+        self._unsent = []
+        self._tracker.accept()
 
-    def _note(self, update: Update) -> None:
-        self._version += 1
-        self._log.append((self._version, update))
-        if len(self._log) > LOG_LIMIT:
-            _, old = self._log.popleft()
-            self._oldest[definitions.subject_of(old)] = old
+    def current(self) -> Sequence[object]:
+        """Return updates that bring every definition up to date, for a worker that connects now."""
+        return self._tracker.current()
 
-    def updates(self, after: int, upto: int) -> Sequence[Update]:
-        """What moved between two snapshots; of each thing only the last word."""
-        latest: dict[Hashable, Update] = {}
-        first = self._log[0][0] if self._log else self._version + 1
-        if after + 1 < first:
-            latest.update(self._oldest)
-        for position in range(max(0, after + 1 - first), len(self._log)):
-            version, update = self._log[position]
-            if version > upto:
-                break
-            latest.pop(definitions.subject_of(update), None)
-            latest[definitions.subject_of(update)] = update
-        found = (self._as_told(update) for update in latest.values())
-        return [update for update in found if update is not None]
-
-    def _as_told(self, update: Update) -> Update | None:
-        """An update as workers get it; None if what it is about is gone."""
-        if not isinstance(update, definitions.Moved):
-            return update
-        obj = self._objects.get(update.token)
-        if obj is None:
-            return None
-        if update.kind == definitions.HOOKS:
-            return definitions.SetHooks(update.token, hooks_of(obj))
-        return part_now(obj, update)
+    def publish(self, obj: nn.Module | Optimizer) -> None:
+        """Send an object, as it is, with the next function that is scheduled."""
+        token = self.describe(obj)
+        if token is None:
+            raise ForeignParameterError(
+                f"publish got {type(obj).__name__}, which has no parameter or buffer on this strategy's "
+                "servers: it travels by value with each function that uses it. Publish a module or "
+                "optimizer that was created inside `with strategy.scope():`."
+            )
+        found = [token]
+        for part in obj.modules() if isinstance(obj, nn.Module) else ():
+            held = [
+                self._describe_tensor(one)
+                for one in dict.values(part._parameters)
+                if one is not None
+            ]
+            found += [one for one in (self._known(part), *held) if one is not None]
+        self._tracker.publish(found)
 
     def explain(self, update: object) -> str:
-        """What an update is about, in words."""
-        obj = self._objects.get(getattr(update, "token", ("", 0)))
-        owner = "an object" if obj is None else type(obj).__name__
-        if isinstance(update, definitions.SetAttribute | definitions.SetMember):
-            return f"{update.name!r} of {owner}, which was set after the first use of it,"
-        if isinstance(update, definitions.SetHooks):
-            return f"a hook on {owner}, registered after the first use of it,"
-        return repr(update)
-
-    def outdated(self) -> Sequence[Token]:
-        """What has to be defined anew for workers that come later; each is named once."""
-        found, self._outdated = self._outdated, []
-        return tuple(dict.fromkeys(found))
+        """Return a phrase about an update, for an error."""
+        if not isinstance(update, definitions.EntryChange):
+            return repr(update)
+        owner = type(self._objects.get(update.token)).__name__
+        what = "a hook" if update.entry in HOOKS else repr(update.entry)
+        return f"{what} of {owner}, which was set after the first use of it,"
 
     # -------------------------------------------------------------- workers and servers
 
@@ -348,4 +331,13 @@ class ObjectHandles:
 
     @override
     def __repr__(self) -> str:
-        return f"<CoordinatorViews {len(self._tokens)} handles, version {self._version}>"
+        return f"<ObjectHandles {len(self._tokens)} handles, {self._tracker!r}>"
+
+
+def _hook_entries(token: Token, obj: Tracked) -> list[definitions.EntryChange]:
+    """Return the hooks on a parameter or optimizer, which its definition leaves out."""
+    return [
+        definitions.EntryChange(token, entry, value, exists=True)
+        for entry, value in entries_of(obj).items()
+        if entry in HOOKS and value
+    ]

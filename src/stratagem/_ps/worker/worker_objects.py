@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from stratagem._core.fingerprints import PLAIN
 from stratagem._core.replicated_buffers import ReplicatedBuffer
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.torch_patches import module_members, special_modules
@@ -26,11 +27,10 @@ from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
-from stratagem._ps.coordinator.module_definitions import compute
 from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.tables.replicated_table import ReplicatedTable
 from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem._ps.worker.worker_hooks import WorkerHooks
+from stratagem._ps.worker.entry_changes import EntryWriter
 from stratagem._ps.worker.worker_variables import WorkerClosure, WorkerVariables
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
@@ -76,28 +76,27 @@ class WorkerObjects:
         self._strategy = setup.make_strategy(setup, self._variables, self._cache)
         self._objects: dict[Hashable, Any] = {("strategy", 0): self._strategy}
         self._variables.new_buffers.is_view = self._is_view
-        # What moved on with objects that are not defined here, until they are.
-        self._waiting: dict[Hashable, dict[Hashable, definitions.TokenUpdate]] = {}
+        # Changes of objects that are not defined here yet.
+        self._waiting: dict[Hashable, dict[definitions.Entry, definitions.EntryChange]] = {}
         self._steppers: dict[Hashable, OptimizerStepper] = {}
-        self._hooks = WorkerHooks()
+        self._writer = EntryWriter(self._put_buffer)
         # Homes of parameters seen from several replicas; modules hold them only by name.
         self._all_managed: list[ReplicatedParameter] = []
 
     # -------------------------------------------------------------- contract 7
 
     def define(self, token: Hashable, definition: object, *, last: bool) -> None:
-        """Rebuild the object behind a token, or tell it more."""
+        """Rebuild the object of a token, or add to it; `last`: its definition is complete."""
         if isinstance(definition, definitions.ModuleState):
             self._fill_module(token, definition.state)
-        elif isinstance(definition, definitions.GradientHooks | definitions.StepHooks):
-            self._hooks.put(token, self._objects[token], definition)
-        elif token not in self._objects:  # it may be, if what came after it went wrong
+        elif isinstance(definition, definitions.EntryChange):
+            self._set(self._objects[token], definition)
+        elif token not in self._objects:  # it is, if a later part of the definition failed
             self._objects[token] = self._build(token, definition)
         if last:
-            # What moved on since the definition was made: this worker may have heard of it before.
-            for update in self._waiting.get(token, {}).values():
-                self._move(self._objects[token], update)
-            self._waiting.pop(token, None)
+            # Changes that are younger than the definition: this worker may have had them before it.
+            for change in self._waiting.pop(token, {}).values():
+                self._set(self._objects[token], change)
 
     def _build(self, token: Hashable, definition: object) -> Any:
         if isinstance(definition, definitions.ParameterDefinition):
@@ -124,10 +123,9 @@ class WorkerObjects:
     def apply(
         self, updates: Sequence[object]
     ) -> tuple[dict[Hashable, Exception], Sequence[Hashable]]:
-        """Takes over what moved on the coordinator since the last closure.
+        """Apply the coordinator's changes; return failures by token, and tokens of objects that are gone.
 
-        Gives what went wrong, by the token of the object concerned (code of the user's classes runs),
-        and the tokens of objects that are gone.
+        A change may fail, since code of the user's classes runs.
         """
         failures: dict[Hashable, Exception] = {}
         gone: list[Hashable] = []
@@ -136,37 +134,24 @@ class WorkerObjects:
                 self._forget(update.tokens)
                 gone += update.tokens
                 continue
-            assert isinstance(update, definitions.TokenUpdate | definitions.SetPart)
-            if update.token not in self._objects:
-                if isinstance(update, definitions.SetPart):
-                    continue  # the definition that comes is made of what there is now
-                waiting = self._waiting.setdefault(update.token, {})
-                waiting.pop(definitions.subject_of(update), None)  # the last word comes last
-                waiting[definitions.subject_of(update)] = update
-                continue
-            try:
-                self._move(self._objects[update.token], update)
-            except Exception as error:  # noqa: BLE001 - raised by the closures that use the object
-                failures[update.token] = error
+            assert isinstance(update, definitions.EntryChange)
+            token = update.token
+            if token not in self._objects:
+                # A definition is younger than every other change of its object.
+                if type(update.value) in PLAIN:
+                    self._waiting.setdefault(token, {})[update.entry] = update
+            elif token not in failures:
+                try:
+                    self._set(self._objects[token], update)
+                except Exception as error:  # noqa: BLE001 - raised by closures that use the object
+                    failures[token] = error
         return failures, gone
 
-    def _move(self, found: Any, update: definitions.TokenUpdate | definitions.SetPart) -> None:
-        if isinstance(update, definitions.SetMember):
-            self._set_member(found, update)
-        elif isinstance(update, definitions.SetAttribute):
-            _set_attribute(found, update)
-        elif isinstance(update, definitions.SetClass):
-            _set_class(found, update)
-        elif isinstance(update, definitions.SetOrder):
-            _set_order(vars(found)[update.kind], update.names)
-        elif isinstance(update, definitions.SetHooks):
-            self._hooks.put(update.token, found, update.hooks)
-        elif isinstance(update, definitions.SetRequiresGrad):
-            found.requires_grad_(update.requires_grad)
-        elif isinstance(update, definitions.SetHyperparameters):
-            found.param_groups[update.group].update(update.settings)
+    def _set(self, obj: Any, change: definitions.EntryChange) -> None:
+        if isinstance(obj, Optimizer) and change.entry[-1] == "params":
+            self._set_group(obj, change)
         else:
-            self._add_group(found, update)
+            self._writer.set(obj, change)
 
     def closure(self, number: int, *, exactly_once: bool, quick: bool) -> WorkerClosure:
         """Surrounds one closure: fresh values, the strategy's scope."""
@@ -197,7 +182,6 @@ class WorkerObjects:
         self._strategy.steppers.clear()
         self._objects.clear()
         self._steppers.clear()
-        self._hooks.clear()
         self._all_managed.clear()
         self._variables.close()
         self._client.close()
@@ -232,25 +216,18 @@ class WorkerObjects:
             set_state(state)
         else:
             module.__dict__.update(state)
-        self._hooks.came_with(token, module)
+        self._writer.define(token, module)
         if self._strategy.num_replicas_in_sync > 1:
             self._answer_by_replica(module)
         else:
             module._buffers = self._variables.watched(module._buffers)
 
-    def _set_member(self, module: nn.Module, update: definitions.SetMember) -> None:
-        """The coordinator's module has another parameter, buffer or part of this name."""
-        held: dict[str, Any] = vars(module)[update.kind]
-        if isinstance(update.value, nn.Parameter):
-            setattr(module, update.name, update.value)  # recurrent modules keep it elsewhere, too
-        elif not update.is_there:
-            held.pop(update.name, None)
-        elif update.kind != "_buffers" or update.value is None:
-            held[update.name] = update.value
-        elif isinstance(held, module_members.BuffersByReplica):
-            held.bind(update.name, ReplicatedBuffer(update.value, strategy=self._strategy))
+    def _put_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> None:
+        held: Any = module._buffers
+        if isinstance(held, module_members.BuffersByReplica):
+            held.bind(name, ReplicatedBuffer(buffer, strategy=self._strategy))
         else:
-            dict.__setitem__(held, update.name, update.value)
+            dict.__setitem__(held, name, buffer)
             module._buffers = self._variables.watched(held)
 
     def _answer_by_replica(self, module: nn.Module) -> None:
@@ -284,7 +261,7 @@ class WorkerObjects:
             gone = self._objects.pop(token, None)
             self._waiting.pop(token, None)
             self._steppers.pop(token, None)
-            self._hooks.forget(token)
+            self._writer.forget(token)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
                 self._all_managed = [
@@ -293,12 +270,15 @@ class WorkerObjects:
             elif isinstance(gone, Optimizer):
                 self._strategy.steppers.pop(id(gone), None)
 
-    def _add_group(self, optimizer: Optimizer, update: definitions.AddGroup) -> None:
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(parameter) in known for parameter in update.group["params"]):
+    def _set_group(self, optimizer: Optimizer, change: definitions.EntryChange) -> None:
+        """Add a parameter group, or give one other parameters."""
+        number, group = int(change.entry[0]), dict(change.value)
+        if number < len(optimizer.param_groups):
+            optimizer.param_groups[number]["params"] = group["params"]
             return
-        self._steppers[update.token].settings[len(optimizer.param_groups)] = dict(update.settings)
-        optimizer.add_param_group(dict(update.group))
+        settings = {name: value for name, value in group.items() if name != "params"}
+        self._steppers[change.token].settings[number] = settings
+        optimizer.add_param_group(group)
 
     def _variable(self, definition: definitions.VariableDefinition) -> Variable:
         index = self._place if definition.per_worker else 0
@@ -315,7 +295,7 @@ class WorkerObjects:
 
     @override
     def __repr__(self) -> str:
-        return f"<WorkerViews of worker {self._worker_index}, {len(self._objects)} objects>"
+        return f"<WorkerObjects of worker {self._worker_index}, {len(self._objects)} objects>"
 
 
 class OptimizerStepper:
@@ -341,34 +321,6 @@ class OptimizerStepper:
         for after in tuple(optimizer._optimizer_step_post_hooks.values()):
             after(optimizer, arguments, {})
         return loss
-
-
-def _set_attribute(module: nn.Module, update: definitions.SetAttribute) -> None:
-    """As the coordinator's module holds it, past whatever the class does when it is assigned to."""
-    if update.is_there:
-        vars(module)[update.name] = update.value
-    else:
-        vars(module).pop(update.name, None)
-
-
-def _set_class(module: nn.Module, update: definitions.SetClass) -> None:
-    """Parametrized since, or no longer: its members follow."""
-    module.__class__ = update.plain
-    if update.computed:
-        for held in (module._parameters, module._buffers):
-            for name in update.computed:
-                held.pop(name, None)  # torch wants their places free
-        compute(module, update.computed)
-    if isinstance(module._parameters, module_members.ParametersByReplica):
-        for name, managed in module._parameters.managed.items():
-            special_modules.prepare(module, managed, name)
-
-
-def _set_order(held: dict[str, Any], names: Sequence[str]) -> None:
-    """Put a module's members in order; what only this worker has comes last."""
-    behind = [name for name in held if name not in names]
-    for name in (*(name for name in names if name in held), *behind):
-        dict.__setitem__(held, name, dict.pop(held, name))
 
 
 def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:

@@ -1,0 +1,299 @@
+"""Fingerprints: hashable values that differ if an object, or anything that it refers to, has changed.
+
+A function refers to its code, closure variables, default arguments, attributes and the globals that its code names; a
+class to its members; an object to its attributes. Immutable values count by value, objects that the strategy manages by
+token, tensors by identity, version and memory. Installed code counts by identity. Only objects of other types are
+pickled, to be compared by a digest. A fingerprint keeps nothing alive but immutable values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from stratagem._core.installed import is_installed
+from stratagem._core.torch_patches.private_api import version_of
+
+MOST_VALUES: Final = 256
+"""Values in one variable or attribute that are compared one by one; larger ones are compared by a digest."""
+MOST_BYTES: Final = 4096
+"""Size of a tensor that is compared byte by byte; of a larger tensor, eight parts are compared."""
+
+PLAIN: Final = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)
+"""Types of immutable values that lead to no other object."""
+
+_CONTAINERS: Final = frozenset({tuple, list, set, frozenset, dict, OrderedDict})
+_MISSING: Final = "missing"
+_WRAPPED: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
+    types.MethodType: lambda bound: (bound.__func__, bound.__self__),
+    functools.partial: lambda bound: (bound.func, bound.args, bound.keywords),
+    staticmethod: lambda member: (member.__func__,),
+    classmethod: lambda member: (member.__func__,),
+    property: lambda member: (member.fget, member.fset, member.fdel),
+    functools.cached_property: lambda member: (member.func,),
+}
+
+Digest = Callable[[Any], tuple[Hashable, Sequence[Any]]]
+"""Returns a digest of what an object pickles to, and the managed objects that it leads to."""
+
+
+@final
+class Identity:
+    """Stands for one object without keeping it alive; equal only to an `Identity` of the same object."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, obj: object) -> None:
+        try:
+            self._of: object = weakref.ref(obj)  # the same one for as long as the object exists
+        except TypeError:
+            self._of = obj
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self._of is other._of
+
+    @override
+    def __hash__(self) -> int:
+        return id(self._of)
+
+
+def plain_fingerprint(value: Any) -> tuple[type, Hashable]:
+    """Return a hashable value for an immutable value, which tells 1 from True and 0.0 from -0.0."""
+    kind = type(value)
+    return (kind, repr(value)) if kind is float or kind is complex else (kind, value)
+
+
+def tensor_fingerprint(tensor: Tensor) -> Hashable:
+    """Return a hashable value that differs if a tensor was written, also through ``data`` or NumPy."""
+    state = version_of(tensor), tensor.requires_grad, tensor.shape, tensor.dtype
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return state
+    size = tensor.nbytes
+    if not tensor.is_cpu or not size or not tensor.is_contiguous():
+        return state
+    start = tensor.data_ptr()
+    if size <= MOST_BYTES:
+        return state, ctypes.string_at(start, size)
+    places = [start + number * (size - 64) // 7 for number in range(8)]
+    return state, start, *[ctypes.string_at(place, 64) for place in places]
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code, and the functions defined in it, may look up in globals or modules."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(dict.fromkeys(names_of(constant)))
+    return tuple(names)
+
+
+class _TooLarge(Exception):
+    """A value has too many parts to be compared one by one."""
+
+
+@final
+class Fingerprint:
+    """Fingerprint of a function, a class or any other value.
+
+    Args:
+        root: the value.
+        token_of: returns the token of an object that the strategy manages, None for any other object.
+        digest: returns the digest of an object that cannot be compared part by part.
+
+    Attributes:
+        managed: the managed objects that `root` leads to; the caller clears the list before it keeps the fingerprint.
+        can_change: whether a part of `root` can change while `root` remains the same object.
+
+    Example:
+        >>> rates = [0.1]
+        >>> def scaled(x):
+        ...     return x * rates[0]
+        >>> def look():
+        ...     return Fingerprint(scaled, lambda obj: None, lambda obj: (repr(obj), ()))
+        >>> before = look()
+        >>> before == look()
+        True
+        >>> rates[0] = 0.2
+        >>> before == look()
+        False
+    """
+
+    __slots__ = (
+        "_digest",
+        "_found",
+        "_left",
+        "_numbers",
+        "_todo",
+        "_token_of",
+        "can_change",
+        "managed",
+    )
+
+    def __init__(
+        self, root: Any, token_of: Callable[[Any], Hashable | None], digest: Digest
+    ) -> None:
+        self.managed: list[Any] = []
+        self.can_change = False
+        self._token_of = token_of
+        self._digest = digest
+        self._numbers: dict[
+            Hashable, int
+        ] = {}  # by id: functions, classes and objects found so far
+        self._todo: list[tuple[Any, Sequence[str]]] = []  # functions and classes; names in modules
+        self._left = 0  # values that may still be compared one by one
+        if type(root) is types.FunctionType:  # visited, even if it is installed
+            self._numbers[id(root)] = 0
+            self._todo.append((root, ()))
+        found = [self._part(root)]
+        for code, names in self._todo:  # it grows
+            found.append(self._visit(code, names))
+        self._found = tuple(found)
+        self._numbers, self._todo = {}, []
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fingerprint) and self._found == other._found
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._found)
+
+    def _part(self, value: Any, names: Sequence[str] = ()) -> Hashable:
+        """Return the fingerprint of one variable or attribute: part by part, or by a digest if it is large."""
+        if type(value) is types.ModuleType:
+            return self._code(value, names)
+        self._left = MOST_VALUES
+        try:
+            return self._walk(value)
+        except _TooLarge:
+            return self._packed(value)
+
+    def _walk(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in PLAIN:
+            return plain_fingerprint(value)
+        if kind in _CONTAINERS:
+            return self._container(kind, value)
+        if kind is types.FunctionType or kind is types.ModuleType or isinstance(value, type):
+            return self._code(value)
+        if kind is Identity or kind is types.CodeType:
+            return kind, value
+        token = self._token_of(value)
+        if token is not None:
+            self.managed.append(value)
+            return "token", token
+        if kind in _WRAPPED:
+            return kind, *[self._walk(one) for one in _WRAPPED[kind](value)]
+        if kind is types.BuiltinFunctionType:
+            owner = value.__self__
+            is_method = owner is not None and type(owner) is not types.ModuleType
+            return (value.__name__, self._walk(owner)) if is_method else Identity(value)
+        if isinstance(value, enum.Enum):
+            return Identity(value)
+        self.can_change = True
+        if isinstance(value, Tensor):
+            return Identity(value), tensor_fingerprint(value)
+        if not _is_ordinary(kind):  # type: ignore[arg-type]
+            return self._packed(value)
+        if id(value) in self._numbers:
+            return "again", self._numbers[id(value)]
+        self._numbers[id(value)] = len(self._numbers)
+        return self._code(kind), self._container(dict, vars(value))
+
+    def _container(self, kind: Any, value: Any) -> Hashable:
+        self.can_change |= kind is not tuple and kind is not frozenset
+        self._left -= 1 + len(value)
+        if self._left < 0:
+            raise _TooLarge
+        if kind is dict or kind is OrderedDict:
+            pairs = value.items()
+            return kind, *[
+                (name if type(name) is str else self._walk(name), self._walk(one))
+                for name, one in pairs
+            ]
+        found = [self._walk(one) for one in value]
+        return kind, frozenset(found) if kind is set or kind is frozenset else tuple(found)
+
+    def _code(self, value: Any, names: Sequence[str] = ()) -> Hashable:
+        """Return installed code itself; a number for a function with variables, or code of the user."""
+        is_module = type(value) is types.ModuleType
+        key: Hashable = (id(value), names) if is_module else id(value)
+        if key not in self._numbers:
+            own = value.__name__ if is_module else value.__module__
+            if is_installed(own) and not getattr(value, "__closure__", None):
+                return Identity(value)
+            self._numbers[key] = len(self._numbers)
+            self._todo.append((value, names))
+            self.can_change = True
+        return "code", self._numbers[key]
+
+    def _visit(self, value: Any, names: Sequence[str]) -> Hashable:
+        """Return the fingerprint of a function, of a class, or of these names in a module."""
+        if type(value) is types.FunctionType:
+            return self._function(value)
+        if type(value) is types.ModuleType:
+            held = vars(value)
+            return Identity(value), *[(one, self._part(held[one])) for one in names if one in held]
+        bases = [base for base in value.__mro__ if not is_installed(base.__module__)]
+        members = [(name, one) for base in bases for name, one in vars(base).items()]
+        kept = [(name, one) for name, one in members if not _is_derived(name, type(one))]
+        return Identity(value), *[(name, self._part(one)) for name, one in kept]
+
+    def _function(self, function: types.FunctionType) -> Hashable:
+        found: list[Hashable] = [function.__code__]
+        names, held = names_of(function.__code__), function.__globals__
+        for cell in function.__closure__ or ():
+            try:
+                found.append(self._part(cell.cell_contents, names))
+            except ValueError:  # the variable has no value yet
+                found.append(_MISSING)
+        found += [(name, self._part(held[name], names)) for name in names if name in held]
+        others = function.__defaults__, function.__kwdefaults__, function.__dict__
+        return *found, *[self._part(one) for one in others if one]
+
+    def _packed(self, value: Any) -> Hashable:
+        self.can_change = True
+        found, managed = self._digest(value)
+        self.managed += managed
+        return "packed", found
+
+
+def _is_derived(name: str, kind: type[Any]) -> bool:
+    """Return whether a class member is a slot, or derived from other members by Python or a decorator."""
+    if kind is types.FunctionType or kind in _WRAPPED:
+        return False
+    if "__get__" in vars(kind) and is_installed(kind.__module__):
+        return True
+    return (name[:1] == name[-1:] == "_") or name in ("_abc_impl", "_field_defaults")
+
+
+class _Ordinary:
+    """Has the memory layout of every class without slots whose base is `object`."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_ordinary(kind: type[Any]) -> bool:
+    """Return whether an object of this class pickles as its ``__dict__``, and nothing else."""
+    plain: Any = object
+    own: Any = kind.__getstate__
+    return (
+        kind.__basicsize__ == _Ordinary.__basicsize__
+        and kind.__dictoffset__ == _Ordinary.__dictoffset__
+        and kind.__reduce_ex__ is plain.__reduce_ex__
+        and kind.__reduce__ is plain.__reduce__
+        and own in (plain.__getstate__, vars(nn.Module).get("__getstate__"))
+    )

@@ -1,0 +1,33 @@
+"""Tell installed code, which every task of a cluster can import, from the user's own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(sorted(path + "/" for path in found))
+
+
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Return whether a module belongs to an installed package.
+
+    Example:
+        >>> is_installed("torch.nn"), is_installed("__main__")
+        (True, False)
+    """
+    if module is None or module == "__main__":
+        return False
+    if module == "stratagem" or module.startswith("stratagem."):
+        return True
+    found = sys.modules.get(module)
+    if found is None:
+        return False
+    file = getattr(found, "__file__", None)
+    return file is None or str(file).startswith(_roots())

@@ -1,0 +1,130 @@
+"""Writes the coordinator's changes into a worker's modules, parameters and optimizers, in place.
+
+A function may give the same objects attributes, buffers and hooks of its own: those stay, behind the
+coordinator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stratagem._core.torch_patches import module_members, special_modules
+from stratagem._ps.definitions import HOOK_MARKS, HOOKS, MEMBERS, EntryChange, compute
+
+_REGISTER = {
+    "_optimizer_step_pre_hooks": "register_step_pre_hook",
+    "_optimizer_step_post_hooks": "register_step_post_hook",
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+
+
+class EntryWriter:
+    """Sets entries of a worker's objects; knows which of their members and hooks are the coordinator's.
+
+    Args:
+        put_buffer: puts a buffer into a module, under a name.
+    """
+
+    def __init__(self, put_buffer: Callable[[nn.Module, str, Tensor], None]) -> None:
+        self._put_buffer = put_buffer
+        self._members: dict[tuple[Hashable, str], Iterable[str]] = {}
+        self._hooks: dict[tuple[Hashable, str], Iterable[Any]] = {}  # numbers, or handles
+
+    def define(self, token: Hashable, module: nn.Module) -> None:
+        """Note that the members and hooks which a module has are the coordinator's."""
+        held = vars(module)
+        self._members.update({(token, kind): tuple(held[kind]) for kind in MEMBERS})
+        self._hooks.update({(token, kind): tuple(held[kind]) for kind in HOOK_MARKS})
+        # Hooks keep their numbers, since handles that came with them name them.
+        highest = max((number for kind in HOOK_MARKS for number in held[kind]), default=-1)
+        RemovableHandle.next_id = max(RemovableHandle.next_id, highest + 1)
+
+    def forget(self, token: Hashable) -> None:
+        """Drop what is known about an object."""
+        for known in (self._members, self._hooks):
+            for key in [key for key in known if key[0] == token]:
+                del known[key]
+
+    def set(self, obj: Any, change: EntryChange) -> None:
+        """Give one entry of an object its new value."""
+        token, entry, value, exists = change
+        key = token, str(entry)
+        if entry in HOOKS:
+            put = self._put_on_module if isinstance(obj, nn.Module) else self._put_handles
+            put(key, obj, value or {})
+        elif isinstance(obj, Optimizer):
+            if isinstance(entry, tuple):
+                obj.param_groups[entry[0]][entry[1]] = value
+        elif isinstance(obj, Tensor):
+            obj.requires_grad_(value)
+        elif entry == "__class__":
+            _set_class(obj, *value)
+        elif entry in MEMBERS:
+            self._set_members(key, obj, value)
+        elif exists:  # past whatever the class does when it is assigned to
+            vars(obj)[key[1]] = value
+        else:
+            vars(obj).pop(key[1], None)
+
+    def _put_on_module(self, key: tuple[Hashable, str], module: nn.Module, hooks: Any) -> None:
+        held, kind = vars(module), key[1]
+        for number in self._hooks.get(key, ()):
+            for name in (kind, *HOOK_MARKS[kind]):
+                held[name].pop(number, None)
+        numbers = []
+        for hook, marks in hooks.values():
+            number = RemovableHandle(held[kind]).id
+            for name, value in ((kind, hook), *((mark, True) for mark in marks)):
+                held[name][number] = value
+            numbers.append(number)
+        for number in reversed(numbers):
+            held[kind].move_to_end(number, last=False)
+        self._hooks[key] = numbers
+
+    def _put_handles(self, key: tuple[Hashable, str], obj: Any, hooks: Any) -> None:
+        for handle in self._hooks.get(key, ()):
+            handle.remove()
+        is_frozen = isinstance(obj, Tensor) and not obj.requires_grad
+        if is_frozen:
+            obj.requires_grad_()  # torch takes no hooks otherwise; the parameter may be thawed later
+        self._hooks[key] = [getattr(obj, _REGISTER[key[1]])(hook) for hook, _ in hooks.values()]
+        if is_frozen:
+            obj.requires_grad_(False)
+
+    def _set_members(self, key: tuple[Hashable, str], module: nn.Module, members: Any) -> None:
+        held = vars(module)[key[1]]
+        for name in self._members.get(key, ()):
+            if name not in members and name in held:
+                del held[name]
+        for name, one in members.items():
+            if name in held and dict.__getitem__(held, name) is one:
+                continue
+            if isinstance(one, nn.Parameter):
+                setattr(module, name, one)  # recurrent modules keep it elsewhere, too
+            elif isinstance(one, Tensor):
+                self._put_buffer(module, name, one)
+            else:
+                held[name] = one
+        held = vars(module)[key[1]]
+        for name in (*members, *[name for name in held if name not in members]):
+            dict.__setitem__(held, name, dict.pop(held, name))
+        self._members[key] = tuple(members)
+
+
+def _set_class(module: nn.Module, plain: type[nn.Module], computed: tuple[str, ...]) -> None:
+    """Give a module another class; its members follow."""
+    module.__class__ = plain
+    if computed:
+        for held in (module._parameters, module._buffers):
+            for name in computed:
+                held.pop(name, None)  # torch wants their places free
+        compute(module, computed)
+    if isinstance(module._parameters, module_members.ParametersByReplica):
+        for name, managed in module._parameters.managed.items():
+            special_modules.prepare(module, managed, name)

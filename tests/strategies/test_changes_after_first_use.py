@@ -672,3 +672,19 @@ def test_a_worker_that_comes_later_sees_what_there_is_now(cluster: sg.LocalClust
         assert run(coordinator, look) == now
         run(coordinator, step)
         assert model[1].weight.item() == 1.75  # at the rate of now
+
+
+def test_values_that_change_back_are_seen(alone: sg.ClusterCoordinator) -> None:
+    """A learning rate, a parameter that is frozen and thawed, a mode: each returns to its first value."""
+    with alone.strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def look() -> tuple[float, bool, bool]:
+        return optimizer.param_groups[0]["lr"], model.weight.requires_grad, model.training
+
+    for rate, is_on in ((0.1, True), (0.2, False), (0.1, True), (0.2, False)):
+        optimizer.param_groups[0]["lr"] = rate
+        model.weight.requires_grad_(is_on)
+        model.train(is_on)
+        assert run(alone, look) == (rate, is_on, is_on)

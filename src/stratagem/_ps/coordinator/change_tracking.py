@@ -206,7 +206,11 @@ class ChangeTracker:
         if None not in before and not any(
             isinstance(one, Fingerprint) for one in (*before, *after)
         ):
-            return  # train(), eval(), a number: nothing that is watched has changed
+            # train(), eval(), a number: nothing that is watched has changed.
+            if token in self._probes:
+                reference, probe, _ = self._probes[token]
+                self._probes[token] = reference, probe, probe(obj)
+            return
         if token in self._published:
             known.fixed.update(large)
         elif large:
@@ -227,12 +231,12 @@ class ChangeTracker:
             for one, found in known.entries.items()
             if _can_change(found) and one not in known.fixed
         ]
-        probe = probe_of(obj)
+        read = probe_of(obj)
         if known.loose:
-            probe = functools.partial(self._probe, known, probe)
+            read = functools.partial(self._probe, known, read)
         self._probes.pop(token, None)
-        if probe is not None:
-            self._probes[token] = known.reference, probe, probe(obj)
+        if read is not None:
+            self._probes[token] = known.reference, read, read(obj)
 
     def _probe(self, known: _Known, other: Callable[[Any], object] | None, obj: Tracked) -> object:
         entries = known.entries

@@ -22,7 +22,7 @@ def test_counts_of_many_threads_are_exact() -> None:
 
     def work() -> None:
         counter, spread = registry.counter("steps"), registry.distribution("size")
-        together.wait(timeout=30)
+        together.wait(timeout=120)
         for i in range(5_000):
             counter.add()
             spread.record(i)

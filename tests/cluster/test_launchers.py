@@ -66,7 +66,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[tuple[Launcher, Log]]:
 
 def answers(address: str) -> bool:
     try:
-        dial(address, key=ClusterKey.from_text(KEY), timeout_s=5.0).close()
+        dial(address, key=ClusterKey.from_text(KEY), timeout_s=60.0).close()
     except WireError:
         return False
     return True

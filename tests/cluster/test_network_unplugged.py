@@ -91,7 +91,7 @@ class Cable:
             near, _ = self._listening.accept()
         except BlockingIOError:  # unplugged after it was seen
             return
-        far = socket.create_connection(self._to, timeout=10)
+        far = socket.create_connection(self._to, timeout=60)
         for one, other in ((near, far), (far, near)):
             self._other[one] = other
             self._selector.register(one, selectors.EVENT_READ)
@@ -165,7 +165,7 @@ def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
 def can_make_networks() -> bool:

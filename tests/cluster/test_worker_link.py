@@ -77,7 +77,7 @@ class Peer:
             if channel is not None:
                 self.channels.append(channel)
                 with contextlib.suppress(ConnectionLost):  # the link may be closed meanwhile
-                    frame = channel.receive(timeout_s=10.0)
+                    frame = channel.receive(timeout_s=60.0)
                     assert frame is not None
                     assert isinstance(frame.message, messages.OpenWorker)
                     self.opened.append(frame.message)

@@ -547,7 +547,7 @@ def test_errors_without_a_text_and_errors_raised_again_are_noted_once():
 
     def step():
         number = int(sg.get_replica_context().replica_id_in_sync_group)
-        started.wait(timeout=30)
+        started.wait(timeout=120)
         raise known if number == 0 else Mute
 
     with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:

@@ -223,7 +223,7 @@ def test_prefetch_runs_ahead_and_no_further():
 
 def test_parallel_calls_really_overlap():
     """Two calls meet at a barrier: impossible one after the other."""
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=120)
 
     def meet(x):
         barrier.wait()

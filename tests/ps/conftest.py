@@ -36,4 +36,4 @@ def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield child, child.stdout.readline().strip()
     finally:
         child.kill()
-        child.communicate(timeout=20.0)
+        child.communicate(timeout=120.0)

@@ -44,12 +44,12 @@ def test_requests_behind_unread_replies_are_answered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server_module, "UNSENT_LIMIT_BYTES", 0)
     with (
         ParameterServer("127.0.0.1:0").start() as server,
-        connect(server.address, timeout_s=10) as channel,
+        connect(server.address, timeout_s=60) as channel,
     ):
-        channel.request(messages.Hello(), timeout_s=10)
+        channel.request(messages.Hello(), timeout_s=60)
         calls = [channel.begin(messages.Ping()) for _ in range(200)]
         for call in calls:
-            assert isinstance(channel.collect(call, timeout_s=10).message, messages.Pong)
+            assert isinstance(channel.collect(call, timeout_s=60).message, messages.Pong)
 
 
 def test_optimizer_state_larger_than_a_frame_travels_in_pieces(

@@ -101,7 +101,7 @@ def test_a_killed_coordinators_run_goes_on_from_its_checkpoint(tmp_path: Path) -
             assert process.stdout.readline() == "beyond the checkpoint\n"
         finally:
             process.kill()
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
         spec = sg.ClusterSpec({"worker": [worker.address], "ps": [ps.address]})
         resolver = sg.cluster_resolver.SimpleClusterResolver(spec)
         with sg.ParameterServerStrategy(resolver) as strategy:

@@ -91,7 +91,7 @@ def parameters() -> Iterator[tuple[Segment, int]]:
 
 
 def finish(peer: Peer) -> None:
-    peer.process.communicate(timeout=30)
+    peer.process.communicate(timeout=120)
 
 
 @pytest.mark.process
@@ -163,7 +163,7 @@ def test_slots_are_written_by_both_and_survive_the_death_of_their_owner() -> Non
         assert open_segment(SegmentRef(*eval(told)), shared=True) is None
     finally:
         owner.kill()
-        owner.communicate(timeout=30)
+        owner.communicate(timeout=120)
 
 
 @pytest.mark.parametrize("field", ["token", "size", "pid", "fd"])

@@ -203,6 +203,16 @@ def frame_bytes() -> int:
     return _bytes_from_environment("STRATAGEM_FRAME_BYTES", 1 << 30, least=1 << 16)
 
 
+def server_memory_bytes() -> int | None:
+    """Return how many bytes variables and optimizer state may hold on a server (``STRATAGEM_SERVER_MEMORY_BYTES``).
+
+    By default None: nine tenths of the memory that is free for the server's process when it starts. A
+    cgroup's limit (of a container, for example) counts.
+    """
+    limit = _bytes_from_environment("STRATAGEM_SERVER_MEMORY_BYTES", 0, least=0)
+    return limit or None
+
+
 def remote_table_bytes() -> int:
     """Return the size from which servers initialise a parameter (``STRATAGEM_REMOTE_TABLE_BYTES``).
 

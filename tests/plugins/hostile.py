@@ -53,6 +53,13 @@ class Target:
         while self.descriptors() > self._descriptors + 8 or self.threads() > self._threads + 4:
             deadline.check()
 
+    def exit(self) -> str:
+        """How the process ended, if it did within a moment."""
+        try:
+            return f"ended with {self.process.wait(1.0)}"
+        except subprocess.TimeoutExpired:
+            return "still runs"
+
     def close(self) -> None:
         self.process.kill()
         self.process.communicate(timeout=LIMIT_S)

@@ -22,7 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-settings.register_profile("bounded", max_examples=1_001, deadline=None)
+BOUNDED = 1_001
+settings.register_profile("bounded", max_examples=BOUNDED, deadline=None)
 settings.register_profile("soak", max_examples=50_000, deadline=None)
 
 

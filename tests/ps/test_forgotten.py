@@ -53,17 +53,17 @@ def test_arena_gives_the_current_segment_back_when_it_is_empty() -> None:
     with Arena(Budget(1 << 24)) as arena:
         for _ in range(3):
             entries = [arena.place(1 << 20) for _ in range(3)]
-            for segment, _ in entries:
-                arena.free(segment, 1 << 20)
+            for segment, offset in entries:
+                arena.free(segment, offset, 1 << 20)
             assert repr(arena) == "<Arena 0 bytes in 0 segments>"
 
 
 def test_arena_keeps_a_segment_that_holds_an_entry_without_bytes() -> None:
     with Arena(Budget(1 << 24)) as arena:
         empty, offset = arena.place(0)
-        other, _ = arena.place(8)
+        other, place = arena.place(8)
         assert other is empty
-        arena.free(other, 8)
+        arena.free(other, place, 8)
         empty.publish(offset, 3)
         assert empty.counter(offset) == 6
 

@@ -280,12 +280,13 @@ def test_an_arena_has_a_limit_and_gives_memory_back() -> None:
     """MemoryError says how much is used; a large variable's memory goes when it is deleted."""
     large = LARGEST_SHARED_BYTES
     with Arena(Budget(2 * large)) as arena:
-        segment, _ = arena.place(large)
+        segment, offset = arena.place(large)
         arena.place(100)
-        with pytest.raises(MemoryError, match=f"{large + 100} of {2 * large} bytes are in use"):
+        held = (64 + large) + (64 + 128)  # each with its head, the small one padded
+        with pytest.raises(MemoryError, match=f"{held} of {2 * large} bytes are in use"):
             arena.place(large)
-        arena.free(segment, large)
-        assert arena.used_bytes == 100
+        arena.free(segment, offset, large)
+        assert arena.used_bytes == 192
         assert "in 1 segments" in repr(arena)
         arena.place(large)
 

@@ -29,7 +29,7 @@ from stratagem._ps.server.client_memory import ClientMemory
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
 from stratagem._wire import messages
-from stratagem._wire.arenas import Budget, memory_of_machine
+from stratagem._wire.arenas import Budget, default_budget
 from stratagem._wire.channel import Channel
 from stratagem._wire.failures import failure_from
 from stratagem._wire.frames import Buffer, Limits
@@ -67,7 +67,7 @@ class ServerOptions:
     """
 
     memory_limit_bytes: int | None = None
-    """For the variables of all sessions; by default nine tenths of the machine's memory."""
+    """Limit of variables and optimizer state of all sessions; by default `config.server_memory_bytes()`."""
 
     optimizer_modules: Sequence[str] | None = None
     """Modules beside ``torch.optim`` whose optimizer classes may be imported here; by default
@@ -121,7 +121,9 @@ class ParameterServer(Owner):
         shared = self._options.shared_memory
         self._shared = config.shared_memory_allowed() if shared is None else shared
         limit = self._options.memory_limit_bytes
-        budget = Budget(limit if limit is not None else memory_of_machine() * 9 // 10)
+        if limit is None:
+            limit = config.server_memory_bytes() or default_budget()
+        self._budget = Budget(limit)
         modules = self._options.optimizer_modules
         optimizer_modules = config.optimizer_modules() if modules is None else tuple(modules)
         self.task = task
@@ -135,7 +137,7 @@ class ParameterServer(Owner):
         self._arrivals: deque[_Connection] = deque()
         self._connections: set[_Connection] = set()
         self._sessions = SessionTable(
-            self.task, budget, optimizer_modules, shared_memory=self._shared
+            self.task, self._budget, optimizer_modules, shared_memory=self._shared
         )
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -384,6 +386,8 @@ class ParameterServer(Owner):
             "served": self._served,
             "variables": sum(one.variables for one in stores),
             "bytes": sum(one.bytes for one in stores),
+            "held_bytes": self._budget.used_bytes,
+            "limit_bytes": self._budget.limit_bytes,
             "applied": sum(one.applied for one in stores),
             "duplicates": sum(one.duplicates for one in stores),
             "fenced": sum(one.fenced for one in stores),

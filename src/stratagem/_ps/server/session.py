@@ -60,7 +60,9 @@ class Session:
         self._arena = Arena(budget)
         self._places: dict[int, tuple[shm.Segment, int, int]] = {}  # segment, offset, bytes
         self._epoch = object()  # replaced whenever variables or optimizers come or go
-        self.store = VariableStore(self._allocate, optimizer_modules=optimizer_modules)
+        self.store = VariableStore(
+            self._allocate, budget=budget, optimizer_modules=optimizer_modules
+        )
         self._handlers: dict[type[Message], Callable[[Any, Frame, ClientMemory], Reply]] = {
             messages.Write: self._write,
             messages.Read: self._read,
@@ -103,7 +105,7 @@ class Session:
     def close(self) -> None:
         """Free everything. May be called again."""
         self._places.clear()
-        self.store = VariableStore()
+        self.store.close()
         self._arena.close()
 
     @override
@@ -139,7 +141,7 @@ class Session:
             self.store.delete(variable)
             place = self._places.pop(variable, None)
             if place is not None:
-                self._arena.free(place[0], place[2])
+                self._arena.free(*place)
         return _OK
 
     def _locate(self, message: messages.Locate, _: Frame, __: ClientMemory) -> Reply:
@@ -160,24 +162,21 @@ class Session:
         found = []
         size = 0
         for item in message.items:
+            value = self.store.read(item.variable)
             if item.ids is not None:
-                value = self.store.read_rows(item.variable, memory.tensor(item.ids, frame))
-            else:
-                value = self.store.read(item.variable)
-                if item.count >= 0 and value.dim():
-                    end = item.start + item.count
-                    if item.start < 0 or end > value.shape[0]:
-                        raise ValueError(
-                            f"rows {item.start!r} to {end!r} of variable {item.variable!r} do not "
-                            f"exist: it has {value.shape[0]} rows"
-                        )
-                    value = value[item.start : end]
+                ids = memory.tensor(item.ids, frame)
+                _check_reply(size + ids.numel() * (value[:1].nbytes if value.dim() else 1))
+                value = self.store.read_rows(item.variable, ids)
+            elif item.count >= 0 and value.dim():
+                end = item.start + item.count
+                if item.start < 0 or end > value.shape[0]:
+                    raise ValueError(
+                        f"rows {item.start!r} to {end!r} of variable {item.variable!r} do not "
+                        f"exist: it has {value.shape[0]} rows"
+                    )
+                value = value[item.start : end]
             size += value.nbytes
-            if size > REPLY_LIMIT_BYTES:
-                raise ValueError(
-                    f"a read of more than {REPLY_LIMIT_BYTES} bytes at once: ask for fewer rows or "
-                    f"variables at a time"
-                )
+            _check_reply(size)
             found.append(outgoing.add(value))
         versions = tuple(self.store.version(item.variable) for item in message.items)
         return messages.Values(values=tuple(found), versions=versions), outgoing.buffers
@@ -310,7 +309,8 @@ class Session:
             if message.key:
                 if entry.key != message.key or not isinstance(value, Tensor) or not value.dim():
                     continue
-                value = value[max(0, message.start) : message.start + max(0, message.count)]
+                start = min(max(0, message.start), value.shape[0])
+                value = value[start : start + min(max(0, message.count), value.shape[0])]
             if not isinstance(value, Tensor):
                 items.append(messages.StateItem(entry.variable, entry.key, value=value))
                 continue
@@ -341,7 +341,7 @@ class Session:
         return _OK
 
     def _state(self, item: messages.StateItem, frame: Frame, memory: ClientMemory) -> Tensor:
-        """Return a tensor of optimizer state: as it came, or memory for one whose rows follow."""
+        """Return a tensor of optimizer state: as it was sent, or on ``meta`` if its rows follow."""
         ref = item.tensor
         assert ref is not None
         if ref.buffer >= 0 or ref.segment:
@@ -351,7 +351,15 @@ class Session:
                 f"{item.key!r} of variable {item.variable!r} is to come in pieces, but its shape "
                 f"{ref.shape!r} is not the variable's"
             )
-        return torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype))
+        return torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype), device="meta")
+
+
+def _check_reply(size: int) -> None:
+    if size > REPLY_LIMIT_BYTES:
+        raise ValueError(
+            f"a read of {size} bytes at once, expected at most {REPLY_LIMIT_BYTES}: ask for fewer "
+            f"rows or variables at a time"
+        )
 
 
 def _variables_of(operation: messages.Operation) -> list[int]:

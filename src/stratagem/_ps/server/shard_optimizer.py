@@ -46,7 +46,12 @@ from stratagem._ps.server.chunked_step import (
     batches,
     step_in_chunks,
 )
-from stratagem._ps.server.state_memory import StateApart
+from stratagem._ps.server.state_memory import (
+    StateApart,
+    bytes_held,
+    check_state,
+    expected_tensors,
+)
 from stratagem._ps.store_records import OptimizerRecord, StateRecord
 from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, StateEntry, StateValue
 from stratagem._wire.codec import dtype_from
@@ -119,6 +124,7 @@ class ServerOptimizer:
             for number, tensor in parameters.items()
         }
         self._tensors = dict(parameters)
+        self._unstepped = set(parameters)
         self._group_of = {
             number: index for index, group in enumerate(groups) for number in group.variables
         }
@@ -170,7 +176,7 @@ class ServerOptimizer:
         is_sgd, is_adagrad = (self._class is one for one in (torch.optim.SGD, torch.optim.Adagrad))
         for gradient in gradients:
             parameter = self._find(gradient.variable)
-            _check_shape(parameter, gradient)
+            _check_gradient(parameter, gradient)
             may_be_rows = suffice[self._group_of[gradient.variable]]
             if writes[self._group_of[gradient.variable]]:
                 gradient = replace(gradient, values=gradient.values.clone())
@@ -197,14 +203,22 @@ class ServerOptimizer:
 
     # State.
 
-    def forget(self, variable: int) -> bool:
-        """Release a deleted variable's memory and state; return whether none is left."""
-        parameter = self._parameters.pop(variable, None)
-        if parameter is not None:
-            self._tensors.pop(variable)
-            group = self._optimizer.param_groups[self._group_of.pop(variable)]
-            group["params"] = [one for one in group["params"] if one is not parameter]
-            self._optimizer.state.pop(parameter, None)
+    def forget(self, variable: int) -> int:
+        """Release a deleted variable's memory and state; return the bytes of the state."""
+        parameter = self._parameters.get(variable)
+        if parameter is None:
+            return 0
+        freed = self.state_bytes([variable])
+        del self._parameters[variable], self._tensors[variable]
+        group = self._optimizer.param_groups[self._group_of.pop(variable)]
+        group["params"] = [one for one in group["params"] if one is not parameter]
+        self._optimizer.state.pop(parameter, None)
+        self._unstepped.discard(variable)
+        return freed
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no variable is left."""
         return not self._parameters
 
     def adopt_state(self, previous: ServerOptimizer) -> None:
@@ -226,23 +240,57 @@ class ServerOptimizer:
         return state.get(key)
 
     def load_state(self, entries: Iterable[StateEntry]) -> None:
-        """Replace the state of the variables named."""
-        fresh: dict[int, dict[str, StateValue]] = {}
+        """Replace the state of the variables named; a tensor on ``meta`` stands for zeros.
+
+        Raises:
+            ValueError: a tensor does not fit its parameter; nothing has changed then.
+        """
+        loaded: dict[nn.Parameter, dict[str, StateValue]] = {}
         for entry in entries:
-            value = entry.value
-            kept = value.clone() if isinstance(value, Tensor) else value
-            fresh.setdefault(entry.variable, {})[entry.key] = kept
-        for number, state in fresh.items():
-            self._optimizer.state[self._find(number)] = state
+            parameter, value = self._find(entry.variable), entry.value
+            if isinstance(value, Tensor):
+                name = f"variable {entry.variable!r}"
+                check_state(self._class, entry.key, value, parameter, name)
+                is_meta = value.device.type == "meta"
+                value = zeros_apart(tuple(value.shape), value.dtype) if is_meta else value.clone()
+            loaded.setdefault(parameter, {})[entry.key] = value
+        self._optimizer.state.update(loaded)
 
     def make_state(self, records: Iterable[StateRecord]) -> None:
         """Replace all state: plain values as recorded, tensors of zeros whose rows follow."""
         self._optimizer.state.clear()
-        for record in records:
-            value: StateValue = record.value
-            if record.is_tensor:
-                value = zeros_apart(record.shape, dtype_from(record.dtype))
-            self._optimizer.state[self._find(record.variable)][record.key] = value
+        self.load_state(
+            StateEntry(
+                variable=one.variable,
+                key=one.key,
+                value=torch.empty(one.shape, dtype=dtype_from(one.dtype), device="meta")
+                if one.is_tensor
+                else one.value,
+            )
+            for one in records
+        )
+
+    def state_bytes(self, variables: Iterable[int] | None = None) -> int:
+        """Return the bytes of the state of these variables (of all, if none are named)."""
+        numbers = self._parameters if variables is None else variables
+        states = (self._optimizer.state.get(self._find(number), {}) for number in numbers)
+        return sum(bytes_held(value) for state in states for value in state.values())
+
+    def expected_bytes(self, variables: Iterable[int]) -> int:
+        """Return about how many bytes of state the first step on these variables makes."""
+        return sum(
+            expected_tensors(self._class, self._optimizer.param_groups[self._group_of[number]])
+            * self._parameters[number].nbytes
+            for number in variables
+        )
+
+    def first_steps(self, gradients: Iterable[Gradient]) -> list[int]:
+        """Return the variables of the gradients that have no state yet; each is returned once."""
+        if not self._unstepped:
+            return []
+        found = [one.variable for one in gradients if one.variable in self._unstepped]
+        self._unstepped.difference_update(found)
+        return [one for one in found if not self._optimizer.state.get(self._parameters[one])]
 
     def record(self, number: int) -> OptimizerRecord:
         """Return what another server needs to create this optimizer."""
@@ -417,11 +465,11 @@ def _full_gradient(parameter: Tensor, gradient: Gradient) -> Tensor:
     return torch.zeros_like(parameter).index_copy_(0, ids, values)
 
 
-def _check_shape(parameter: Tensor, gradient: Gradient) -> None:
-    ids, shape = gradient.ids, gradient.values.shape
+def _check_gradient(parameter: Tensor, gradient: Gradient) -> None:
+    ids, values = gradient.ids, gradient.values
     expected = parameter.shape if ids is None else (ids.numel(), *parameter.shape[1:])
-    if shape != expected:
+    if values.shape != expected or values.dtype != parameter.dtype:
         raise ValueError(
-            f"variable {gradient.variable!r} got a gradient of shape {tuple(shape)!r}: expected "
-            f"{tuple(expected)!r}."
+            f"variable {gradient.variable!r} got a gradient of shape {tuple(values.shape)!r} and "
+            f"{values.dtype}: expected {tuple(expected)!r} and {parameter.dtype}."
         )

@@ -10,11 +10,13 @@ that raises has changed nothing but, at most, the memory of the variable named i
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from stratagem._ps.init_ops import initialise
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.ledger import Admission, WriteLedger
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
+from stratagem._ps.server.state_memory import bytes_held
 from stratagem._ps.store_records import Block, StateRecord, StoreManifest, VariableRecord
 from stratagem._ps.types import (
     Gradient,
@@ -35,10 +38,15 @@ from stratagem._ps.types import (
     row_pieces,
 )
 from stratagem._wire import codec
+from stratagem._wire.arenas import Budget
 from stratagem.errors import NotFoundError
 
 Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
 """Returns memory for a variable, given its number, shape and dtype."""
+
+
+LARGEST_EXPANSION_BYTES: Final = 1 << 30
+"""Of one value that a scatter applies to many rows."""
 
 
 @dataclass(slots=True)
@@ -72,6 +80,7 @@ class VariableStore:
 
     Args:
         allocate: returns the memory of a new variable; servers pass shared memory.
+        budget: limit of optimizer state, and of whatever else is counted in it.
         optimizer_modules: modules (and their submodules) whose optimizer classes may be imported,
             beside ``torch.optim``.
 
@@ -86,9 +95,15 @@ class VariableStore:
     """
 
     def __init__(
-        self, allocate: Allocate = _plain_allocate, *, optimizer_modules: Sequence[str] = ()
+        self,
+        allocate: Allocate = _plain_allocate,
+        *,
+        budget: Budget | None = None,
+        optimizer_modules: Sequence[str] = (),
     ) -> None:
         self._allocate = allocate
+        self._budget = budget or Budget(sys.maxsize)
+        self._state_bytes: dict[int, int] = {}  # of every optimizer, as counted in the budget
         self._optimizer_modules = tuple(optimizer_modules)
         self._variables: dict[int, StoredVariable] = {}
         self._optimizers: dict[int, ServerOptimizer] = {}
@@ -135,9 +150,10 @@ class VariableStore:
     def delete(self, variable: int) -> None:
         """Free a variable and its optimizer state; an unknown one was freed before."""
         self._variables.pop(variable, None)
-        empty = [number for number, one in self._optimizers.items() if one.forget(variable)]
-        for number in empty:
-            del self._optimizers[number]
+        for number, optimizer in list(self._optimizers.items()):
+            self._count_state(number, -optimizer.forget(variable))
+            if optimizer.is_empty:
+                del self._optimizers[number]
 
     def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
         """Run in-place initialisations in order; return the new version."""
@@ -200,6 +216,11 @@ class VariableStore:
         _check_ids(stored, ids)
         expected = (ids.numel(), *stored.tensor.shape[1:])
         if tuple(values.shape) != expected:
+            if math.prod(expected) * values.itemsize > LARGEST_EXPANSION_BYTES:
+                raise ValueError(
+                    f"cannot expand a value of shape {tuple(values.shape)!r} to {expected!r}: that is "
+                    f"more than {LARGEST_EXPANSION_BYTES} bytes. Scatter fewer rows at a time."
+                )
             values = values.expand(expected)
         if values.dtype != stored.tensor.dtype:
             raise ValueError(
@@ -230,6 +251,9 @@ class VariableStore:
         parameters = {
             number: self._find(number).tensor for group in groups for number in group.variables
         }
+        if class_name.rpartition(".")[2] == "Adagrad":  # makes its state at once
+            size = sum(tensor.nbytes for tensor in parameters.values())
+            self._budget.check(max(0, size - self._state_bytes.get(optimizer, 0)))
         made = ServerOptimizer(
             class_name,
             groups,
@@ -242,6 +266,7 @@ class VariableStore:
         if previous is not None:
             made.adopt_state(previous)
         self._optimizers[optimizer] = made
+        self._count_state(optimizer)
 
     def push(
         self,
@@ -259,7 +284,14 @@ class VariableStore:
             if gradient.ids is not None:
                 _check_ids(variable, gradient.ids)
         with stepper.settings(settings) if settings else nullcontext():
-            stepper.step(gradients)
+            first = stepper.first_steps(gradients)
+            if first:
+                self._budget.check(stepper.expected_bytes(first))
+            try:
+                stepper.step(gradients)
+            finally:
+                if first:
+                    self._count_state(optimizer, stepper.state_bytes(first))
         return [self._count_write(variable) for variable in stored]
 
     def optimizer_state(self, optimizer: int) -> list[StateEntry]:
@@ -268,7 +300,11 @@ class VariableStore:
 
     def load_optimizer_state(self, optimizer: int, entries: Sequence[StateEntry]) -> None:
         """Replace what the optimizer keeps for the variables named in `entries`."""
-        self._find_optimizer(optimizer).load_state(entries)
+        found = self._find_optimizer(optimizer)
+        size = sum(bytes_held(one.value) for one in entries)
+        self._budget.check(max(0, size - self._state_bytes.get(optimizer, 0)))
+        found.load_state(entries)
+        self._count_state(optimizer)
 
     def write_optimizer_rows(self, optimizer: int, entry: StateEntry, start: int) -> None:
         """Write consecutive rows from `start` of state that `load_optimizer_state` made room for."""
@@ -343,6 +379,7 @@ class VariableStore:
             self._find_optimizer(record.number).make_state(
                 one for one in manifest.state if one.optimizer == record.number
             )
+            self._count_state(record.number)
         self._ledger.restore(manifest.ledger)
         for block in blocks:
             self.write_block(block)
@@ -356,6 +393,13 @@ class VariableStore:
             entry = StateEntry(variable=block.variable, key=block.key, value=block.tensor)
             self.write_optimizer_rows(block.optimizer, entry, block.start)
 
+    def close(self) -> None:
+        """Free everything. May be called again."""
+        self._variables.clear()
+        self._optimizers.clear()
+        self._budget.change(-sum(self._state_bytes.values()))
+        self._state_bytes.clear()
+
     # Numbers.
 
     def stats(self) -> StoreStats:
@@ -368,6 +412,14 @@ class VariableStore:
             duplicates=self._ledger.duplicates,
             fenced=self._ledger.fenced,
         )
+
+    def _count_state(self, optimizer: int, change: int | None = None) -> None:
+        """Count in the budget by how many bytes an optimizer's state has changed; by default, measure it."""
+        before = self._state_bytes.get(optimizer, 0)
+        if change is None:
+            change = self._find_optimizer(optimizer).state_bytes() - before
+        self._budget.change(change)
+        self._state_bytes[optimizer] = before + change
 
     def _find(self, variable: int) -> StoredVariable:
         stored = self._variables.get(variable)
@@ -412,9 +464,10 @@ def _copy_rows(values: Tensor, target: Tensor, start: int, name: str) -> None:
     rows = target if target.dim() else target.reshape(1)
     values = values if values.dim() else values.reshape(1)
     stop = start + values.shape[0]
-    if start < 0 or stop > rows.shape[0]:
+    if start < 0 or stop > rows.shape[0] or values.shape[1:] != rows.shape[1:]:
         raise ValueError(
-            f"rows {start}…{stop} do not fit into {name}, which has {rows.shape[0]} rows."
+            f"rows {start}…{stop} of shape {tuple(values.shape[1:])!r} do not fit into {name}, which "
+            f"has {rows.shape[0]} rows of shape {tuple(rows.shape[1:])!r}."
         )
     rows[start:stop].copy_(values)
 
@@ -453,7 +506,13 @@ def _scatter(tensor: Tensor, operation: str, ids: Tensor, values: Tensor) -> Non
     elif operation == "div":
         # a / b1 / b2 = a / (b1·b2): the divisors of each row are multiplied first.
         divisors = torch.ones_like(rows).scatter_reduce_(0, target, values, "prod")
-        rows.div_(divisors, rounding_mode=None if tensor.is_floating_point() else "trunc")
+        if tensor.is_floating_point() or tensor.is_complex():
+            rows.div_(divisors)
+        else:
+            # The processor traps when it divides the smallest integer by -1: negate instead.
+            negate = divisors == -1
+            rows = rows.div_(divisors.masked_fill_(negate, 1), rounding_mode="trunc")
+            rows = torch.where(negate, -rows, rows) if tensor.dtype.is_signed else rows
     elif operation == "update":
         # Of several values for one row the last counts; scatter_ alone leaves the winner open.
         order = torch.arange(ids.numel())

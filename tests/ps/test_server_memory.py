@@ -103,8 +103,9 @@ def test_optimizer_state_counts_in_the_budget(optimizer: str, tensors: int) -> N
 
 def test_a_step_without_memory_for_its_state_is_refused_before_it_changes_anything() -> None:
     store = store_with(Budget(7999), "Adam")
-    with pytest.raises(MemoryError, match="STRATAGEM_SERVER_MEMORY_BYTES"):
-        store.push(1, [Gradient(variable=1, values=torch.ones(1000))])
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="STRATAGEM_SERVER_MEMORY_BYTES"):
+            store.push(1, [Gradient(variable=1, values=torch.ones(1000))])
     assert store.optimizer_state(1) == []
     assert store.read(1).sum() == 0
     assert store.version(1) == 0

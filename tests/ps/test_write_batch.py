@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -94,6 +94,7 @@ def bytes_at(part: ServerPart, ref: messages.TensorRef) -> list[int]:
     return list(part.buffers[ref.buffer])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a loaded machine draws slowly
 @given(
     kinds=st.lists(st.tuples(st.sampled_from("ars"), sizes, sizes), max_size=12),
     pushed=st.lists(st.tuples(sizes, st.one_of(st.none(), sizes)), max_size=12),

@@ -200,6 +200,8 @@ class ServerOptimizer:
             self._step_rows(gradient)
         if plain:
             self._step_plainly(plain)
+        if self._unstepped:
+            self._unstepped.difference_update(gradient.variable for gradient in gradients)
 
     # State.
 
@@ -278,19 +280,19 @@ class ServerOptimizer:
 
     def expected_bytes(self, variables: Iterable[int]) -> int:
         """Return about how many bytes of state the first step on these variables makes."""
+        groups = self._optimizer.param_groups
         return sum(
-            expected_tensors(self._class, self._optimizer.param_groups[self._group_of[number]])
+            expected_tensors(self._class, groups[self._group_of[number]])
             * self._parameters[number].nbytes
             for number in variables
+            if not self._optimizer.state.get(self._parameters[number])
         )
 
-    def first_steps(self, gradients: Iterable[Gradient]) -> list[int]:
-        """Return the variables of the gradients that have no state yet; each is returned once."""
+    def unstepped(self, gradients: Iterable[Gradient]) -> list[int]:
+        """Return the variables of the gradients that no step has changed yet."""
         if not self._unstepped:
             return []
-        found = [one.variable for one in gradients if one.variable in self._unstepped]
-        self._unstepped.difference_update(found)
-        return [one for one in found if not self._optimizer.state.get(self._parameters[one])]
+        return [one.variable for one in gradients if one.variable in self._unstepped]
 
     def record(self, number: int) -> OptimizerRecord:
         """Return what another server needs to create this optimizer."""

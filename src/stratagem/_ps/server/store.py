@@ -10,13 +10,12 @@ that raises has changed nothing but, at most, the memory of the variable named i
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +24,13 @@ from typing_extensions import override
 from stratagem._ps.init_ops import initialise
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.ledger import Admission, WriteLedger
+from stratagem._ps.server.row_operations import (
+    check_ids,
+    copy_rows,
+    expand_values,
+    row_blocks,
+    scatter_rows,
+)
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.server.state_memory import bytes_held
 from stratagem._ps.store_records import Block, StateRecord, StoreManifest, VariableRecord
@@ -35,7 +41,6 @@ from stratagem._ps.types import (
     InitOp,
     StateEntry,
     WriteId,
-    row_pieces,
 )
 from stratagem._wire import codec
 from stratagem._wire.arenas import Budget
@@ -43,10 +48,6 @@ from stratagem.errors import NotFoundError
 
 Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
 """Returns memory for a variable, given its number, shape and dtype."""
-
-
-LARGEST_EXPANSION_BYTES: Final = 1 << 30
-"""Of one value that a scatter applies to many rows."""
 
 
 @dataclass(slots=True)
@@ -165,7 +166,7 @@ class VariableStore:
     def write_rows(self, variable: int, start: int, values: Tensor) -> int:
         """Write consecutive rows from `start`; return the new version."""
         stored = self._find(variable)
-        _copy_rows(values, stored.tensor, start, repr(stored.name))
+        copy_rows(values, stored.tensor, start, repr(stored.name))
         return self._count_write(stored)
 
     def read(self, variable: int) -> Tensor:
@@ -175,7 +176,7 @@ class VariableStore:
     def read_rows(self, variable: int, ids: Tensor) -> Tensor:
         """Return copies of the rows asked, in the order asked."""
         stored = self._find(variable)
-        _check_ids(stored, ids)
+        check_ids(ids, stored.tensor, stored.name)
         return take_rows(stored.tensor, ids)
 
     def version(self, variable: int) -> int:
@@ -213,22 +214,10 @@ class VariableStore:
         several values for one row wins.
         """
         stored = self._find(variable)
-        _check_ids(stored, ids)
-        expected = (ids.numel(), *stored.tensor.shape[1:])
-        if tuple(values.shape) != expected:
-            if math.prod(expected) * values.itemsize > LARGEST_EXPANSION_BYTES:
-                raise ValueError(
-                    f"cannot expand a value of shape {tuple(values.shape)!r} to {expected!r}: that is "
-                    f"more than {LARGEST_EXPANSION_BYTES} bytes. Scatter fewer rows at a time."
-                )
-            values = values.expand(expected)
-        if values.dtype != stored.tensor.dtype:
-            raise ValueError(
-                f"cannot scatter {values.dtype} into {stored.name!r}: expected "
-                f"{stored.tensor.dtype}."
-            )
+        check_ids(ids, stored.tensor, stored.name)
+        values = expand_values(values, ids, stored.tensor, stored.name)
         if ids.numel():
-            _scatter(stored.tensor, operation, ids, values)
+            scatter_rows(stored.tensor, operation, ids, values)
         return self._count_write(stored)
 
     # Optimizers.
@@ -282,16 +271,17 @@ class VariableStore:
         stored = [self._find(gradient.variable) for gradient in gradients]
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
-                _check_ids(variable, gradient.ids)
+                check_ids(gradient.ids, variable.tensor, variable.name)
         with stepper.settings(settings) if settings else nullcontext():
-            first = stepper.first_steps(gradients)
+            first = stepper.unstepped(gradients)
             if first:
                 self._budget.check(stepper.expected_bytes(first))
+            before = stepper.state_bytes(first)
             try:
                 stepper.step(gradients)
             finally:
                 if first:
-                    self._count_state(optimizer, stepper.state_bytes(first))
+                    self._count_state(optimizer, stepper.state_bytes(first) - before)
         return [self._count_write(variable) for variable in stored]
 
     def optimizer_state(self, optimizer: int) -> list[StateEntry]:
@@ -301,10 +291,11 @@ class VariableStore:
     def load_optimizer_state(self, optimizer: int, entries: Sequence[StateEntry]) -> None:
         """Replace what the optimizer keeps for the variables named in `entries`."""
         found = self._find_optimizer(optimizer)
-        size = sum(bytes_held(one.value) for one in entries)
-        self._budget.check(max(0, size - self._state_bytes.get(optimizer, 0)))
+        variables = {one.variable for one in entries}
+        before = found.state_bytes(variables)
+        self._budget.check(max(0, sum(bytes_held(one.value) for one in entries) - before))
         found.load_state(entries)
-        self._count_state(optimizer)
+        self._count_state(optimizer, found.state_bytes(variables) - before)
 
     def write_optimizer_rows(self, optimizer: int, entry: StateEntry, start: int) -> None:
         """Write consecutive rows from `start` of state that `load_optimizer_state` made room for."""
@@ -313,7 +304,7 @@ class VariableStore:
             raise ValueError(
                 f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
             )
-        _copy_rows(entry.value, target, start, f"{entry.key!r} of variable {entry.variable!r}")
+        copy_rows(entry.value, target, start, f"{entry.key!r} of variable {entry.variable!r}")
 
     # Everything in, everything out.
 
@@ -349,12 +340,12 @@ class VariableStore:
         (SGD's momentum of sparse gradients) is yielded as dense.
         """
         for number, stored in self._variables.items():
-            for start, stop, rows in _blocks(stored.tensor, block_bytes):
+            for start, stop, rows in row_blocks(stored.tensor, block_bytes):
                 yield Block("variable", number, "", start, stop, rows)
         for number, optimizer in self._optimizers.items():
             for entry in optimizer.state_entries():
                 if isinstance(entry.value, Tensor):
-                    for start, stop, rows in _blocks(entry.value, block_bytes):
+                    for start, stop, rows in row_blocks(entry.value, block_bytes):
                         yield Block(
                             "optimizer", entry.variable, entry.key, start, stop, rows, number
                         )
@@ -388,7 +379,7 @@ class VariableStore:
         """Write rows of a value or of optimizer state; no version counts it."""
         if block.kind == "variable":
             stored = self._find(block.variable)
-            _copy_rows(block.tensor, stored.tensor, block.start, repr(stored.name))
+            copy_rows(block.tensor, stored.tensor, block.start, repr(stored.name))
         else:
             entry = StateEntry(variable=block.variable, key=block.key, value=block.tensor)
             self.write_optimizer_rows(block.optimizer, entry, block.start)
@@ -449,80 +440,3 @@ class VariableStore:
             f"<VariableStore {stats.variables} variables ({stats.bytes} bytes), "
             f"{stats.optimizers} optimizers, {stats.applied} writes>"
         )
-
-
-def _blocks(tensor: Tensor, block_bytes: int | None) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, stop, rows) of a tensor; one without axes is one row."""
-    whole = tensor.to_dense() if tensor.is_sparse else tensor
-    rows = whole if whole.dim() else whole.reshape(1)
-    for start, count in row_pieces(rows.shape[0], rows.nbytes, block_bytes):
-        yield start, start + count, rows[start : start + count]
-
-
-def _copy_rows(values: Tensor, target: Tensor, start: int, name: str) -> None:
-    """Copy rows into consecutive rows of a tensor; one without axes is one row."""
-    rows = target if target.dim() else target.reshape(1)
-    values = values if values.dim() else values.reshape(1)
-    stop = start + values.shape[0]
-    if start < 0 or stop > rows.shape[0] or values.shape[1:] != rows.shape[1:]:
-        raise ValueError(
-            f"rows {start}…{stop} of shape {tuple(values.shape[1:])!r} do not fit into {name}, which "
-            f"has {rows.shape[0]} rows of shape {tuple(rows.shape[1:])!r}."
-        )
-    rows[start:stop].copy_(values)
-
-
-def _check_ids(stored: StoredVariable, ids: Tensor) -> None:
-    if ids.dim() != 1 or ids.dtype != torch.int64:
-        raise ValueError(
-            f"row ids for {stored.name!r} have shape {tuple(ids.shape)!r} and {ids.dtype}: expected "
-            "one axis of int64."
-        )
-    if ids.numel() == 0:
-        return
-    if stored.tensor.dim() == 0:
-        raise ValueError(f"{stored.name!r} has no axis, so it has no rows.")
-    smallest, largest = torch.aminmax(ids)
-    if smallest < 0 or largest >= stored.tensor.shape[0]:
-        bad = int(smallest) if smallest < 0 else int(largest)
-        raise ValueError(
-            f"row id {bad!r} is out of range for {stored.name!r}: expected 0 <= id < "
-            f"{stored.tensor.shape[0]}."
-        )
-
-
-def _scatter(tensor: Tensor, operation: str, ids: Tensor, values: Tensor) -> None:
-    if operation in ("add", "sub"):
-        tensor.index_add_(0, ids, values, alpha=1 if operation == "add" else -1)
-        return
-    # The others work on the rows touched alone: gathered, combined, put back.
-    unique, inverse = torch.unique(ids, return_inverse=True)
-    rows = tensor.index_select(0, unique)
-    target = inverse.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)
-    if operation in ("min", "max"):
-        rows.scatter_reduce_(0, target, values, "amin" if operation == "min" else "amax")
-    elif operation == "mul":
-        rows.scatter_reduce_(0, target, values, "prod")
-    elif operation == "div":
-        # a / b1 / b2 = a / (b1·b2): the divisors of each row are multiplied first.
-        divisors = torch.ones_like(rows).scatter_reduce_(0, target, values, "prod")
-        if tensor.is_floating_point() or tensor.is_complex():
-            rows.div_(divisors)
-        else:
-            # The processor traps when it divides the smallest integer by -1: negate instead.
-            negate = divisors == -1
-            rows = rows.div_(divisors.masked_fill_(negate, 1), rounding_mode="trunc")
-            rows = torch.where(negate, -rows, rows) if tensor.dtype.is_signed else rows
-    elif operation == "update":
-        # Of several values for one row the last counts; scatter_ alone leaves the winner open.
-        order = torch.arange(ids.numel())
-        last = torch.zeros_like(unique).scatter_reduce_(
-            0, inverse, order, "amax", include_self=False
-        )
-        rows = values.index_select(0, last)
-    else:
-        raise ValueError(
-            f"unknown scatter operation {operation!r}: expected add, sub, mul, div, min, max or "
-            "update."
-        )
-    tensor.index_copy_(0, unique, rows)

@@ -37,7 +37,7 @@ def test_every_test_of_this_session_has_one_kind(request: pytest.FixtureRequest)
 
 @pytest.mark.process
 def test_a_fast_test_that_starts_a_process_fails(tmp_path: Path) -> None:
-    """Whether the test starts it, or a fixture of the test; a marked test may."""
+    """The test itself or one of its fixtures starts the process; a marked test may."""
     out = run_inner(
         tmp_path,
         """

@@ -1,4 +1,4 @@
-"""What the package counts about itself: exact counts, bounded memory, merging across processes."""
+"""Metrics: exact counts, bounded memory, merging across processes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_timer_records_also_when_the_block_raises() -> None:
 
 
 def test_events_are_a_ring_and_say_what_was_dropped() -> None:
-    """Old events make room, and the number that did is known."""
+    """The oldest events are dropped, and their number is known."""
     registry = metrics.Registry(source="ps 1")
     for number in range(metrics.EVENT_LIMIT + 7):
         registry.event("tick", number=number)
@@ -152,7 +152,7 @@ def test_plain_form_survives_json() -> None:
 
 
 def test_reset_keeps_recorders_that_others_hold() -> None:
-    """After a reset the objects in other rooms still feed the registry."""
+    """After a reset, objects created before still record into the registry."""
     registry = metrics.Registry()
     counter, timer = registry.counter("c"), registry.timer("t")
     counter.add(5)

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel has everything, works outside the repository, and is typed."""
+"""The wheel is complete, works outside the repository, and is typed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
-    """Nothing of ``src`` is left out, and type checkers are told that we are typed."""
+    """The wheel contains every module of ``src`` and the marker for type checkers."""
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/stratagem").rglob("*.py")

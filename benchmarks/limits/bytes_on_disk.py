@@ -1,4 +1,4 @@
-"""What a save and a restore cannot do without: the same bytes copied, written in a row, or read."""
+"""The least that a save and a restore must do: copy, write or read the same bytes."""
 
 from __future__ import annotations
 

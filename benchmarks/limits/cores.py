@@ -27,7 +27,7 @@ class EveryCore(Work):
     """The same work in one process per core; a step is one step in each process.
 
     Args:
-        make: the work of one core; importable, since processes are started anew.
+        make: the work of one core; importable, because new processes import it.
         size: given to it.
         cores: how many.
         amount: what one step of all of them counts for, by that of one of them.

@@ -25,7 +25,7 @@ def prepare(managed: Path = HOME, *, requirement: str = REQUIREMENT) -> Path:
     """Return the peer's Python; create its environment if necessary.
 
     Raises:
-        PeerMissing: the environment cannot be made (no network, no such package, no room).
+        PeerMissing: the environment cannot be made (no network, no such package, no disk space).
     """
     stamp = managed / "ready"
     if stamp.exists() and stamp.read_text() == requirement:

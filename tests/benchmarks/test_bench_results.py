@@ -1,4 +1,4 @@
-"""Medians, ratios and verdicts: what is missing is shown as missing, never as a win (issue 6.6)."""
+"""Medians, ratios and verdicts; a missing side is shown as missing and never counts as a win."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_where_less_is_better_the_ratio_turns_round():
 
 
 def test_the_bound_is_shown_as_a_multiple_of_the_peer():
-    """It says whether a target can be reached here; it is nobody's win."""
+    """The bound shows whether this machine can reach the target; it is no result of any side."""
     line = line_of(measured("ours", 50.0), measured("peer", 10.0), measured("bound", 90.0))
     assert line.highest_ratio == pytest.approx(9.0)
     assert report.cells(line)[3] == "90.0 ±0% = 9.0 × TF"
@@ -102,7 +102,7 @@ def test_the_bound_is_shown_as_a_multiple_of_the_peer():
 
 
 def test_results_survive_the_file(tmp_path: Path):
-    """What is saved is read back the same."""
+    """Saved results are equal after they are loaded."""
     before = results_with(measured("ours", 1.0, 2.0), measured("peer", missing="no peer"))
     before.checks.append(Check(row="empty", text="alike", passed=True))
     path = tmp_path / "new folder" / "results.json"
@@ -153,7 +153,7 @@ def test_every_row_of_the_design_page_is_there():
 
 
 def test_every_curve_becomes_a_picture(tmp_path: Path):
-    """A curve with points, and the quality row with its curve, are drawn; what is missing is left out."""
+    """A curve with points, and the quality row with its curve, are drawn; missing points are left out."""
     processor = [{"main": 0.1, "worker 0": 0.5, "ps 0": 0.2}]
     found = [
         Measurement(row="workers", point=str(n), kind="ours", label="o", samples=[1.0 * n, 2.0 * n])

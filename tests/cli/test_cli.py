@@ -113,7 +113,7 @@ def test_words_after_two_dashes_are_the_scripts_even_if_they_look_like_ours(tmp_
 
 @pytest.mark.process
 def test_a_failing_script_exits_with_1_and_says_why(tmp_path):
-    """Through the real door: a process, an exit code, a line on stderr."""
+    """Run the command in a process; check its exit code and the line on stderr."""
     script = tmp_path / "broken.py"
     script.write_text("raise ValueError('the learning rate is a banana')")
     done = _run("train", str(script))

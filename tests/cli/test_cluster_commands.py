@@ -39,7 +39,7 @@ def test_top_without_the_key_learns_nothing(spec_text, capsys, monkeypatch):
 
 
 def test_top_of_a_cluster_that_is_gone_says_so(capsys):
-    """Nobody answers: exit code 1, and each task is named."""
+    """No task answers: the exit code is 1 and each task is named."""
     nobody = json.dumps({"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:1"]})
     assert cli.main(["top", "--once", "--cluster", nobody]) == 1
     assert "worker 0 no answer" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The live picture draws on terminals and speaks plainly elsewhere."""
+"""The live view draws on terminals and prints plain lines elsewhere."""
 
 import io
 

@@ -93,7 +93,7 @@ def runnable(page: Path) -> bool:
     "page", [p for p in PAGES if runnable(p)], ids=lambda p: p.relative_to(ROOT).as_posix()
 )
 def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a document shows works as shown."""
+    """Code blocks of a page run in order and raise no error."""
     monkeypatch.chdir(tmp_path)
     assert execute(blocks_of(page)) > 0
 
@@ -158,7 +158,7 @@ def test_blocks_share_names_and_errors_name_the_line(tmp_path: Path) -> None:
 
 
 def test_wrong_output_in_a_session_is_an_error(tmp_path: Path) -> None:
-    """A pycon block shows what is really printed."""
+    """Output in a pycon block must be the real output."""
     page = page_with(tmp_path, "```pycon\n>>> 1 + 1\n3\n```\n")
     with pytest.raises(doctest.DocTestFailure):
         execute(blocks_of(page))

@@ -1,4 +1,4 @@
-"""Links to workers that exist only in a test: they keep what is sent, and report what the test says."""
+"""Links without workers: they keep sent messages and report the events that a test chooses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stratagem.config import ClusterOptions
 
 
 class FakeLink:
-    """What the engine uses of a `WorkerLink`."""
+    """The part of a `WorkerLink` that the engine uses."""
 
     def __init__(self, engine: Engine, number: int, task_index: int) -> None:
         self.engine = engine

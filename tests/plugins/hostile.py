@@ -1,4 +1,4 @@
-"""What hostile peers send, for tests that attack a listening socket. Seeds are fixed by the tests."""
+"""Bytes of hostile peers, for tests that attack a listening socket. Seeds are fixed by the tests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Deadline:
 
 
 def strange_bytes(random_: random.Random) -> bytes:
-    """What scanners, other protocols and half-broken peers send."""
+    """Return bytes that scanners, other protocols and broken peers send."""
     opening = bytearray(ClientHandshake(KEY, who="x").opening())
     choice = random_.randrange(5)
     if choice == 0:

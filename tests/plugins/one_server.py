@@ -25,12 +25,12 @@ W = ShardLocation(0, 1, (2,), torch.float32)
 
 
 def listed(server: ParameterServer) -> list[tuple[str, str]]:
-    """The server as clients are told of it."""
+    """Return the server as clients list it."""
     return [(server.task, server.address)]
 
 
 def add_one(client: PsClient) -> None:
-    """Sends a write to `W`, whose acknowledgement nobody waits for."""
+    """Send a write to `W` without waiting for its acknowledgement."""
     batch = client.batch()
     batch.assign(0, 1, "add", torch.ones(2))
     client.send(batch)

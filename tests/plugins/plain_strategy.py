@@ -96,7 +96,7 @@ class PlainOnCoordinator:
 
 
 class PlainStrategy:
-    """What `ClusterCoordinator` needs of a strategy."""
+    """The smallest strategy that `ClusterCoordinator` accepts."""
 
     def __init__(self, cluster_resolver: Any, views: Any = None) -> None:
         self.cluster_resolver = cluster_resolver

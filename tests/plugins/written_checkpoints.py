@@ -88,7 +88,7 @@ def read(saved: SavedCheckpoint, name: str, start: int, rows: int) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, NaN included."""
+    """Return whether two tensors are equal bit for bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -314,7 +314,7 @@ class Scope:
         return f"<Scope of {self._strategy!r}>"
 
 
-def set_strategy(strategy: Any) -> None:
+def set_strategy(strategy: StrategyHooks | None) -> None:
     """Make a strategy current without a ``with`` block; None restores the default one.
 
     A further call first leaves the strategy of the previous call.

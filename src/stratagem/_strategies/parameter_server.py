@@ -210,7 +210,7 @@ class ParameterServerStrategy(Strategy):
                 gradient_aggregation=self._gradient_aggregation,
                 make_strategy=WorkerStrategy,
             )
-            self._views = ObjectHandles(self, lambda: setup)
+            self._views = ObjectHandles(self, self._variables, lambda: setup)
         return self._views
 
     @override

@@ -67,7 +67,7 @@ class WorkerStatus:
 class _OnePerStrategy(ABCMeta):
     """Makes a second construction return the strategy's coordinator."""
 
-    def __call__(cls: type[_T], strategy: Any, *, options: ClusterOptions | None = None) -> _T:
+    def __call__(cls: type[_T], strategy: object, *, options: ClusterOptions | None = None) -> _T:
         coordinator = ClusterCoordinator.of(strategy)
         coordinator._start(options)
         assert isinstance(coordinator, cls)
@@ -103,7 +103,8 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         [0, 1, 4, 9]
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: object) -> None:
+        assert isinstance(strategy, ClusterStrategy), "`of` has checked it"
         self._strategy = weakref.ref(strategy)  # the strategy holds the coordinator
         self._starting = threading.RLock()
         self._running: Engine | None = None
@@ -111,7 +112,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         self._joining = 0
 
     @classmethod
-    def of(cls, strategy: Any) -> ClusterCoordinator:
+    def of(cls, strategy: object) -> ClusterCoordinator:
         """Return the strategy's coordinator, which may not have connected yet.
 
         Example:

@@ -4,22 +4,21 @@ House rule 9 forbids monkeypatching. These are the exceptions; docs/design/0004-
 patch is one module with one function ``apply_patch``; `install` applies a group of them once per process. Outside replicas
 every patched function does what torch's does.
 
-| group | module | what is patched | why | cost |
-|---|---|---|---|---|
-| STRATEGY | `module_members` | torch's registration hooks (public); ``_parameters`` and ``_buffers`` of modules under a scope | each replica sees its own tensors | one thread-local read per registration |
-| STRATEGY | `special_modules` | classes of recurrent, lazy, SyncBatchNorm and weight-normalised modules under a scope | they keep tensors elsewhere | none for other modules |
-| STRATEGY | `optimizer_step` | ``Optimizer.add_param_group``, ``__setstate__``, ``zero_grad``; ``step`` of instances over managed parameters; the global step pre-hook (public) | one step for all replicas | 1 µs per step |
-| REPLICAS | `parameter_attributes` | ``nn.Parameter.grad``, ``nn.Parameter.data`` | gradients of parameters taken outside ``run``; writes are noticed | 0.2 µs per access |
-| REPLICAS | `autograd_engine` | ``torch.autograd._engine_run_backward`` | refuse gradients on tensors that replicas share | 1 µs per pass |
-| REPLICAS | `schedulers` | ``step`` of every ``LRScheduler`` class | one step for all replicas | 0.2 µs per step |
-| REPLICAS | `grad_scaler` | ``GradScaler.unscale_``, ``step``, ``update`` | stages per replica | 0.2 µs per call |
-| RANDOM | `random_streams` | kernels on an unused dispatch key; ``torch.random.default_generator`` | a random stream per replica | 60 ms once; 5 µs per random operator in a replica |
-| CHANGES | `change_notes` | ``nn.Module.__setattr__``, ``__delattr__``; ``RemovableHandle.__init__``, ``remove`` | changes of modules are sent to workers | 0.7 µs per attribute set |
+| group | module | what is patched | why | cost | if this torch lacks it |
+|---|---|---|---|---|---|
+| STRATEGY | `module_members` | torch's registration hooks (public); ``_parameters`` and ``_buffers`` of modules under a scope | each replica sees its own tensors | one thread-local read per registration | an error when a module is built under a scope |
+| STRATEGY | `special_modules` | classes of recurrent, lazy, SyncBatchNorm and weight-normalised modules under a scope | they keep tensors elsewhere | none for other modules | an error at their first call in a replica |
+| STRATEGY | `optimizer_step` | ``Optimizer.add_param_group``, ``__setstate__``, ``zero_grad``; ``step`` of instances over managed parameters; the global step pre-hook (public) | one step for all replicas | 1 µs per step | public names |
+| REPLICAS | `parameter_attributes` | ``nn.Parameter.grad``, ``nn.Parameter.data`` | gradients of parameters taken outside ``run``; writes are noticed | 0.2 µs per access | public names |
+| REPLICAS | `autograd_engine` | ``torch.autograd._engine_run_backward`` | gradients of central parameters go to the replica's leaves; tensors that replicas share are refused | 2 µs per pass | `NotImplementedError` with several replicas |
+| REPLICAS | `schedulers` | ``step`` of every ``LRScheduler`` class | one step for all replicas | 0.2 µs per step | public names |
+| REPLICAS | `grad_scaler` | ``GradScaler.unscale_``, ``step``, ``update`` | stages per replica | 0.2 µs per call | `NotImplementedError` at the scaler's first use in a replica |
+| RANDOM | `random_streams` | kernels on an unused dispatch key; ``torch.random.default_generator`` | a random stream per replica | 60 ms once; 5 µs per random operator in a replica | `NotImplementedError` with several replicas |
+| CHANGES | `change_notes` | ``nn.Module.__setattr__``, ``__delattr__``; ``RemovableHandle.__init__``, ``remove`` | changes of modules are sent to workers | 0.7 µs per attribute set | public names |
 
-When a private name is missing in a torch release: `private_api` looks every such name up. Names with a replacement cost
-speed only. Without ``torch.autograd._engine_run_backward`` or the dispatch-key functions, creating or running a strategy
-with several replicas raises `NotImplementedError` with the name; one device and parameter servers go on working.
-The other patches use public names. `compiling` is no patch: it keeps ``torch.compile`` out of our functions.
+`private_api` looks every private name up once. Names with a replacement cost speed only; the others raise
+`NotImplementedError` with the name at their first use. ``stratagem doctor`` lists what is missing. `compiling` is no patch: it
+keeps ``torch.compile`` out of our functions.
 """
 
 from __future__ import annotations

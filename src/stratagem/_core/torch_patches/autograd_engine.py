@@ -131,6 +131,16 @@ class _Passes:
 _PASSES: weakref.WeakKeyDictionary[StrategyHooks, dict[int, _Passes]] = weakref.WeakKeyDictionary()
 
 
+def _passes_of(replica: Replica) -> _Passes:
+    by_replica = _PASSES.get(replica.strategy)
+    if by_replica is None:
+        by_replica = _PASSES.setdefault(replica.strategy, {})
+    found = by_replica.get(replica.id)
+    if found is None:
+        found = by_replica[replica.id] = _Passes()
+    return found
+
+
 class _PassCheck:
     """The check of one backward pass; the constructor runs before the pass, `finish` after it.
 
@@ -146,8 +156,7 @@ class _PassCheck:
         self, replica: Replica, roots: Any, own: Sequence[tuple[Any, Tensor | None]]
     ) -> None:
         self._replica, self._roots, self._own = replica, roots, own
-        by_replica = _PASSES.setdefault(replica.strategy, {})
-        self._passes = passes = by_replica.setdefault(replica.id, _Passes())
+        self._passes = passes = _passes_of(replica)
         self._kind = private_api.graph_nodes() - passes.nodes
         count, self._leaves = passes.counts.get(self._kind, (0, 0))
         self._count = count = count + 1

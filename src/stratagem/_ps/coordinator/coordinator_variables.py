@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from stratagem._core import devices
 from stratagem._core.managed import ManagedParameter
+from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches.module_members import BuffersByReplica
 from stratagem._core.torch_patches.private_api import has_hooks, version_of
 from stratagem._ps.client.mapping import ShardLocation
@@ -215,7 +216,7 @@ class CoordinatorBuffer:
 
     __slots__ = ("__weakref__", "_modules", "_name", "_strategy", "counts", "kept")
 
-    def __init__(self, kept: Kept, strategy: Any, name: str, *, counts: bool) -> None:
+    def __init__(self, kept: Kept, strategy: StrategyHooks, name: str, *, counts: bool) -> None:
         self.kept = kept
         self.counts = counts
         self._name = name
@@ -352,7 +353,7 @@ class CoordinatorVariables:
         return managed
 
     def adopt_buffer(
-        self, strategy: Any, module: nn.Module, name: str, buffer: Tensor
+        self, strategy: StrategyHooks, module: nn.Module, name: str, buffer: Tensor
     ) -> CoordinatorBuffer:
         """The home of a buffer registered under the scope."""
         norm = nn.modules.batchnorm._NormBase
@@ -360,7 +361,7 @@ class CoordinatorVariables:
         return self.new_buffer(strategy, name, buffer, counts=counts)
 
     def new_buffer(
-        self, strategy: Any, name: str, buffer: Tensor, *, counts: bool
+        self, strategy: StrategyHooks, name: str, buffer: Tensor, *, counts: bool
     ) -> CoordinatorBuffer:
         """A home for a buffer, which is never cut; one that several modules share has one home."""
         known = self.managed_buffer(buffer)

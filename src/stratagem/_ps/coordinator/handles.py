@@ -21,10 +21,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from stratagem._core.managed import find_managed
+from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.coordinator.change_tracking import ChangeTracker
-from stratagem._ps.coordinator.coordinator_variables import CoordinatorBuffer, CoordinatorParameter
+from stratagem._ps.coordinator.coordinator_variables import (
+    CoordinatorBuffer,
+    CoordinatorParameter,
+    CoordinatorVariables,
+)
 from stratagem._ps.coordinator.object_entries import Tracked, define_module, entries_of
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
@@ -40,12 +45,15 @@ class ObjectHandles:
 
     Args:
         strategy: the strategy whose objects these are.
+        variables: the strategy's variables.
         setup: makes what a worker needs to connect.
     """
 
-    def __init__(self, strategy: Any, setup: Callable[[], object]) -> None:
+    def __init__(
+        self, strategy: StrategyHooks, variables: CoordinatorVariables, setup: Callable[[], object]
+    ) -> None:
         self._strategy = weakref.ref(strategy)
-        self._variables = strategy._variables
+        self._variables = variables
         self._setup = setup
         self._optimizers = OptimizersOnServers(self._variables)
         self._numbers = 0

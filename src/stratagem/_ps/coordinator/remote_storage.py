@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._core import context, variable_writes
+from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.values import DistributedValues, convert_to_tensor
 from stratagem._core.variable_storage import VariableStorage
 from stratagem._core.variables import (
@@ -62,7 +63,7 @@ class RemoteStorage(VariableStorage):
     __slots__ = ("_cache", "_late", "_leaf", "_remote", "_strategy")
 
     def __init__(
-        self, remote: RemoteVariable, *, tracks: bool, strategy: Any, cache: ReadCache
+        self, remote: RemoteVariable, *, tracks: bool, strategy: StrategyHooks, cache: ReadCache
     ) -> None:
         self._remote = remote
         self._strategy = strategy
@@ -250,7 +251,7 @@ def create(
     owner: CoordinatorVariables,
     request: VariableRequest,
     *,
-    strategy: Any,
+    strategy: StrategyHooks,
     cache: ReadCache,
 ) -> Variable | ShardedVariable:
     """A variable on the servers, cut as the strategy's partitioner wants (PRT-1 … PRT-5)."""

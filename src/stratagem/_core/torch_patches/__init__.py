@@ -10,7 +10,7 @@ every patched function does what torch's does.
 | STRATEGY | `special_modules` | classes of recurrent, lazy, SyncBatchNorm and weight-normalised modules under a scope | they keep tensors elsewhere | none for other modules | an error at their first call in a replica |
 | STRATEGY | `optimizer_step` | ``Optimizer.add_param_group``, ``__setstate__``, ``zero_grad``; ``step`` of instances over managed parameters; the global step pre-hook (public) | one step for all replicas | 1 µs per step | public names |
 | REPLICAS | `parameter_attributes` | ``nn.Parameter.grad``, ``nn.Parameter.data`` | gradients of parameters taken outside ``run``; writes are noticed | 0.2 µs per access | public names |
-| REPLICAS | `autograd_engine` | ``torch.autograd._engine_run_backward`` | gradients of central parameters go to the replica's leaves; tensors that replicas share are refused | 2 µs per pass | `NotImplementedError` with several replicas |
+| REPLICAS | `autograd_engine` | ``torch.autograd._engine_run_backward`` | gradients of central parameters go to the replica's leaves; tensors that replicas share are refused | 1 µs per pass | `NotImplementedError` with several replicas |
 | REPLICAS | `schedulers` | ``step`` of every ``LRScheduler`` class | one step for all replicas | 0.2 µs per step | public names |
 | REPLICAS | `grad_scaler` | ``GradScaler.unscale_``, ``step``, ``update`` | stages per replica | 0.2 µs per call | `NotImplementedError` at the scaler's first use in a replica |
 | RANDOM | `random_streams` | kernels on an unused dispatch key; ``torch.random.default_generator`` | a random stream per replica | 60 ms once; 5 µs per random operator in a replica | `NotImplementedError` with several replicas |

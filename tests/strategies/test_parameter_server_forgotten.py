@@ -152,7 +152,7 @@ def test_closing_a_session_the_servers_have_ended_does_not_raise(
     coordinator.close()
     assert strategy._variables.closed
     if not client.shares_memory(0):
-        assert "not brought home" in caplog.text
+        assert "not fetched" in caplog.text
 
 
 def on_server(coordinator: sg.ClusterCoordinator) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from typing_extensions import override
 
@@ -297,7 +297,7 @@ class ServerConnection:
             raise self._error(self._state.reason) from cause
         if self._channel is not None:
             self._channel.close()
-        why = self._state.reason if cause is None else str(cause)
+        why = _first_cause(self._state.reason) if cause is None else str(cause)
         self._state.broken(why)
         try:
             self._connect(deadline)
@@ -309,7 +309,7 @@ class ServerConnection:
             # The session has ended there, or the server cannot map this process's memory any more.
             raise self.give_up(f"has no part of this session any more: {error}") from error
         except WireError as error:
-            raise self._broken(f"is gone: {why}; connecting again failed: {error}") from error
+            raise self._broken(f"{_GONE}{why}{_AGAIN}{error}") from error
 
     def _broken(self, reason: str) -> Exception:
         self._state.broken(reason)
@@ -345,3 +345,17 @@ class ServerConnection:
             task=self.task,
             variables=names,
         )
+
+
+_GONE: Final = "is gone: "
+_AGAIN: Final = "; connecting again failed: "
+
+
+def _first_cause(reason: str) -> str:
+    """Return why a connection broke first, without what later attempts to connect added.
+
+    Example:
+        >>> _first_cause("is gone: it hung up; connecting again failed: no answer")
+        'it hung up'
+    """
+    return reason.removeprefix(_GONE).partition(_AGAIN)[0]

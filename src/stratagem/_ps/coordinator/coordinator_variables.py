@@ -34,7 +34,7 @@ from stratagem._ps.coordinator.deferred_tables import planned_of
 from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
-from stratagem.errors import StratagemError
+from stratagem.errors import ConnectionLost, StratagemError
 
 TABLE_ROWS = 8192
 """A matrix with this many rows is treated as a table even in a module of the user's own: below it a
@@ -55,6 +55,7 @@ class Kept:
         "_name",
         "_pushed",
         "description",
+        "not_fetched",
         "owner",
         "plan",
         "remote",
@@ -68,6 +69,7 @@ class Kept:
         self.tensor = tensor
         self.description: Description | None = None
         self.remote: RemoteVariable | None = None
+        self.not_fetched: Exception | None = None  # why the last value is not here
         self._name = name
         self._may_be_cut = may_be_cut
         self._pushed = -1
@@ -147,6 +149,12 @@ class Kept:
     def refresh(self) -> None:
         """Take over the servers' values if they moved on and nothing was changed here."""
         remote = self.remote
+        if self.not_fetched is not None and not self.is_changed():
+            raise ConnectionLost(
+                f"the last value of {self._name!r} was not fetched from its parameter server before the "
+                f"session ended ({self.not_fetched}). The value here is an older one, so that it cannot be "
+                "read or saved. Restore a checkpoint into a new model under a new strategy."
+            ) from self.not_fetched
         if remote is None or self.plan is not None or self.is_changed() or self.owner.closed:
             return
         if remote.versions() != remote.seen:
@@ -290,6 +298,7 @@ class CoordinatorVariables:
         self.strategy = strategy
         self.partitioner = partitioner
         self.closed = False
+        self._fetched = False  # whether the last values were fetched
         self.beside: Description | None = None  # while colocate_vars_with is in force
         self._placement = Placement(servers)
         # Modules own the homes; what is forgotten there is forgotten here.
@@ -432,13 +441,15 @@ class CoordinatorVariables:
         return managed if managed is not None and managed.central is tensor else None
 
     def bring_to_central(self) -> list[StratagemError]:
-        """Take over the servers' last values everywhere; gives what went wrong, each thing once."""
+        """Fetch the servers' last values; return the errors, each once. Values that failed raise when read."""
         failures: dict[str, StratagemError] = {}
         for managed in list(self._all_managed):
             try:
                 managed.kept.refresh()
             except StratagemError as error:
+                managed.kept.not_fetched = error
                 failures.setdefault(str(error), error)
+        self._fetched = True
         return list(failures.values())
 
     def close(self) -> None:
@@ -447,7 +458,10 @@ class CoordinatorVariables:
             self.closed = True
             devices.coordinate_no_more(id(self))
             for managed in list(self._all_managed):
-                managed.kept.remote = None  # and with it the mapped memory of the servers
+                kept = managed.kept
+                if not self._fetched and kept.remote is not None:
+                    kept.not_fetched = RuntimeError("the strategy was deleted without close()")
+                kept.remote = None  # and with it the mapped memory of the servers
             for remote in list(self._remotes):
                 remote.release()
             self.client.close()

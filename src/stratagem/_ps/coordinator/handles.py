@@ -334,7 +334,9 @@ class ObjectHandles:
             for (
                 error
             ) in self._variables.bring_to_central():  # a server is gone, or the lease ran out
-                _log.warning("some last values of the model were not brought home: %s", error)
+                _log.warning("some last values of the model were not fetched: %s", error)
+            for error in self._optimizers.fetch_all():
+                _log.warning("the last state of an optimizer was not fetched: %s", error)
         self._variables.close()
 
     @override

@@ -40,7 +40,7 @@ from stratagem._ps.optimizer_settings import (
 )
 from stratagem._ps.types import GroupSpec, StateEntry
 from stratagem._wire.messages import Setting
-from stratagem.errors import UnsupportedOptimizer
+from stratagem.errors import ConnectionLost, StratagemError, UnsupportedOptimizer
 
 
 class OptimizersOnServers:
@@ -58,6 +58,7 @@ class OptimizersOnServers:
         self._initial: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Setting]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._not_fetched: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         # Never given twice: a forgotten optimizer leaves the dictionary, but not the servers.
         self._next_number = itertools.count(1)
 
@@ -102,9 +103,34 @@ class OptimizersOnServers:
         return {group: dict(values) for group, values in self._initial[optimizer].items()}
 
     def bring(self, optimizer: Optimizer) -> None:
-        """Take over the servers' state; what was brought home stays when the session is over."""
+        """Fetch the servers' state; after the session the state that `fetch_all` fetched stays."""
         if not self._variables.closed:
             self._fetch_state(optimizer, _all_managed(optimizer))
+            return
+        why = self._not_fetched.get(optimizer)
+        if why is not None:
+            raise ConnectionLost(
+                f"the last state of {type(optimizer).__name__} was not fetched from the parameter "
+                f"servers before the session ended ({why}). The state here is an older one, so that it "
+                "cannot be used or saved. Restore a checkpoint into a new optimizer under a new "
+                "strategy."
+            )
+
+    def fetch_all(self) -> list[StratagemError]:
+        """Fetch the state of every optimizer before the session ends; return the errors, each once."""
+        failures: dict[str, StratagemError] = {}
+        for optimizer in list(self._numbers):
+            all_managed = _all_managed(optimizer)
+            tables = [managed.name for managed in all_managed if managed.kept.plan is not None]
+            if tables:  # too large for this process
+                self._not_fetched[optimizer] = f"it has rows of the large table {tables[0]!r}"
+                continue
+            try:
+                self._fetch_state(optimizer, all_managed)
+            except StratagemError as error:
+                self._not_fetched[optimizer] = str(error)
+                failures.setdefault(str(error), error)
+        return list(failures.values())
 
     def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
         """The class's own step on the coordinator: from the servers' state, and it goes back there.
@@ -112,6 +138,7 @@ class OptimizersOnServers:
         Not one piece with what workers do meanwhile, as everything the coordinator writes.
         """
         if self._variables.closed:
+            self.bring(optimizer)
             return real()
         # All of them: a closure given to step() may make gradients where there are none yet.
         all_managed = [managed for managed in _all_managed(optimizer) if managed.kept.plan is None]

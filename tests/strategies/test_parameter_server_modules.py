@@ -204,7 +204,9 @@ def test_a_model_converted_before_its_first_use_lives_on_servers_as_what_it_is(
         torch.testing.assert_close(value, seen[name])
     assert float(model[1].running_mean.abs().sum()) > 0
     model.float()
-    with pytest.raises(ValueError, match=r"torch.float32 now, but lives .* as .* torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"torch.float32 now, but is stored .* as .* torch.float64"
+    ):
         alone.schedule(lambda: model)
 
 

@@ -1,4 +1,4 @@
-"""What a write returns inside a scheduled function: the value afterwards, read when somebody looks.
+"""Value that a write returns inside a scheduled function, read at its first use.
 
 Most functions never look, and waiting for the server's answer would cost more than the write.
 `variables.py` makes these; to everybody else they are tensors.
@@ -42,7 +42,7 @@ class LazyReadTensor(Tensor):
         """Takes what `__new__` takes; a tensor is complete by then."""
 
     def now(self) -> Tensor:
-        """The value; read if nobody has done so yet."""
+        """Return the value; read it if that has not happened yet."""
         found: Tensor | None = self.__dict__.get("_value")
         if found is None:
             # Replicas may look at the same time: all get what the first of them has found.

@@ -1,7 +1,4 @@
-"""Variables as a client sees them: where they live, and their servers' memory mapped here.
-
-Used by `client.py`; `MappedVariable` is what workers read without a copy.
-"""
+"""Locations of variables on servers, and the servers' memory mapped into this process."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class ShardLocation:
         return shm.bytes_for(self.shape, self.dtype)
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(start, count) of the rows of each piece it travels in; (0, -1) for all at once.
+        """Return (start, count) of the rows of each piece that is transferred; (0, -1) for all at once.
 
         Example:
             >>> import torch
@@ -65,27 +62,27 @@ class MappedVariable:
 
     @property
     def version(self) -> int:
-        """Writes the variable has seen; a memory read, no request."""
+        """Number of writes to the variable; a memory read, no request."""
         return self.segment.counter(self._offset) >> 1
 
     def copy(self) -> tuple[Tensor, int] | None:
-        """A copy no write ran through, and its version; None if writes came too often."""
+        """Return a copy that no write interrupted, and its version; None if writes came too often."""
         version = self.version
         copy = self.segment.read_whole(self.tensor, self._offset)
         return (copy, version) if copy is not None and self.version == version else None
 
     def is_overwritten(self) -> bool:
-        """Whether this process wrote to the middle of the tensor, by whatever way."""
+        """Return whether this process wrote to the middle of the tensor, counted by torch or not."""
         return shm.is_own_page(self.tensor.data_ptr() + self.tensor.nbytes // 2)
 
     def undo_writes(self) -> None:
-        """`refresh`, if torch counted a write of this process to the tensor or a view of it."""
+        """Call `refresh` if torch counted a write of this process to the tensor or a view of it."""
         if self.tensor._version != self._changes:
             self._changes = self.tensor._version
             self.refresh()
 
     def refresh(self) -> None:
-        """Undoes what this process wrote to the tensor: the server's value shows again."""
+        """Drop what this process wrote to the tensor, so that it shows the server's value again."""
         self.segment.refresh(self._offset, self.tensor.nbytes)
 
 
@@ -98,11 +95,11 @@ class Mappings:
         self._variables: dict[tuple[int, int], MappedVariable] = {}
 
     def get(self, place: ShardLocation) -> MappedVariable | None:
-        """The variable, if it is mapped."""
+        """Return the variable, if it is mapped."""
         return self._variables.get((place.server, place.variable))
 
     def add(self, server: int, places: Sequence[ShardLocation], located: messages.Located) -> bool:
-        """Maps what a server located; False if its memory cannot be had here."""
+        """Map what a server located; return False if its memory cannot be mapped here."""
         for ref in located.segments:
             if (server, ref.number) not in self._segments:
                 segment = shm.open_segment(ref, shared=False)
@@ -117,16 +114,16 @@ class Mappings:
         return True
 
     def forget(self, place: ShardLocation) -> None:
-        """The variable was deleted; its memory is unmapped when nothing here uses it any more."""
+        """Forget a deleted variable; its memory is unmapped when no tensor uses it any more."""
         gone = self._variables.pop((place.server, place.variable), None)
         if gone is not None and not any(
             one.segment is gone.segment for one in self._variables.values()
         ):
-            # Not closed: a tensor somebody still holds may be over it. Python unmaps it after the last.
+            # Not closed: a tensor may still be over it. Python unmaps it after the last one.
             self._segments.pop((place.server, gone.segment.number), None)
 
     def close(self) -> None:
-        """Unmaps everything no tensor uses any more. Repeatable."""
+        """Unmap everything that no tensor uses. May be called again."""
         self._variables.clear()
         for segment in self._segments.values():
             segment.close()

@@ -16,14 +16,12 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Final, final
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from stratagem import config
 from stratagem._owner import Owner
-from stratagem._ps import types
-from stratagem._ps.client import state_transfer
+from stratagem._ps.client import state_transfer, value_reads
 from stratagem._ps.client.connect_all import connect_all
 from stratagem._ps.client.mapping import MappedVariable, Mappings, ShardLocation
 from stratagem._ps.client.outbox import Outbox
@@ -40,8 +38,7 @@ from stratagem._ps.types import (
     StateEntry,
 )
 from stratagem._wire import codec, messages
-from stratagem._wire.codec import Outgoing
-from stratagem._wire.messages import Frame, Message, TensorRef
+from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost
 
@@ -49,9 +46,6 @@ _log = logging.getLogger("stratagem.ps")
 
 CLOSE_LIMIT_S: Final = 5.0
 """For all servers together to confirm that the session is over; each needs a millisecond, or is in a long step."""
-
-_Reads = dict[int, list[tuple[int, messages.ReadItem]]]
-"""By server: what to read, each with its place in the answer."""
 
 
 @final
@@ -236,9 +230,9 @@ class PsClient(Owner):
                 one.copy() if one is not None else None for one in self.map(places)
             ]
             absent = [index for index, one in enumerate(found) if one is None]
-            for index, value in zip(
-                absent, self._fetch([places[index] for index in absent]), strict=True
-            ):
+            wanted = [places[index] for index in absent]
+            read = value_reads.read_values(self._connections, wanted)
+            for index, value in zip(absent, read, strict=True):
                 found[index] = value
             return [one for one in found if one is not None]
 
@@ -253,14 +247,7 @@ class PsClient(Owner):
                     for one, (_, ids) in zip(mapped, wanted, strict=True)
                     if one is not None
                 ]
-            items: _Reads = {}
-            outgoing: dict[int, Outgoing] = {}
-            for index, (place, ids) in enumerate(wanted):
-                ref = outgoing.setdefault(place.server, Outgoing()).add(ids)
-                item = messages.ReadItem(place.variable, ids=ref)
-                items.setdefault(place.server, []).append((index, item))
-            found = self._collect_values(items, outgoing)
-            return [found[index] for index in range(len(wanted))]
+            return value_reads.read_rows(self._connections, wanted, self.wait_for_writes)
 
     def versions(self, server: int, variables: Sequence[int] = ()) -> dict[int, int]:
         """Return versions of variables on one server; of all of them if none is named."""
@@ -479,63 +466,6 @@ class PsClient(Owner):
                     first = first or error
             if first is not None:
                 raise first
-
-    def _fetch(self, places: Sequence[ShardLocation]) -> list[tuple[Tensor, int]]:
-        """Return values read over the connections, large ones in pieces, many in several requests."""
-        found: dict[int, tuple[Tensor, int]] = {}
-        items: _Reads = {}
-        asked: dict[int, int] = {}  # bytes, by server
-        for index, place in enumerate(places):
-            pieces = place.pieces()
-            if len(pieces) > 1:
-                found[index] = self._fetch_pieces(place, pieces)
-                continue
-            if (
-                items.get(place.server)
-                and asked[place.server] + place.nbytes > types.TRANSFER_BYTES
-            ):
-                found.update(self._collect_values(items, {}))
-                items, asked = {}, {}
-            asked[place.server] = asked.get(place.server, 0) + place.nbytes
-            item = messages.ReadItem(place.variable)
-            items.setdefault(place.server, []).append((index, item))
-        found.update(self._collect_values(items, {}))
-        return [found[index] for index in range(len(places))]
-
-    def _fetch_pieces(
-        self, place: ShardLocation, pieces: Sequence[tuple[int, int]]
-    ) -> tuple[Tensor, int]:
-        """Return a large value; its version is the last piece's: others may write between pieces."""
-        whole = torch.empty(place.shape, dtype=place.dtype)
-        version = 0
-        for start, count in pieces:
-            item = messages.ReadItem(place.variable, start, count)
-            frame = self._ask(place.server, messages.Read(items=(item,)))
-            assert isinstance(frame.message, messages.Values)
-            piece = codec.tensor_from(frame.message.values[0], frame)
-            whole[start : start + count].copy_(piece)
-            version = frame.message.versions[0]
-        return whole, version
-
-    def _collect_values(
-        self, items: _Reads, outgoing: Mapping[int, Outgoing]
-    ) -> dict[int, tuple[Tensor, int]]:
-        """Send one Read per server; return the values by their place in the answer."""
-        calls: list[tuple[int, list[int], Pending]] = []
-        for server, some in items.items():
-            message = messages.Read(items=tuple(item for _, item in some))
-            buffers = outgoing[server].buffers if server in outgoing else ()
-            pending = self._connections[server].begin(message, buffers)
-            calls.append((server, [index for index, _ in some], pending))
-        self.wait_for_writes()  # their acknowledgements come first anyway
-        found: dict[int, tuple[Tensor, int]] = {}
-        for server, indices, pending in calls:
-            frame = self._connections[server].collect(pending)
-            assert isinstance(frame.message, messages.Values)
-            refs: tuple[TensorRef, ...] = frame.message.values
-            for index, ref, version in zip(indices, refs, frame.message.versions, strict=True):
-                found[index] = (codec.tensor_from(ref, frame), version)
-        return found
 
 
 def _settings(values: Hyperparameters) -> dict[str, Setting]:

@@ -1,8 +1,7 @@
-"""One variable on parameter servers, in one piece or several, as any task reads and writes it.
+"""One variable on parameter servers, in one piece or in shards, as any task reads and writes it.
 
-`RemoteVariable` joins what `Placement` decided with a `PsClient`: it cuts ids and values along the
-shards and puts rows together again. It is the `RowSource` of tables and the memory behind variables;
-who may change what, and when, is decided above (`workers.py`, `homes.py`).
+`RemoteVariable` combines a `Placement` with a `PsClient`: it divides ids and values among the shards and joins
+rows again. It is the `RowSource` of tables and the storage of variables.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class RemoteVariable:
         client: the connections to the servers.
 
     Attributes:
-        places: its shards, as the client wants them.
+        places: its shards.
         seen: versions of the shards at the last read, by which staleness is measured.
     """
 
@@ -64,7 +63,7 @@ class RemoteVariable:
 
     @property
     def device(self) -> str:
-        """Where the first piece lives."""
+        """Device name of the first shard."""
         return device_name(self._connections.tasks[self.places[0].server])
 
     @property
@@ -84,17 +83,17 @@ class RemoteVariable:
 
     @cached_property
     def mapped(self) -> tuple[MappedVariable, ...] | None:
-        """The shards in shared memory; None if any of them is out of reach."""
+        """The shards in shared memory; None if any of them cannot be mapped."""
         found = self._client.map(self.places)
         shared = tuple(one for one in found if one is not None)
         return shared if len(shared) == len(found) else None
 
     def forget_seen(self) -> None:
-        """What was read is not what the servers have any more: the next comparison of versions differs."""
+        """Forget the versions that were read: the next comparison of versions differs."""
         self.seen = (-1,) * len(self.places)
 
     def release(self) -> None:
-        """Let go of the servers' memory; the session is over."""
+        """Release the servers' memory at the end of the session."""
         self._is_released = True
         self.__dict__.pop("mapped", None)
         self._assembled = None
@@ -102,7 +101,7 @@ class RemoteVariable:
     # -------------------------------------------------------------- reading
 
     def versions(self) -> tuple[int, ...]:
-        """Versions of the shards now; a memory read on the same host, else a request per server."""
+        """Return the shards' versions now; a memory read on the same host, else a request per server."""
         if self.mapped is not None:
             return tuple(one.version for one in self.mapped)
         return tuple(
@@ -111,7 +110,7 @@ class RemoteVariable:
         )
 
     def read(self) -> Tensor:
-        """A copy of all rows, each shard consistent in itself."""
+        """Return a copy of all rows, each shard consistent in itself."""
         found = self._client.read(self.places)
         self.seen = tuple(version for _, version in found)
         if len(found) == 1:
@@ -119,9 +118,9 @@ class RemoteVariable:
         return torch.cat([value for value, _ in found])
 
     def whole(self) -> Tensor:
-        """All rows, current; on the same host an unsharded variable costs no copy.
+        """Return all rows, current; on the same host an undivided variable is not copied.
 
-        Not to be written to. The memory may be used again by the next call.
+        The caller must not write to them. The next call may use the memory again.
         """
         if self.mapped is not None and len(self.mapped) == 1:
             self._client.wait_for_writes()
@@ -133,14 +132,14 @@ class RemoteVariable:
         if self._assembled is None or now != self._assembled_from:
             if self._assembled is None:
                 self._assembled = torch.empty(self.shape, dtype=self.dtype)
-            # Through `.data`: what others write between two uses of the table shows, as it does in shared
-            # memory, and is no mistake of the function that autograd should report.
+            # Through `.data`: writes of other workers between two uses of the table are no mistake of the
+            # function that autograd should report.
             self.read_into(self._assembled.data)
             self._assembled_from = self.seen
         return self._assembled
 
     def read_into(self, target: Tensor) -> None:
-        """Read all rows into memory of the caller's."""
+        """Read all rows into the caller's memory."""
         if self.mapped is not None:
             self.seen = tuple(one.version for one in self.mapped)
             parts = [one.tensor for one in self.mapped]
@@ -154,7 +153,7 @@ class RemoteVariable:
             torch.cat(parts, out=target)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """These rows, fresh; `ids` are sorted, unique and in range."""
+        """Return a new tensor with these rows; `ids` are sorted, unique and in range."""
         cuts = self.layout.cut_sorted(ids)
         wanted = [
             (place, ids[begin:end] - offset if offset else ids[begin:end])
@@ -181,7 +180,7 @@ class RemoteVariable:
     def wanted(
         self, recipes: Sequence[Sequence[InitOp]] | None = None
     ) -> list[tuple[ShardLocation, str, Sequence[InitOp]]]:
-        """The shards as `PsClient.create_all` wants them, each with its recipe if there are any."""
+        """Return the arguments of `PsClient.create_all`: the shards, each with its recipe."""
         parts = [self.description.part(index).name for index in range(len(self.places))]
         names = parts if self.description.is_sharded else [self.name]
         return list(zip(self.places, names, recipes or [()] * len(self.places), strict=True))
@@ -189,8 +188,7 @@ class RemoteVariable:
     def put(self, value: Tensor) -> None:
         """Overwrite all rows, large shards in pieces; returns when it is done.
 
-        `seen` then says which versions have this value: asked for afterwards, they could be somebody
-        else's, written in the meantime.
+        `seen` then has the versions of this value. Versions asked for later could belong to other writes.
         """
         self.seen = tuple(
             self._client.assign(place, part.detach())
@@ -198,7 +196,7 @@ class RemoteVariable:
         )
 
     def cut(self, value: Tensor) -> Sequence[Tensor]:
-        """A value of the variable's shape, cut along the shards."""
+        """Return a value of the variable's shape, divided among the shards."""
         if len(self.places) == 1:
             return (value,)
         return torch.split_with_sizes(value, self.layout.sizes)
@@ -211,7 +209,7 @@ class RemoteVariable:
             self._send(batch)
 
     def add_assign(self, batch: WriteBatch, operation: str, value: Tensor) -> None:
-        """The same, as part of a batch."""
+        """Add an assignment of all rows to a batch."""
         for place, part in zip(self.places, self.cut(value), strict=True):
             batch.assign(place.server, place.variable, operation, part)
 

@@ -1,12 +1,9 @@
 """The coordinator's side of variables on parameter servers.
 
-A module built under the scope keeps ordinary local parameters and buffers (``central``); each has a
-home here that knows its shards on the servers. Nothing is sent while models are built and initialised:
-`flush` creates what is new and writes what was changed locally (``central._version`` tells), and is
-called before anything is shipped to a worker. Looking a parameter up (``model(x)``, ``state_dict()``)
-first takes over what the servers have moved on to.
-
-What a worker sees is in `workers.py`; tokens and definitions are the strategy's business.
+A module built under the scope keeps ordinary local parameters and buffers (``central``). Each has an object here
+that knows its shards on the servers. Nothing is sent while models are built and initialised: `flush` creates
+new variables and sends local changes, which ``central._version`` shows. It is called before anything is
+sent to a worker. Reading a parameter (``model(x)``, ``state_dict()``) first fetches newer values from the servers.
 """
 
 from __future__ import annotations
@@ -37,16 +34,16 @@ from stratagem._ps.types import InitOp
 from stratagem.errors import ConnectionLost, StratagemError
 
 TABLE_ROWS = 8192
-"""A matrix with this many rows is treated as a table even in a module of the user's own: below it a
-dense gradient of 16 columns (512 KiB) costs less than looking up rows."""
+"""Rows from which a matrix in a user's own module is treated as a table: below it a dense gradient of 16
+columns (512 KiB) costs less than looking up rows."""
 
 
 def _nothing() -> None:
-    """A weak reference to nothing."""
+    """Return None, as a weak reference to a collected object does."""
 
 
 class Kept:
-    """One local tensor and the variable on the servers it stands for."""
+    """One local tensor and its variable on the servers."""
 
     __slots__ = (
         "_before",
@@ -75,7 +72,7 @@ class Kept:
         self._pushed = -1
         self._dtype = tensor.dtype
         self._before: tuple[Callable[[], Tensor | None], int] = (_nothing, -1)
-        # A table too large to be built here has a plan instead of values.
+        # A table that is too large for this process has a plan instead of values.
         self.plan = planned_of(tensor)
         if self.plan is not None and self.plan.is_local:
             raise ValueError(
@@ -88,27 +85,27 @@ class Kept:
         self.place()
 
     def place(self) -> None:
-        """Decide where the variable goes; a lazy one has no shape yet and waits."""
+        """Choose the variable's servers; a lazy one has no shape yet and waits."""
         if self.description is None and not is_lazy(self.tensor):
             partitioner = self.owner.partitioner if self._may_be_cut else None
             self.description = self.owner.place(self._name, self.tensor, partitioner)
 
     def is_as_described(self) -> bool:
-        """Whether the local tensor still is what was placed: ``.data`` can be given anything."""
+        """Return whether the local tensor still has the described shape and type: ``.data`` can be anything."""
         where = self.description
         return where is None or (
             where.dtype == self.tensor.dtype and where.shape == tuple(self.tensor.shape)
         )
 
     def is_changed(self) -> bool:
-        """Whether the local tensor was written since the servers were told."""
+        """Return whether the local tensor was written since it was last sent."""
         if self.plan is not None:
             return False
         # The dtype as well: converting a model goes through `.data`, which counts no version.
         return version_of(self.tensor) != self._pushed or self.tensor.dtype is not self._dtype
 
     def reach(self) -> list[tuple[ShardLocation, str, Sequence[InitOp]]]:
-        """The shards to be created on the servers; values follow by `send`, unless planned."""
+        """Return the shards to create on the servers; `send` sends values, unless there is a plan."""
         if not self.is_as_described():
             self.description = None  # model.double(), model.to(torch.bfloat16), …
         self._dtype = self.tensor.dtype
@@ -132,14 +129,14 @@ class Kept:
         assert where is not None
         if not self.is_as_described():
             raise ValueError(
-                f"{self._name!r} is {tuple(self.tensor.shape)} {self.tensor.dtype} now, but lives on "
+                f"{self._name!r} is {tuple(self.tensor.shape)} {self.tensor.dtype} now, but is stored on "
                 f"parameter servers as {where.shape} {where.dtype}: it was converted after its first "
                 "use in a scheduled function. Convert the model (model.double(), model.to(dtype)) "
                 "before you schedule anything with it."
             )
 
     def stand_for(self, tensor: Tensor) -> None:
-        """Another tensor takes the local one's place; its values are to be sent."""
+        """Replace the local tensor by another one, whose values are to be sent."""
         before, pushed = self._before
         self._before = weakref.ref(self.tensor), self._pushed
         self.tensor = tensor
@@ -147,7 +144,7 @@ class Kept:
         self._pushed = pushed if before() is tensor else -1
 
     def refresh(self) -> None:
-        """Take over the servers' values if they moved on and nothing was changed here."""
+        """Fetch the servers' values if they have changed and nothing was changed here."""
         remote = self.remote
         if self.not_fetched is not None and not self.is_changed():
             raise ConnectionLost(
@@ -158,13 +155,13 @@ class Kept:
         if remote is None or self.plan is not None or self.is_changed() or self.owner.closed:
             return
         if remote.versions() != remote.seen:
-            # Through `.data`: this is no change of the user's, so no version is counted. `read` gives
-            # each shard as it was between two writes: a checkpoint is made from this.
+            # Through `.data`: the user changed nothing, so no version is counted. `read` returns each shard
+            # as it was between two writes: checkpoints are made from this.
             self.tensor.data.copy_(remote.read())
 
 
 class Use(enum.Enum):
-    """How the module a parameter was registered with uses it."""
+    """Use of a parameter by the module that it was registered with."""
 
     ROWS = "rows"
     """An embedding: rows are looked up."""
@@ -175,7 +172,7 @@ class Use(enum.Enum):
 
 
 class CoordinatorParameter(ManagedParameter):
-    """Home of a parameter that lives on parameter servers, on the coordinator."""
+    """The coordinator's parameter and its variable on parameter servers."""
 
     __slots__ = ("kept", "name", "use")
 
@@ -188,12 +185,12 @@ class CoordinatorParameter(ManagedParameter):
 
     @property
     def as_table(self) -> bool:
-        """Whether workers see a table of rows instead of a whole tensor."""
+        """Whether workers get a table of rows instead of a whole tensor."""
         where = self.kept.description
         if where is None or len(where.shape) < 2 or self.use is Use.WHOLE:
             return False
         if has_hooks(self.central):
-            return False  # a hook wants the gradient as it is on one device
+            return False  # a hook gets the gradient as on one device
         return self.use is Use.ROWS or where.is_sharded or where.shape[0] >= TABLE_ROWS
 
     @override
@@ -216,10 +213,10 @@ class CoordinatorParameter(ManagedParameter):
 
 
 class CoordinatorBuffer:
-    """Home of a buffer that lives on parameter servers, on the coordinator.
+    """The coordinator's buffer and its variable on parameter servers.
 
     Attributes:
-        counts: several workers' increases of it add up (a BatchNorm's count of batches).
+        counts: whether increases of several workers add up (a BatchNorm's count of batches).
     """
 
     __slots__ = ("__weakref__", "_modules", "_name", "_strategy", "counts", "kept")
@@ -228,21 +225,21 @@ class CoordinatorBuffer:
         self.kept = kept
         self.counts = counts
         self._name = name
-        self._modules = 0  # how many modules have it
+        self._modules = 0  # that have it
         self._strategy = weakref.ref(strategy)
 
     @property
     def central(self) -> Tensor:
-        """The buffer the coordinator works with."""
+        """The coordinator's buffer."""
         return self.kept.tensor
 
     @property
     def strategy(self) -> Any:
-        """The strategy that looks after this buffer; None when it is gone."""
+        """The strategy of this buffer; None if it was collected."""
         return self._strategy()
 
     def resolve(self) -> Tensor:
-        """The buffer, brought up to date."""
+        """Return the buffer with current values."""
         self.kept.refresh()
         return self.central
 
@@ -252,19 +249,19 @@ class CoordinatorBuffer:
         self._modules += 1
 
     def put(self, replica: Any, tensor: Tensor) -> None:
-        """Code in a replica on the coordinator assigned another tensor to the buffer's name."""
+        """Take over a tensor that code in a replica on the coordinator assigned to the buffer's name."""
         del replica
         with torch.no_grad():
             self.central.copy_(tensor)
 
     def adopt_copy(self, buffer: Tensor) -> CoordinatorBuffer:
-        """The home of a deep copy of central: a variable of its own."""
+        """Return the entry of a deep copy: a new variable."""
         return self.kept.owner.new_buffer(self.strategy, self._name, buffer, counts=self.counts)
 
     def replaced_by(self, buffer: Tensor) -> CoordinatorBuffer:
-        """Code on the coordinator assigned another tensor to the buffer's name: its home.
+        """Return the entry of a tensor that code on the coordinator assigned to the buffer's name.
 
-        Workers that know this one go on with it: what was assigned are its new values.
+        It is this entry, with new values, if workers know it and the tensor fits.
         """
         owner = self.kept.owner
         alike = buffer.shape == self.central.shape and buffer.dtype == self.central.dtype
@@ -278,13 +275,13 @@ class CoordinatorBuffer:
 
 
 class CoordinatorVariables:
-    """All variables of one strategy, as the coordinator knows them.
+    """All variables of one strategy on the coordinator.
 
     Args:
         client: the coordinator's connections to the servers.
         servers: how many there are.
         partitioner: how variables are cut, or None.
-        strategy: gives the strategy they belong to, or None when it is gone.
+        strategy: returns the strategy, or None if it was collected.
     """
 
     def __init__(
@@ -301,12 +298,14 @@ class CoordinatorVariables:
         self._fetched = False  # whether the last values were fetched
         self.beside: Description | None = None  # while colocate_vars_with is in force
         self._placement = Placement(servers)
-        # Modules own the homes; what is forgotten there is forgotten here.
+        # Modules own the entries.
         self._all_managed: weakref.WeakSet[CoordinatorParameter | CoordinatorBuffer] = (
             weakref.WeakSet()
         )
-        self._on_servers: list[Kept] | None = None  # what all homes keep, until one comes or goes
-        self._made = 0  # how many homes there have ever been
+        self._on_servers: list[Kept] | None = (
+            None  # of all entries; None after one was added or removed
+        )
+        self._made = 0  # entries so far
         self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
             weakref.WeakValueDictionary()
         )
@@ -315,7 +314,7 @@ class CoordinatorVariables:
         devices.coordinate(id(self))  # this process is the cluster's chief now (PSS-10)
 
     def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
-        """Where a new variable goes."""
+        """Return the place of a new variable."""
         shape = tuple(tensor.shape)
         if self.beside is not None:
             return self._placement.place(name, shape, tensor.dtype, beside=self.beside)
@@ -326,17 +325,17 @@ class CoordinatorVariables:
     def place_variable(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: int
     ) -> Description:
-        """Where a new `Variable` of known shards goes."""
+        """Return the place of a new `Variable` with a known number of shards."""
         return self._placement.place(name, shape, dtype, shards=shards, beside=self.beside)
 
     def new_remote(self, description: Description) -> RemoteVariable:
-        """A variable on the servers, not created there yet; it lets go of them when we close."""
+        """Return a variable that is not yet created on the servers; `close` releases it."""
         remote = RemoteVariable(description, self.client)
         self._remotes.add(remote)
         return remote
 
     def new_variable(self, description: Description) -> RemoteVariable:
-        """A variable created on the servers, and freed there when nobody has it any more."""
+        """Return a variable created on the servers; it is freed there when it is collected here."""
         if self.closed:
             raise RuntimeError(
                 f"variable {description.name!r} cannot be made: its strategy, or the strategy's "
@@ -352,11 +351,11 @@ class CoordinatorVariables:
     def adopt_parameter(
         self, module: nn.Module, name: str, parameter: nn.Parameter
     ) -> CoordinatorParameter:
-        """The home of a parameter registered under the scope."""
+        """Return the entry of a parameter registered under the scope."""
         return self.new_managed(parameter, name, _use_of(module, name))
 
     def new_managed(self, parameter: nn.Parameter, name: str, use: Use) -> CoordinatorParameter:
-        """A home for a parameter."""
+        """Return a new entry for a parameter."""
         managed = CoordinatorParameter(Kept(self, parameter, name), name, use)
         self._keep(managed)
         return managed
@@ -364,7 +363,7 @@ class CoordinatorVariables:
     def adopt_buffer(
         self, strategy: StrategyHooks, module: nn.Module, name: str, buffer: Tensor
     ) -> CoordinatorBuffer:
-        """The home of a buffer registered under the scope."""
+        """Return the entry of a buffer registered under the scope."""
         norm = nn.modules.batchnorm._NormBase
         counts = name == "num_batches_tracked" and isinstance(module, norm)
         return self.new_buffer(strategy, name, buffer, counts=counts)
@@ -372,7 +371,7 @@ class CoordinatorVariables:
     def new_buffer(
         self, strategy: StrategyHooks, name: str, buffer: Tensor, *, counts: bool
     ) -> CoordinatorBuffer:
-        """A home for a buffer, which is never cut; one that several modules share has one home."""
+        """Return the entry of a buffer, which is never divided; modules that share a buffer share the entry."""
         known = self.managed_buffer(buffer)
         if known is not None:
             return known
@@ -383,7 +382,7 @@ class CoordinatorVariables:
         return managed
 
     def note_buffer(self, managed: CoordinatorBuffer) -> None:
-        """A buffer has this home."""
+        """Register the entry of a buffer."""
         self._buffers[id(managed.central)] = managed
 
     def _keep(self, managed: CoordinatorParameter | CoordinatorBuffer) -> None:
@@ -393,11 +392,11 @@ class CoordinatorVariables:
         self._when_gone(managed, managed.kept)
 
     def _when_gone(self, owner: object, what: Kept | tuple[ShardLocation, ...]) -> None:
-        # May run in any thread, at any time: it only notes what `free_forgotten` is to free.
+        # May run in any thread, at any time: it only notes what `free_forgotten` frees.
         weakref.finalize(owner, self._forgotten.append, what).atexit = False
 
     def free_forgotten(self) -> None:
-        """Delete on the servers what nobody has here any more."""
+        """Delete variables on the servers that were collected here."""
         if not self._forgotten:
             return
         self._on_servers = None
@@ -412,7 +411,7 @@ class CoordinatorVariables:
             self.client.delete(gone)
 
     def flush(self) -> None:
-        """Create what is new on the servers, write what was changed here, free what is forgotten."""
+        """Create new variables on the servers, send local changes, delete collected variables."""
         self.free_forgotten()
         if self._on_servers is None:
             self._reach_all()
@@ -421,7 +420,7 @@ class CoordinatorVariables:
                 kept.send()
 
     def _reach_all(self) -> None:
-        """Create what is new on the servers; what is lazy is looked at again next time."""
+        """Create new variables on the servers; lazy ones wait until they have a shape."""
         made = self._made
         every = [managed.kept for managed in self._all_managed]
         ready = [kept for kept in every if not is_lazy(kept.tensor)]
@@ -436,11 +435,11 @@ class CoordinatorVariables:
                     kept.send()
 
     def managed_buffer(self, tensor: Tensor) -> CoordinatorBuffer | None:
-        """The home of a buffer, by identity."""
+        """Return the entry of a buffer, by identity."""
         managed = self._buffers.get(id(tensor))
         return managed if managed is not None and managed.central is tensor else None
 
-    def bring_to_central(self) -> list[StratagemError]:
+    def fetch_last_values(self) -> list[StratagemError]:
         """Fetch the servers' last values; return the errors, each once. Values that failed raise when read."""
         failures: dict[str, StratagemError] = {}
         for managed in list(self._all_managed):
@@ -453,7 +452,7 @@ class CoordinatorVariables:
         return list(failures.values())
 
     def close(self) -> None:
-        """Let go of the servers; their variables are freed, local values stay."""
+        """End the session: servers free the variables, local values stay."""
         if not self.closed:
             self.closed = True
             devices.coordinate_no_more(id(self))

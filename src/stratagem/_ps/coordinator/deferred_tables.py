@@ -1,14 +1,13 @@
-"""Tables too large for the coordinator: created on the servers without ever being built here.
+"""Tables that are too large for the coordinator: only servers hold them.
 
 While a scope is open, `DeferredTables` (a torch function mode) catches factory calls such as
-``torch.empty((1_000_000_000, 16))``, which is how ``nn.Embedding`` begins, and answers with a
-`TableParameter` over a `DeferredTable`. What then initialises it in place (``normal_``, ``uniform_``,
-``nn.init`` …) is written down instead of done; when the table has become a module's parameter, the
-recipe is run on each server for its own shard. A tensor that never becomes a parameter is built
-locally the moment anything else is done with it.
+``torch.empty((1_000_000_000, 16))``, with which ``nn.Embedding`` begins, and returns a `TableParameter` over a
+`DeferredTable`. In-place initialisations (``normal_``, ``uniform_``, ``nn.init`` …) are recorded. When a module has
+the table as a parameter, each server runs the recipe on its own shard. A tensor that never becomes a
+parameter is built locally at its first other use.
 
-Random numbers come from seeds drawn from torch's generator, one per operation and shard: repeated with
-``torch.manual_seed``, but not those one machine would have drawn for the whole table.
+Random numbers come from seeds drawn from torch's generator, one per operation and shard. ``torch.manual_seed`` repeats
+them, but they are not the numbers that one machine would draw for the whole table.
 """
 
 from __future__ import annotations
@@ -48,39 +47,39 @@ class DeferredTable:
     # -------------------------------------------------------------- becoming a variable
 
     def adopt(self, name: str, flush: Callable[[], None]) -> None:
-        """It is a module's parameter now; `flush` creates it on the servers."""
+        """Note that a module has the table as a parameter; `flush` creates it on the servers."""
         self.name = name
         self._flush = flush
 
     @property
     def is_local(self) -> bool:
-        """Whether it was built in this process after all."""
+        """Whether the table was built in this process after all."""
         return self._local is not None
 
     @property
     def may_be_local(self) -> bool:
-        """Whether it is nobody's parameter, so that it can be an ordinary tensor."""
+        """Whether no module has the table, so that it can become an ordinary tensor."""
         return self._flush is None
 
     @property
     def is_unmade(self) -> bool:
-        """Whether it is a parameter that the servers have not made yet."""
+        """Whether the table is a parameter that the servers have not created yet."""
         return self._flush is not None and self._remote is None
 
     def place_on(self, remote: RemoteVariable) -> list[list[InitOp]]:
-        """It is about to be created there: the recipe of each shard."""
+        """Return the recipe of each shard of the variable that is about to be created."""
         self._remote = remote
         return [shard_recipe(self.recipe, remote.description, i) for i in range(len(remote.places))]
 
     # -------------------------------------------------------------- RowSource
 
     def rows(self, ids: Tensor) -> Tensor:
-        """These rows, from the servers once it lives there."""
+        """Return these rows, from the servers once the table is there."""
         source = self._there()
         return self.local()[ids] if source is None else source.rows(ids)
 
     def whole(self) -> Tensor:
-        """All rows; fetches them, which for such a table is seldom wise."""
+        """Fetch and return all rows."""
         source = self._there()
         return self.local() if source is None else source.read()
 
@@ -98,7 +97,7 @@ class DeferredTable:
         return self._remote
 
     def local(self) -> Tensor:
-        """The tensor built here, by the same recipe."""
+        """Return the tensor, built here by the same recipe."""
         if self._local is None:
             self._local = torch.empty(self.shape, dtype=self.dtype)
             for operation in self.recipe:
@@ -108,11 +107,11 @@ class DeferredTable:
     # -------------------------------------------------------------- in-place operators
 
     def write(self, name: str, values: Sequence[Any]) -> None:
-        """An in-place operator by its name, without the table itself among `values`."""
+        """Apply or record an in-place operator, given by name; `values` are its other arguments."""
         if self._remote is not None:
             if name != "copy_":
                 raise ForeignParameterError(
-                    f"{name} on {self.name!r}, whose rows live on parameter servers already: load a "
+                    f"{name} on {self.name!r}, whose rows are on parameter servers already: load a "
                     "whole value with copy_ or load_state_dict, or change it by optimizer.step()."
                 )
             self._remote.put(values[0].to(self.dtype))
@@ -122,7 +121,7 @@ class DeferredTable:
             self.recipe.append(operation)
         elif self._flush is not None and name != "copy_":
             raise ForeignParameterError(
-                f"{name} cannot be written down for table {self.name!r}, which is too large to be "
+                f"{name} cannot be recorded for table {self.name!r}, which is too large to be "
                 "built here: initialise it with zero_, fill_, uniform_, normal_ or nn.init."
             )
         else:
@@ -145,7 +144,7 @@ def _seed() -> int:
 
 
 def _recorded(name: str, values: Sequence[Any]) -> InitOp | None:
-    """An initialisation as the servers know it; None for any other operator."""
+    """Return an initialisation for the servers; None for any other operator."""
     if any(isinstance(value, Tensor) for value in values):
         return None
     numbers = [float(value) for value in values if isinstance(value, int | float)]
@@ -167,7 +166,7 @@ def _recorded(name: str, values: Sequence[Any]) -> InitOp | None:
 
 
 class DeferredParameter(TableParameter):
-    """A `TableParameter` over a `DeferredTable`: in-place initialisations are written down."""
+    """A `TableParameter` over a `DeferredTable`; it records in-place initialisations."""
 
     @override
     @classmethod
@@ -194,7 +193,7 @@ class DeferredParameter(TableParameter):
 
 
 class DeferredTables(TorchFunctionMode):
-    """Answers large factory calls with planned tables, and writes down how they are initialised.
+    """Mode in which factory calls for large tensors return planned tables.
 
     Args:
         threshold: bytes from which a tensor is a table.
@@ -275,14 +274,14 @@ class _Row:
 
 
 def planned_of(table: object) -> DeferredTable | None:
-    """The plan behind a tensor, if it is a planned table."""
+    """Return the plan of a planned table, None for other tensors."""
     if isinstance(table, TableParameter) and isinstance(table.source, DeferredTable):
         return table.source
     return None
 
 
 def _on_planned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What torch functions mean on a planned table; `NotImplemented`: as on any other table."""
+    """Run a torch function on a planned table; `NotImplemented`: as on any other table."""
     everything = [*args, *kwargs.values()]
     table = next((one for one in everything if planned_of(one) is not None), None)
     if table is None:
@@ -292,8 +291,8 @@ def _on_planned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if func in (Tensor.detach, torch.detach, _DATA.__get__):
         return DeferredParameter.over(planned, requires_grad=False)
     if func in _LIKE:
-        # An optimizer on the coordinator asks for state as large as the table; the true state
-        # lives on the servers.
+        # An optimizer on the coordinator asks for state as large as the table; the servers have the
+        # true state.
         value = _LIKE[func](args)
         return torch.full((), value, dtype=planned.dtype).expand(planned.shape)
     if func is nn.init.kaiming_uniform_:

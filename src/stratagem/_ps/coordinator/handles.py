@@ -333,7 +333,7 @@ class ObjectHandles:
             self._variables.client.await_servers(options)
             for (
                 error
-            ) in self._variables.bring_to_central():  # a server is gone, or the lease ran out
+            ) in self._variables.fetch_last_values():  # a server is gone, or the lease ran out
                 _log.warning("some last values of the model were not fetched: %s", error)
             for error in self._optimizers.fetch_all():
                 _log.warning("the last state of an optimizer was not fetched: %s", error)

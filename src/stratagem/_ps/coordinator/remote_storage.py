@@ -1,8 +1,7 @@
-"""`Variable` s on parameter servers: their place, and how they are made.
+"""`Variable` s on parameter servers.
 
-`RemoteStorage` is what reading and writing such a variable mean, on the coordinator and on workers
-alike. `create` makes a variable as the strategy's partitioner wants it, filling a large one shard by
-shard.
+`RemoteStorage` reads and writes such a variable, on the coordinator and on workers. `create` makes a variable as
+the strategy's partitioner says, and fills a large one shard by shard.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from stratagem._ps.tables.sharded_variable import ShardedVariable
 _OPERATION = {"assign": "set", "assign_add": "add", "assign_sub": "sub"}
 
 RETURNED_BYTES = 1 << 16
-"""A write returns a copy of a value up to this size; of a larger one the value itself, which shows
-later writes: copying 64 MB to answer ``assign_add`` would cost more than the addition."""
+"""Size up to which a write returns a copy. For a larger value it returns the value itself, which shows later
+writes: copying 64 MB would cost more than an ``assign_add``."""
 
 
 class ReadCache:
-    """Values read once and kept while ``cache_variable_reads`` is open (PSS-14)."""
+    """Values kept while ``cache_variable_reads`` is open (PSS-14)."""
 
     def __init__(self) -> None:
         self.values: dict[RemoteStorage, Tensor] | None = None
@@ -56,7 +55,7 @@ class RemoteStorage(VariableStorage):
     Args:
         remote: the variable there, in one piece.
         tracks: whether reads take part in autograd.
-        strategy: whose it is; decides what writes in a replica mean.
+        strategy: the variable's strategy.
         cache: where reads are kept while the strategy caches them.
     """
 
@@ -107,15 +106,14 @@ class RemoteStorage(VariableStorage):
             return self._own()
         current = self._current()
         if self._leaf.data_ptr() != current.data_ptr():
-            # Through `.data`: no change of the user's, so that what was computed from it stays valid.
+            # Through `.data`: counts no version, so that graphs that used the leaf stay valid.
             self._leaf.data.copy_(current)
         return self._leaf
 
     def _own(self) -> Tensor:
-        """The value; a small one copied.
+        """Return the value; a small one is copied.
 
-        Small values share pages. Whoever wrote into one of them in place would from then on see its
-        neighbours, and the counters of their versions, as they were at that moment.
+        Small values share pages. A write in place would hide later values and versions of its neighbours.
         """
         current = self._current()
         return current.clone() if current.nbytes <= RETURNED_BYTES else current
@@ -135,7 +133,7 @@ class RemoteStorage(VariableStorage):
         replica = variable_writes.own_replica(variable, self._strategy)
         if (
             replica is None
-            or replica.group.size == 1  # aggregation means nothing then (PSS-33)
+            or replica.group.size == 1  # no aggregation (PSS-33)
             or context.update_device() is not None
         ):
             return self._put(variable, how, value)
@@ -152,12 +150,12 @@ class RemoteStorage(VariableStorage):
         if isinstance(value, DistributedValues):
             value = value.component(0)
         fitting = variable_writes.fitting(variable, how, value)
-        self._look_before_it_changes()
+        self._read_lazy_value()
         self._remote.assign(_OPERATION[how], fitting)
         return self._after()
 
-    def _look_before_it_changes(self) -> None:
-        """Whoever kept what the last write returned gets that value, not one that comes later."""
+    def _read_lazy_value(self) -> None:
+        """Read the lazy value that the last write returned, before the variable changes."""
         late = self._late() if self._late is not None else None
         if late is not None:
             late.now()
@@ -175,21 +173,21 @@ class RemoteStorage(VariableStorage):
     @override
     def scatter(self, variable: Variable, how: Scatter, ids: Any, rows: Any) -> Tensor:
         variable_writes.own_replica(variable, self._strategy)
-        self._look_before_it_changes()
+        self._read_lazy_value()
         self._remote.scatter(how, ids, rows.detach())
         return self._after()
 
     @override
     def copy_for(self, request: VariableRequest) -> VariableStorage:
         raise NotImplementedError(
-            f"variable {request.name!r} lives on a parameter server and cannot be deep-copied: make "
+            f"variable {request.name!r} is stored on a parameter server and cannot be deep-copied: make "
             "a new sg.Variable from its value under the strategy's scope."
         )
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"variable {self._remote.name!r} lives on parameter servers and cannot be returned or "
+            f"variable {self._remote.name!r} is stored on parameter servers and cannot be returned or "
             "pickled as it is: return its value, as variable.read_value()."
         )
 
@@ -199,9 +197,9 @@ class RemoteStorage(VariableStorage):
 
 
 class PerWorkerVariable:
-    """One independent variable per worker; a scheduled function uses its worker's (PSS-13).
+    """Independent variable per worker; a scheduled function uses its worker's (PSS-13).
 
-    Not trained, not synchronised. A worker that was replaced starts with the initial value again.
+    It is neither trained nor synchronised. A replaced worker starts with the initial value.
     """
 
     def __init__(self, remotes: Sequence[RemoteVariable], request: VariableRequest) -> None:
@@ -210,7 +208,7 @@ class PerWorkerVariable:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the variable."""
         return self._request.name
 
     @property
@@ -230,16 +228,16 @@ class PerWorkerVariable:
 
     @property
     def descriptions(self) -> tuple[Description, ...]:
-        """Where the workers' variables are."""
+        """Places of the workers' variables."""
         return tuple(remote.description for remote in self._remotes)
 
     @property
     def request(self) -> VariableRequest:
-        """What was asked for; the initial value is a tensor."""
+        """The request; its initial value is a tensor."""
         return self._request
 
     def read_all(self) -> list[Tensor]:
-        """Every worker's value, in worker order."""
+        """Return every worker's value, in worker order."""
         return [remote.read() for remote in self._remotes]
 
     @override
@@ -254,7 +252,7 @@ def create(
     strategy: StrategyHooks,
     cache: ReadCache,
 ) -> Variable | ShardedVariable:
-    """A variable on the servers, cut as the strategy's partitioner wants (PRT-1 … PRT-5)."""
+    """Create a variable on the servers, divided as the strategy's partitioner says (PRT-1 … PRT-5)."""
     if request.initial_value is None:
         raise ValueError(
             f"variable {request.name!r} has no initial value: expected a tensor, array, number, or a "
@@ -299,7 +297,7 @@ def create(
 def _fill_shard(
     fill: Callable[..., Any], part: Description, offset: int, request: VariableRequest
 ) -> tuple[Tensor, Tensor | None]:
-    """One shard's initial value; and the whole one, if the function can only make that (PRT-4)."""
+    """Return one shard's initial value; and the whole one, if the function makes only that (PRT-4)."""
     offsets = (offset, *[0] * (len(part.shape) - 1))
     try:
         made = convert_to_tensor(fill(partition_shape=part.shape, partition_offset=offsets))
@@ -319,7 +317,7 @@ def _fill_shard(
 def create_per_worker(
     owner: CoordinatorVariables, request: VariableRequest, workers: Sequence[int]
 ) -> PerWorkerVariable:
-    """One variable for each worker (given by its index), on the servers in turn."""
+    """Create one variable for each worker, given by index, on the servers in turn."""
     value = request.initial_tensor()
     remotes = []
     for worker in workers:

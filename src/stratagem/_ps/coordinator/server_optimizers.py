@@ -1,10 +1,9 @@
-"""Optimizers on the servers, seen from the coordinator: created there, their state read and written.
+"""The coordinator's side of optimizers on parameter servers.
 
-A ``torch.optim`` optimizer made on the coordinator is an ordinary one over the local parameters; when
-it is first shipped to a worker, its class is set up on every server that holds one of its variables.
-From then on the servers' state is the true one: ``optimizer.state_dict()`` first fetches it, and
-``load_state_dict`` sends it, through torch's own hooks for these; copies and pickles fetch it, and a step
-on the coordinator itself fetches it and sends it back (`_core/torch_patches/optimizer_step.py` asks).
+An optimizer made on the coordinator is an ordinary one over the local parameters. When it is first sent to a
+worker, its class is set up on every server that holds one of its variables. From then on the servers have the true
+state: ``optimizer.state_dict()``, copies and pickles fetch it, ``load_state_dict`` sends it, and a step on the
+coordinator fetches it and sends it back.
 """
 
 from __future__ import annotations
@@ -53,17 +52,16 @@ class OptimizersOnServers:
     def __init__(self, variables: CoordinatorVariables) -> None:
         self._variables = variables
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # What each group had when servers first heard of it. It stays what they use when a step says
-        # nothing else; workers know it, too.
+        # Settings of each group at its creation. Servers use them unless a step brings others.
         self._initial: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Setting]]] = (
             weakref.WeakKeyDictionary()
         )
         self._not_fetched: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        # Never given twice: a forgotten optimizer leaves the dictionary, but not the servers.
+        # Numbers are never used again: a collected optimizer stays on the servers.
         self._next_number = itertools.count(1)
 
     def create(self, optimizer: Optimizer) -> int:
-        """Set the optimizer up on every server, or bring its groups there up to date; its number."""
+        """Create the optimizer on its servers, or update its groups there; return its number."""
         refuse_unsupported(optimizer)
         number = self._numbers.get(optimizer)
         is_new = number is None
@@ -99,7 +97,7 @@ class OptimizersOnServers:
         return number
 
     def initial_settings(self, optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
-        """What servers use when a step says nothing else."""
+        """Return the settings that servers use unless a step brings others."""
         return {group: dict(values) for group, values in self._initial[optimizer].items()}
 
     def bring(self, optimizer: Optimizer) -> None:
@@ -133,14 +131,14 @@ class OptimizersOnServers:
         return list(failures.values())
 
     def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
-        """The class's own step on the coordinator: from the servers' state, and it goes back there.
+        """Run the class's own step on the coordinator, on the servers' state, and send the result.
 
-        Not one piece with what workers do meanwhile, as everything the coordinator writes.
+        The step is not atomic with steps of workers.
         """
         if self._variables.closed:
             self.bring(optimizer)
             return real()
-        # All of them: a closure given to step() may make gradients where there are none yet.
+        # All parameters: a closure given to step() may make gradients.
         all_managed = [managed for managed in _all_managed(optimizer) if managed.kept.plan is None]
         for managed in all_managed:
             managed.resolve()
@@ -170,7 +168,7 @@ class OptimizersOnServers:
     def _fetch_state(
         self, optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]
     ) -> None:
-        """Take over the servers' state, shards put together."""
+        """Fetch the servers' state and join shards."""
         client, number = self._variables.client, self._numbers[optimizer]
         for managed in all_managed:
             description = managed.kept.description
@@ -186,7 +184,7 @@ class OptimizersOnServers:
     def _send_state(
         self, optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]
     ) -> None:
-        """Write the local state to the servers, cut along the shards."""
+        """Send the local state to the servers, divided among the shards."""
         client, number = self._variables.client, self._numbers[optimizer]
         for managed in all_managed:
             state = optimizer.state.get(managed.central)
@@ -208,7 +206,7 @@ class OptimizersOnServers:
 
 
 class _Keeper:
-    """What an optimizer knows of the servers' side; it keeps nothing alive."""
+    """Weak link from an optimizer to its state on the servers."""
 
     def __init__(self, optimizers: OptimizersOnServers) -> None:
         self._optimizers = weakref.ref(optimizers)
@@ -280,7 +278,7 @@ def _all_managed(optimizer: Optimizer) -> list[CoordinatorParameter]:
 
 
 def _has_stepped(state: dict[str, Any]) -> bool:
-    """Whether there is something to remember; some classes make their state before the first step."""
+    """Return whether the state is worth sending; some classes make it before the first step."""
     return float(state["step"]) > 0 if "step" in state else bool(state)
 
 

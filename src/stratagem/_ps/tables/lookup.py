@@ -1,8 +1,7 @@
 """Lookups of rows by id: the functions behind `stratagem.nn`.
 
-They take anything that has rows: a `ShardedVariable`, a variable, a parameter (a layer's weight on a
-worker is a table of remote rows), or a plain tensor. Only the rows asked are moved; gradients flow by
-autograd.
+They take a `ShardedVariable`, a variable, a parameter (a layer's weight on a worker is a table of remote rows) or
+a plain tensor. Only the rows asked are transferred.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ Combiner = Literal["mean", "sqrtn", "sum"]
 
 
 def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> Tensor:
-    """The rows of `params` with these ids, in the order and shape asked.
+    """Return the rows of `params` with these ids, in the order and shape asked.
 
     Args:
-        params: what is looked up in: a sharded variable, a variable, a parameter or a tensor.
+        params: a sharded variable, a variable, a parameter or a tensor.
         ids: integers of any shape.
-        max_norm: rows longer than this are returned shortened; what is stored stays as it is.
+        max_norm: longer rows are returned shortened; stored rows do not change.
 
     Raises:
         ValueError: an id is out of range.
@@ -65,7 +64,7 @@ def embedding_lookup_sparse(
     combiner: Combiner = "mean",
     max_norm: float | None = None,
 ) -> Tensor:
-    """For every row of `sp_ids`, its ids' embeddings combined into one.
+    """Return one combined embedding for every row of `sp_ids`.
 
     Args:
         params: as for `embedding_lookup`.
@@ -97,7 +96,7 @@ def safe_embedding_lookup_sparse(
     default_id: int | None = None,
     max_norm: float | None = None,
 ) -> Tensor:
-    """As `embedding_lookup_sparse`, but invalid ids and empty rows do no harm.
+    """Combine embeddings as `embedding_lookup_sparse` does; skip invalid ids and empty rows.
 
     Ids below 0 are left out, and so are entries with a weight of 0 or less (except with ``"sum"``). A
     row without any id left gives zeros, or the embedding of `default_id`.

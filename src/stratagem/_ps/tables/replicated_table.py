@@ -1,10 +1,8 @@
-"""A table seen by several replicas of one worker: each looks rows up for itself.
+"""A table in a worker with several replicas.
 
-`ReplicatedTable` is the home (`_core/replicated_parameters.py`) of a `TableParameter` where a worker has several devices.
-Every replica gets a table of its own over the same rows (in host memory, copied to the replica's device), which takes the gradient of the rows that replica
-looked up. At the end of `backward` the replicas' gradients meet as sparse tensors of the table's shape
-(`_core/gradients.py` adds these as it adds all others), and each table keeps the rows of the outcome: all
-rows that any replica looked up, and no others. No replica ever holds the whole table.
+Every replica has its own table over the same rows, which takes the gradient of the rows that this replica looked up. At
+the end of `backward` the replicas' gradients are aggregated as sparse tensors of the table's shape (`_core/gradients.py`).
+Each table then has the gradient of all rows that any replica looked up. No replica holds the whole table.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class ReplicatedTable(ReplicatedParameter):
 
     @override
     def gradient_device(self, replica: Replica) -> torch.device:
-        return self.central.device  # rows' gradients are where the rows come from
+        return self.central.device  # rows come from host memory
 
     @override
     def add_pre_gradient_hook(self, leaf: Leaf, hook: Callable[[Tensor], None]) -> None:
@@ -89,7 +87,7 @@ class ReplicatedTable(ReplicatedParameter):
         return leaf
 
     def _follow_gradient(self, leaf: Leaf) -> None:
-        """At the start of a run the view's gradient is central's, whatever was done to that outside."""
+        """Give the view central's gradient at the start of a run: code outside may have changed it."""
         table, grad = _table(leaf), read_grad(self.central)
         if grad is None:
             table.grad = None

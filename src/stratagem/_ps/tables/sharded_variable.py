@@ -1,8 +1,7 @@
-"""`ShardedVariable`: one variable to the eye, several shards along the first axis in truth.
+"""`ShardedVariable`: a container of variables that are shards of one along the first axis.
 
-It is a container, not a variable: shards are ordinary `Variable` s (on parameter servers, when a
-strategy made them) and do the work. Operators act on the concatenation, lookups only touch the shards
-that hold the rows.
+Shards are ordinary `Variable` s, on parameter servers if a strategy made them. Operators act on the concatenation;
+lookups use only the shards that hold the rows.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class ShardedVariable(Convertible):
         self._name = name
         self._layout = ShardLayout([shard.shape[0] for shard in variables])
 
-    # -------------------------------------------------------------- what it is
+    # -------------------------------------------------------------- properties
 
     @property
     def variables(self) -> list[Variable]:
@@ -95,7 +94,7 @@ class ShardedVariable(Convertible):
         return torch.Size((self._layout.rows, *self._variables[0].shape[1:]))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """All rows, as an array."""
+        """Return all rows as an array."""
         return to_numpy(self._to_tensor())
 
     def __iter__(self) -> Iterator[Variable]:
@@ -207,7 +206,7 @@ class ShardedVariable(Convertible):
     # -------------------------------------------------------------- reading rows
 
     def sparse_read(self, indices: Any) -> Tensor:
-        """The rows asked, in the order asked; only they are moved.
+        """Return the rows asked, in the order asked; no others are transferred.
 
         Raises:
             ValueError: an id is out of range.
@@ -234,7 +233,7 @@ class ShardedVariable(Convertible):
                 )
             shard, local = self._layout.locate(row)
             return _taken(self._variables[shard].sparse_read(torch.tensor([local]))[0], rest)
-        # torch knows no negative steps: rows are counted by Python and gathered in that order.
+        # torch has no negative steps: Python counts the rows, and they are gathered in that order.
         rows = self._rows(torch.tensor(range(self._layout.rows)[first], dtype=torch.int64))
         return _taken(rows, (slice(None), *rest)) if rest else rows
 
@@ -268,7 +267,7 @@ class ShardedVariable(Convertible):
 
 
 def _taken(tensor: Tensor, key: tuple[Any, ...]) -> Tensor:
-    """``tensor[key]``, with negative steps, which torch does not know."""
+    """Return ``tensor[key]``, also with negative steps, which torch does not have."""
     if not any(isinstance(part, slice) and part.step is not None and part.step < 0 for part in key):
         return tensor[key or ...]
     widths = [_width(part) for part in key]
@@ -286,7 +285,7 @@ def _taken(tensor: Tensor, key: tuple[Any, ...]) -> Tensor:
 
 
 def _width(part: Any) -> int:
-    """How many dimensions a part of an index is about; Ellipsis is about the rest."""
+    """Return how many dimensions a part of an index takes, without Ellipsis."""
     if isinstance(part, np.ndarray | Tensor):
         return part.ndim
     return int(isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool)))

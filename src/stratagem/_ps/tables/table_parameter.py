@@ -1,15 +1,13 @@
-"""A table of rows on parameter servers, standing where a layer's ``weight`` stands.
+"""A layer's ``weight`` on a worker, if its rows are on parameter servers.
 
-`TableParameter` is a tensor by type and shape, but holds no rows. Operators that look rows up
-(`F.embedding`, `F.embedding_bag`, ``weight[ids]``, `index_select`) fetch only the rows they need
-into a small leaf tensor, which takes the gradient; any other operator gets the whole table, as
-tf.distribute's page says of sharded variables. How rows come and go is `RowSource`'s business
-(`remote.py`); who sends the gradient is the optimizer's (`workers.py`).
+`TableParameter` is a tensor by type and shape, but holds no rows. Operators that look rows up (`F.embedding`,
+`F.embedding_bag`, ``weight[ids]``, `index_select`) fetch only the rows they need into a small leaf
+tensor, which takes the gradient. Any other operator gets the whole table, as tf.distribute specifies for sharded
+variables.
 
-The gradient of a table: ``table.grad`` holds one row per id looked up since the last `zero_grad`
-(duplicates summed), and ``table.grad_ids`` says which rows these are. All rows not named have a zero
-gradient, so norms over ``table.grad`` and scaling it in place (gradient clipping) are the norms and
-the scaling of the gradient as a whole.
+``table.grad`` holds one row per id looked up since the last `zero_grad` (duplicates summed), and
+``table.grad_ids`` the ids. The gradient of all other rows is zero, so norms over ``table.grad`` and scaling it in place
+(gradient clipping) give the results of the whole gradient.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stratagem._core.context import current_replica
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.autograd_engine import own_leaf
 from stratagem._core.torch_patches.compiling import eagerly
-from stratagem._ps.rows import SortedIds, sort_ids, sum_rows, take_rows
+from stratagem._ps.rows import sort_ids
 from stratagem._ps.tables.row_gradient import RowGradient, RowSource
+from stratagem._ps.tables.row_lookup import RowLookup, position_of, replica_device
 from stratagem.errors import ForeignParameterError
 
 _ID_TYPES = (torch.int64, torch.int32)
 
 
 class TableParameter(nn.Parameter):
-    """A parameter whose rows live elsewhere; see the module's docstring.
+    """A parameter whose rows are in a `RowSource`; see the module's docstring.
 
     Example:
         >>> class Memory:
@@ -58,10 +56,9 @@ class TableParameter(nn.Parameter):
 
     @classmethod
     def over(cls, source: RowSource, *, requires_grad: bool = True) -> TableParameter:
-        """A table over rows held elsewhere."""
-        # Shape and dtype without memory. Code that reaches the tensor past `__torch_function__`
-        # (torch.func wraps it in C++) then has no numbers to go wrong with: torch says so, at the
-        # latest where a value is wanted.
+        """Return a table over rows of a source."""
+        # Shape and dtype without memory: torch raises an error in code that bypasses `__torch_function__`
+        # (torch.func wraps the tensor in C++).
         stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
         with private_api.WithoutSubclasses():
             table: TableParameter = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
@@ -71,7 +68,7 @@ class TableParameter(nn.Parameter):
 
     @property
     def grad_ids(self) -> Tensor | None:
-        """Rows that `grad` speaks of, or None if it speaks of the whole table (or is None)."""
+        """Ids of the rows in `grad`; None if `grad` is None or has the shape of the table."""
         return self.gradient.ids()
 
     @override
@@ -94,24 +91,24 @@ class TableParameter(nn.Parameter):
     @override
     def __reduce_ex__(self, proto: Any) -> Any:
         raise TypeError(
-            f"{self!r} cannot be copied or pickled: its rows live on parameter servers. Use "
+            f"{self!r} cannot be copied or pickled: its rows are on parameter servers. Use "
             "state_dict() on the coordinator, or table.detach() for a copy of all rows."
         )
 
     def whole_leaf(self) -> Tensor:
-        """The whole table, where the replica computes; its gradient comes back to the host."""
+        """Return the whole table on the replica's device; its gradient comes back to the host."""
         leaf = self.gradient.whole_leaf(self._wants_gradient())
-        device = _replica_device()
+        device = replica_device()
         return leaf if device is None else leaf.to(device)
 
-    def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> _Lookup:
-        """Fetch the rows of `ids`; `skip` is a row whose gradient is not recorded (padding)."""
+    def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> RowLookup:
+        """Fetch the rows of `ids`; `skip` is the position of a row without a gradient (padding)."""
         if ids.dtype not in _ID_TYPES:
             raise RuntimeError(
                 f"ids of {ids.dtype} cannot name rows of table {self.source.name!r}: expected "
                 "torch.int64 or torch.int32, as in plain PyTorch. Convert them with ids.long()."
             )
-        device = ids.device if ids.device.type != "cpu" else _replica_device()
+        device = ids.device if ids.device.type != "cpu" else replica_device()
         found = sort_ids(ids if ids.device.type == "cpu" else ids.cpu())
         unique = found.unique
         if unique.numel() and (int(unique[0]) < 0 or int(unique[-1]) >= self.source.shape[0]):
@@ -124,7 +121,7 @@ class TableParameter(nn.Parameter):
         if self._wants_gradient():
             leaf.requires_grad_()
             self.gradient.watch(unique, leaf, sparse=sparse, skip=skip)
-        return _Lookup(found, leaf, device)
+        return RowLookup(found, leaf, device)
 
     def _wants_gradient(self) -> bool:
         with private_api.WithoutSubclasses():
@@ -133,7 +130,7 @@ class TableParameter(nn.Parameter):
 
 @eagerly
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a torch function gives for a table; rows are fetched as written, also in compiled code."""
+    """Run a torch function on tables; not traced by compilers."""
     own = _OWN.get(func)
     if own is not None:
         return own(*args, **kwargs)
@@ -142,7 +139,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     if name == "backward" and func is not Tensor.backward:
-        return _backward_to(*args, **kwargs)  # torch.autograd's, whoever has wrapped it
+        return _backward_to(*args, **kwargs)  # torch.autograd's, wrapped or not
     if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__"):
         _refuse_writing((*args, *kwargs.values()), name)
     with private_api.WithoutSubclasses():
@@ -150,94 +147,6 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             *[_materialise(arg) for arg in args],
             **{key: _materialise(value) for key, value in kwargs.items()},
         )
-
-
-def _replica_device() -> torch.device | None:
-    """Where the replica that asks computes; None in host memory, where rows are already."""
-    replica = current_replica()
-    return None if replica is None or replica.device.type == "cpu" else replica.device
-
-
-class _Lookup:
-    """Rows fetched for one operator: ids and the leaf in host memory, copies where they are used.
-
-    Attributes:
-        leaf: the rows; takes the gradient, from whatever device it comes.
-        device: where the operator works, if it is not the host.
-    """
-
-    __slots__ = ("device", "found", "leaf", "unique")
-
-    def __init__(self, found: SortedIds, leaf: Tensor, device: torch.device | None) -> None:
-        self.found = found
-        self.unique = found.unique
-        self.leaf = leaf
-        self.device = device
-
-    @property
-    def places(self) -> Tensor:
-        """For every id asked, which of the rows it is; where the operator works."""
-        return self.found.places if self.device is None else self.found.places.to(self.device)
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows where the operator works."""
-        return self.leaf if self.device is None else self.leaf.to(self.device)
-
-    def spread(self) -> Tensor:
-        """The rows in the order and shape of the ids asked, repeated where these repeat."""
-        if self.device is None:
-            flat = cast("Tensor", cast("Any", _Spread).apply(self.leaf, self.found))
-        else:
-            flat = self.rows.index_select(0, self.places.reshape(-1))
-        return flat.view(*self.found.places.shape, *self.leaf.shape[1:])
-
-    def shorten(self, table: TableParameter, max_norm: float, norm_type: float) -> None:
-        """Shorten rows longer than `max_norm`, here and at home, as F.embedding does in place."""
-        with torch.no_grad():
-            before = self.leaf.detach().clone()
-            everything = torch.arange(self.unique.numel())
-            torch.embedding_renorm_(self.leaf.detach(), everything, max_norm, norm_type)
-            changed = (before != self.leaf.detach()).flatten(1).any(1).nonzero().flatten()
-            if changed.numel():
-                table.source.update_rows(self.unique[changed], self.leaf.detach()[changed])
-
-
-def _place_of(unique: Tensor, row: int | None, rows: int) -> int | None:
-    """Where one row of the table is among those looked up; None if it is not."""
-    if row is None:
-        return None
-    row = row + rows if row < 0 else row
-    found = int(torch.searchsorted(unique, row))
-    return found if found < unique.numel() and int(unique[found]) == row else None
-
-
-class _Spread(torch.autograd.Function):
-    """``leaf.index_select(0, places)``, the same numbers bit for bit; a quarter of its time.
-
-    The ids are sorted already, so that the backward adds up neighbours instead of scattering.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, leaf: Tensor, found: SortedIds) -> Tensor:
-        ctx.found = found
-        return take_rows(leaf, found.places.reshape(-1))
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        found: SortedIds = ctx.found
-        if not torch.is_grad_enabled():
-            return sum_rows(gradient, found), None
-        total = gradient.new_zeros(found.unique.numel(), *gradient.shape[1:])
-        return total.index_add(0, found.places.reshape(-1), gradient), None
-
-    @staticmethod
-    @override
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        found: SortedIds = ctx.found
-        return tangent.index_select(0, found.places.reshape(-1))
 
 
 # ------------------------------------------------------------------ operators that look rows up
@@ -264,7 +173,7 @@ def _embedding(
         )
     found, padding = _look_up(weight, input, padding_idx, sparse)
     if max_norm is not None:
-        found.shorten(weight, max_norm, norm_type)
+        found.shorten(weight.source, max_norm, norm_type)
     if padding is None and not scale_grad_by_freq and found.leaf.dim() == 2:
         return found.spread()
     return F.embedding(
@@ -289,7 +198,7 @@ def _embedding_bag(
         raise TypeError("F.embedding_bag expects the table as `weight`, not as another argument.")
     found, padding = _look_up(weight, input, padding_idx, sparse)
     if max_norm is not None:
-        found.shorten(weight, max_norm, norm_type)
+        found.shorten(weight.source, max_norm, norm_type)
     return F.embedding_bag(
         found.places,
         found.rows,
@@ -304,15 +213,15 @@ def _embedding_bag(
 
 def _look_up(
     table: TableParameter, ids: Tensor, padding_idx: int | None, sparse: bool
-) -> tuple[_Lookup, int | None]:
+) -> tuple[RowLookup, int | None]:
     rows = table.source.shape[0]
     if padding_idx is not None and not -rows <= padding_idx < rows:
         raise AssertionError("Padding_idx must be within num_embeddings")
     skip = None
     if padding_idx is not None and sparse:
-        skip = _place_of(sort_ids(ids.cpu()).unique, padding_idx, rows)
+        skip = position_of(sort_ids(ids.cpu()).unique, padding_idx, rows)
     found = table.lookup(ids, sparse=sparse, skip=skip)
-    return found, _place_of(found.unique, padding_idx, rows)
+    return found, position_of(found.unique, padding_idx, rows)
 
 
 def _torch_embedding(
@@ -350,7 +259,7 @@ def _getitem(table: TableParameter, key: Any) -> Tensor:
 
 
 def _row_ids(first: Any, rows: int) -> Tensor | None:
-    """Row ids a first index means, with its shape; None if it needs the whole table."""
+    """Return the row ids that a first index selects; None if it needs the whole table."""
     if isinstance(first, bool) or first is None or first is Ellipsis:
         return None
     if isinstance(first, int):
@@ -364,7 +273,7 @@ def _row_ids(first: Any, rows: int) -> Tensor | None:
     if ids.dtype == torch.bool:
         return ids.nonzero().flatten() if ids.dim() == 1 and ids.numel() == rows else None
     if ids.dtype not in _ID_TYPES:
-        return None  # torch's own indexing says what it thinks of them (bytes are a mask)
+        return None  # as torch's own indexing treats them (bytes are a mask)
     return torch.where(ids < 0, ids + rows, ids)
 
 
@@ -379,7 +288,7 @@ def _differentiate(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` with tables among the inputs: each gets a gradient of its whole shape."""
+    """Run ``torch.autograd.grad`` with tables among the inputs; each gets a gradient of its whole shape."""
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     tables = {
         place: own_leaf(one)[0].gradient.leaves()
@@ -424,7 +333,7 @@ def _differentiate(
 
 
 def _backward_to(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
-    """``backward(inputs=…)`` with tables among the inputs: to all that stands for them in graphs."""
+    """Run ``backward(inputs=…)`` with tables among the inputs: to all their leaves in graphs."""
     if inputs is not None:
         reached: list[Any] = []
         for one in inputs:
@@ -441,7 +350,7 @@ def _backward_to(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
 def _gathered(
     table: TableParameter, pieces: Sequence[tuple[Tensor | None, Tensor | None]], dim: int
 ) -> Tensor | None:
-    """One gradient of the table's shape from those of its leaves; rows are along `dim`."""
+    """Join the gradients of a table's leaves to one of its shape; rows are along `dim`."""
     total: Tensor | None = None
     for ids, piece in pieces:
         if piece is None:
@@ -481,7 +390,7 @@ def _materialise(value: Any) -> Any:
 def _refuse_writing(args: Sequence[Any], name: str) -> None:
     if args and isinstance(args[0], TableParameter):
         raise ForeignParameterError(
-            f"{name} would write into a copy of table {args[0].source.name!r}, whose rows live on "
+            f"{name} would write into a copy of table {args[0].source.name!r}, whose rows are on "
             "parameter servers. Change it by optimizer.step(), by a sg.Variable's assign and "
             "scatter methods, or on the coordinator."
         )
@@ -491,7 +400,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-# The attributes as the classes hold them (type checkers see what an instance would answer).
+# The descriptors of the class; type checkers see the types of an instance's attributes.
 _DATA = cast("Any", Tensor.data)
 _GRAD = cast("Any", Tensor.grad)
 _REQUIRES_GRAD = cast("Any", Tensor.requires_grad)
@@ -504,7 +413,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     Tensor.index_select: _index_select,
     Tensor.__getitem__: _getitem,
     torch.autograd.grad: _differentiate,
-    # The stand-in has no memory; where the rows come from is the host.
+    # The tensor has no memory; rows come from the host.
     cast("Any", Tensor.device).__get__: lambda table: torch.device("cpu"),
     cast("Any", Tensor.is_meta).__get__: lambda table: False,
     Tensor.get_device: lambda table: -1,
@@ -515,7 +424,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _GRAD.__delete__: lambda table: _set_grad(table, None),
 }
 
-# What can be said of a table without its rows.
+# Functions that need no rows.
 _ABOUT_THE_TENSOR = _getters(
     "shape", "dtype", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
 ) | _getters(

@@ -1,4 +1,4 @@
-"""Buffers on a worker: copies of its own, since layers write them; what a step changed is sent with it."""
+"""Buffers on a worker: private copies, since layers write them. Changes are sent with the step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stratagem._ps.worker.gradient_push import COMPARED
 
 
 class WorkerBuffer:
-    """A buffer's copy on this worker."""
+    """Copy of one buffer on this worker."""
 
-    __slots__ = ("_instead", "_told", "counts", "remote", "start", "tensor", "version")
+    __slots__ = ("_replacement", "_sent_version", "counts", "remote", "start", "tensor", "version")
 
     def __init__(self, remote: RemoteVariable, *, counts: bool) -> None:
-        # What the function put in the copy's place, in which module's buffers, under which name.
-        self._instead: tuple[Tensor, dict[str, Tensor | None], str] | None = None
-        self._told: int | None = None  # the version of it that was sent
+        # A tensor that the function assigned to the buffer's name: the tensor, the module's dict, the name.
+        self._replacement: tuple[Tensor, dict[str, Tensor | None], str] | None = None
+        self._sent_version: int | None = None  # of the replacement
         self.remote = remote
         self.counts = counts
         self.tensor = remote.read()
@@ -34,61 +34,60 @@ class WorkerBuffer:
         self.start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
 
     def refresh(self) -> None:
-        """Take over the server's value, if it moved."""
-        if self._instead is None and self.remote.versions() != self.remote.seen:
-            # Through `.data`: a layer may have kept the buffer for its backward pass (batch normalisation
-            # does), and that others' values show in it is no mistake of the function (a generator
-            # trained after the critic's step, in one function).
+        """Read the server's value if it has changed."""
+        if self._replacement is None and self.remote.versions() != self.remote.seen:
+            # Through `.data`: a layer may have saved the buffer for its backward pass, as batch normalisation
+            # does, and new values of other workers are no mistake of the function.
             self.remote.read_into(self.tensor.data)
             self._note()
 
     def take_back(self) -> None:
-        """The function failed: what it wrote is not sent, and the next refresh reads anew."""
-        if self._instead is not None or self.is_changed():
+        """Discard what a failed function wrote: the next refresh reads the server's value."""
+        if self._replacement is not None or self.is_changed():
             self.remote.forget_seen()
         self.put_back()
 
     def put(self, tensor: Tensor, buffers: dict[str, Tensor | None], name: str) -> None:
-        """The function assigned a tensor to the buffer's name in a module."""
-        self._instead = None if tensor is self.tensor else (tensor, buffers, name)
-        self._told = None
+        """Note that the function assigned a tensor to the buffer's name in a module."""
+        self._replacement = None if tensor is self.tensor else (tensor, buffers, name)
+        self._sent_version = None
 
     def put_back(self) -> None:
-        """The function is over: let the module have the worker's copy again."""
-        if self._instead is not None:
-            _, buffers, name = self._instead
-            self._instead = None
+        """Give the module the worker's copy back at the function's end."""
+        if self._replacement is not None:
+            _, buffers, name = self._replacement
+            self._replacement = None
             dict.__setitem__(buffers, name, self.tensor)
             self.remote.forget_seen()
 
     def is_changed(self) -> bool:
-        """Whether the step wrote the buffer."""
-        if self._instead is not None:
-            instead = self._instead[0]
+        """Return whether the step wrote the buffer."""
+        if self._replacement is not None:
+            instead = self._replacement[0]
             if self.start is None or not _are_alike(instead, self.start):
-                return version_of(instead) != self._told
+                return version_of(instead) != self._sent_version
             return not torch.equal(instead, self.start)
         if self.start is not None:
             return not torch.equal(self.tensor, self.start)
         return self.tensor._version != self.version
 
     def add_change(self, batch: WriteBatch) -> None:
-        """Send what the step changed: a counter's increase, any other buffer's new value."""
-        current = self.tensor if self._instead is None else self._instead[0].detach()
+        """Add the change to a batch: a counter's increase, any other buffer's new value."""
+        current = self.tensor if self._replacement is None else self._replacement[0].detach()
         if not _are_alike(current, self.tensor):
             raise ValueError(
                 f"buffer {self.remote.name!r} was given {tuple(current.shape)} {current.dtype} inside "
-                f"a scheduled function, but lives on a parameter server as "
+                f"a scheduled function, but is stored on a parameter server as "
                 f"{tuple(self.tensor.shape)} {self.tensor.dtype}: expected the same."
             )
         if self.counts and self.start is not None:
             self.remote.add_assign(batch, "add", current - self.start)
         else:
             self.remote.add_assign(batch, "set", current)
-        if self._instead is None:
+        if self._replacement is None:
             self._note()
             return
-        self._told = version_of(current)
+        self._sent_version = version_of(current)
         if self.start is not None:
             self.start.copy_(current)
 
@@ -103,10 +102,10 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class NewBuffers:
-    """Buffers that functions give to modules of the coordinator's, and no server knows.
+    """Buffers that functions add to the coordinator's modules, and that no server knows.
 
-    One that is not part of the state dict may stay the worker's own: a cache, mostly. Any other would be
-    missing on the coordinator and different on every worker, silently, so it is refused.
+    A buffer that is not part of the state dict may stay the worker's own, as caches do. Any other would be missing
+    on the coordinator and different on every worker, so it is refused.
 
     Attributes:
         is_view: whether a module is the worker's view of one of the coordinator's; any other is the
@@ -120,7 +119,7 @@ class NewBuffers:
         self._noted: list[tuple[nn.Module, str]] = []
 
     def note(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        """A function registers a buffer, or gives a tensor to a name that was registered as None."""
+        """Note a buffer that a function registers, or a tensor for a name that was registered as None."""
         if not self.is_view(module):
             return
         held: Any = module._buffers
@@ -137,9 +136,9 @@ class NewBuffers:
             )
 
     def take_back(self) -> str | None:
-        """At a function's end: take away what it left that is part of the state dict; say what it was.
+        """Remove the function's new buffers of the state dict; return an error text if there was one.
 
-        So the next function that registers it is told, too.
+        The next function that registers such a buffer gets the error, too.
         """
         found = None
         while self._noted:
@@ -168,7 +167,7 @@ _INSTEAD = (
 
 
 class WatchedBuffers(dict[str, Any]):
-    """A module's ``_buffers`` on a worker: notices what is assigned to the name of one we keep."""
+    """A module's ``_buffers`` on a worker; notices assignments to the names of buffers on servers."""
 
     __slots__ = ("_kept",)
 
@@ -177,7 +176,7 @@ class WatchedBuffers(dict[str, Any]):
         self._kept = kept
 
     def keeps(self, name: str) -> bool:
-        """Whether the buffer of this name lives on a server."""
+        """Return whether the buffer of this name is on a server."""
         return name in self._kept
 
     @override
@@ -189,7 +188,7 @@ class WatchedBuffers(dict[str, Any]):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)  # copied, or sent back, it is nobody's
+        return dict, (dict(self),)  # a copy is a plain dict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(self), memo)

@@ -19,6 +19,8 @@ from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.server.loop import ParameterServer
 from stratagem.errors import ParameterServerLost
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 30.0
 
 Process = tuple[subprocess.Popen[str], str]

@@ -132,8 +132,6 @@ GATES: dict[str, set[str]] = {
 MOST_LINES = 500
 # Files that are longer until they are split (issue 12).
 LONG: set[str] = {
-    "_ps/client/ps_client.py",
-    "_ps/tables/table_parameter.py",
     "_strategies/base.py",
 }
 

@@ -186,6 +186,11 @@ def server_wait_s() -> float:
     return seconds_from_environment("STRATAGEM_SERVER_WAIT_S", 60.0)
 
 
+def partition_limit_s() -> float:
+    """Return how long a connection may carry nothing before it breaks (``STRATAGEM_PARTITION_LIMIT_S``)."""
+    return seconds_from_environment("STRATAGEM_PARTITION_LIMIT_S", 30.0)
+
+
 def wire_timeout_s() -> float:
     """Return the time limit of one request to another task (``STRATAGEM_WIRE_TIMEOUT_S``).
 
@@ -344,6 +349,11 @@ class ClusterOptions:
 
     heartbeat_limit_s: float = 4.0
     """Seconds without a heartbeat after which a task counts as lost; detection takes under 5 s."""
+
+    partition_limit_s: float = 30.0
+    """Seconds for which a parameter server that cannot be reached is waited for, unless its process is
+    known to have ended or to be stopped. The server still has every variable. Longer than a switch or a
+    router takes to restart; below the session's lease."""
 
     busy_limit_s: float = 60.0
     """Seconds without a heartbeat that are allowed while the task's process, on this host, uses the

@@ -68,6 +68,10 @@ class CpuProbe:
         self._since = None
         self._computes = None
 
+    def is_stopped(self) -> bool:
+        """Return whether the process is known to be stopped, or gone."""
+        return self.can_be_felt and self._ticks() is None
+
     def computes(self, now: float, *, window_s: float = WINDOW_S) -> bool | None:
         """Whether it used the processor in the last whole window; None before the first is over.
 
@@ -135,6 +139,7 @@ class LivenessCheck:
         limit_s: float,
         busy_limit_s: float,
         cut_off_s: Callable[[], float],
+        partition_limit_s: float = 0.0,
     ) -> str | None:
         """Decides about a task that was last heard so long ago. Never waits; to be called again and again.
 
@@ -144,6 +149,7 @@ class LivenessCheck:
             limit_s: what is borne of any task.
             busy_limit_s: what is borne of one whose process is seen to compute.
             cut_off_s: for how long nothing sent to it has arrived.
+            partition_limit_s: what is borne of one that may be out of reach, if that is more.
 
         Returns:
             None: not lost. Else what is known of the silence, to be put behind how long it was.
@@ -155,22 +161,32 @@ class LivenessCheck:
         computes = self._pulse.computes(now, window_s=min(WINDOW_S, limit_s / 4))
         if silent_s <= limit_s or computes is None:  # None: known within a window
             return None
+        unreachable = cut_off_s() > limit_s / 2 or not computes
+        if unreachable and silent_s <= partition_limit_s and not self._pulse.is_stopped():
+            self._log_once(
+                "%s cannot be reached for %.1f s; it is waited for, up to %g s (partition_limit_s).",
+                silent_s,
+                partition_limit_s,
+            )
+            return None
         if cut_off_s() > limit_s / 2:
             return ", and nothing sent to it arrives: its machine or the network is down"
         if not computes:
             return _STOPPED if self._pulse.can_be_felt else _UNKNOWN
         if silent_s > busy_limit_s:
             return _TOO_LONG
+        self._log_once(
+            "%s has said nothing for %.1f s, but its process computes: native code that keeps "
+            "Python's lock (GIL), it seems. It is given %g s (busy_limit_s).",
+            silent_s,
+            busy_limit_s,
+        )
+        return None
+
+    def _log_once(self, text: str, silent_s: float, limit_s: float) -> None:
         if not self._told:
             self._told = True
-            self._log.warning(
-                "%s has said nothing for %.1f s, but its process computes: native code that keeps "
-                "Python's lock (GIL), it seems. It is given %g s (busy_limit_s).",
-                self._task,
-                silent_s,
-                busy_limit_s,
-            )
-        return None
+            self._log.warning(text, self._task, silent_s, limit_s)
 
     @override
     def __repr__(self) -> str:

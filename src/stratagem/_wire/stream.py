@@ -17,6 +17,7 @@ from typing import final
 
 from typing_extensions import override
 
+from stratagem import config
 from stratagem._wire import frames, messages
 from stratagem._wire.frames import Buffer, FrameParser, Limits
 from stratagem._wire.messages import Frame, Message
@@ -53,12 +54,17 @@ def prepare(sock: socket.socket) -> None:
     close_in_children(sock)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A peer whose machine is gone sends no FIN: the kernel asks after 5 quiet seconds, every 2
-        # seconds, and gives up after 3 unanswered questions.
+        # A peer whose machine is gone sends no FIN. The kernel asks it in quiet times, and ends the
+        # connection when neither questions nor data have been acknowledged for the limit.
+        limit_s = config.partition_limit_s()
+        pause_s = max(1, min(5, int(limit_s / 4)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+        sock.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, round(limit_s / pause_s) - 1)
+        )
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
 def wait_for(sock: socket.socket, events: int, deadline: float) -> bool:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final, final
 
 from typing_extensions import override
@@ -33,11 +34,15 @@ from stratagem.errors import (
 
 _log = logging.getLogger("stratagem.ps")
 
+_CLOSE_S: Final = 1.0
+"""How long `close` waits for an attempt to connect to end, which takes a tenth of that."""
+
 _PAUSE_S: Final = 0.01
 """Between two checks of servers whose answers are awaited."""
 
-_ATTEMPT_S: Final = 0.5
-"""For one attempt to connect during a check: the other servers must be checked, too."""
+
+class _ServerGone(ConnectionLost):
+    """The process that held the variables has ended."""
 
 
 @final
@@ -106,6 +111,7 @@ class ControlConnections:
     def await_answers(self, options: ClusterOptions, *, of: Collection[int]) -> None:
         """Wait until each of these servers has answered or counts as lost, which is logged."""
         began = time.monotonic()
+        options = replace(options, partition_limit_s=0.0)
         waiting = {self._controls[server] for server in of}
         while waiting:
             for control in list(waiting):
@@ -147,6 +153,8 @@ class _Control:
         self._ping: int | None = None  # the call that has not been answered
         self._asked_at = 0.0
         self._is_connecting = False  # in order to ping
+        self._connector: threading.Thread | None = None  # connects while checks go on
+        self._connect_error: WireError | None = None  # of the last attempt of the connector
         self._lost_because = ""
         self._closed = threading.Event()
 
@@ -160,7 +168,7 @@ class _Control:
     def recognise(self, welcome: messages.Welcome) -> None:
         """Note which process serves; refuse another one later."""
         if self._server not in ("", welcome.life):
-            raise ConnectionLost(f"{self._data.task} was restarted and has lost its variables")
+            raise _ServerGone(f"{self._data.task} was restarted and has lost its variables")
         if not self._server:
             self._server = welcome.life
             self._liveness = LivenessCheck(self._data.task, welcome.process, log=_log)
@@ -212,16 +220,42 @@ class _Control:
         # Also with a ping whose connection has broken: a server that lives accepts a new one.
         if not self._is_connecting:
             self._is_connecting, self._asked_at = True, now
-        limit_s = options.heartbeat_limit_s
-        try:
-            channel = self._connected(now + min(_ATTEMPT_S, limit_s))
-        except DeadlineExceeded:  # busy or hung: the silence is judged, not the attempt
-            self._disconnect()
-            self._judge(options, time.monotonic())
+        if channel is None or not channel.is_open:
+            error, self._connect_error = self._connect_error, None
+            if error is not None and _is_final(error):
+                raise error
+            self._connect_in_background(options.heartbeat_limit_s)
+            self._judge(options, now)  # the silence is judged, not one attempt
             return
-        self._ping = channel.begin(messages.Ping(), timeout_s=limit_s)
-        self._is_connecting, self._asked_at = False, time.monotonic()
-        self._judge(options, self._asked_at)
+        try:
+            self._ping = channel.begin(messages.Ping(), timeout_s=options.heartbeat_limit_s)
+        except WireError:
+            self._disconnect()  # the next check connects again
+            return
+        self._is_connecting, self._asked_at = False, now
+
+    def _connect_in_background(self, limit_s: float) -> None:
+        """Start one attempt, unless one is under way: a check never waits."""
+        if self._connector is None or not self._connector.is_alive():
+            self._connector = threading.Thread(
+                target=self._try_to_connect,
+                args=(time.monotonic() + limit_s,),
+                name=f"stratagem-connect-{self._data.task}",
+                daemon=True,
+            )
+            self._connector.start()
+
+    def _try_to_connect(self, deadline: float) -> None:
+        try:
+            channel = self._connect(deadline)
+        except WireError as error:
+            self._connect_error = error
+            return
+        with self._lock:
+            if self.is_open or self.is_closed():
+                channel.close()
+            else:
+                self._channel = channel
 
     def _judge(self, options: ClusterOptions, now: float) -> None:
         channel = self._channel
@@ -231,6 +265,7 @@ class _Control:
             silent_s=silent_s,
             limit_s=options.heartbeat_limit_s,
             busy_limit_s=options.busy_limit_s,
+            partition_limit_s=options.partition_limit_s,
             cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
         )
         if why is not None:
@@ -242,9 +277,12 @@ class _Control:
         return self._data.give_up(reason)
 
     def close(self) -> None:
-        self._closed.set()
+        self._closed.set()  # ends the connector's attempt, too
         if self._channel is not None:
             self._channel.close()
+        connector = self._connector
+        if connector is not None and connector is not threading.current_thread():
+            connector.join(_CLOSE_S)
 
     def _disconnect(self) -> None:
         self._ping = None
@@ -255,6 +293,11 @@ class _Control:
         if self._channel is not None and self._channel.is_open:
             return self._channel
         self._ping = None
+        self._channel = self._connect(deadline)
+        return self._channel
+
+    def _connect(self, deadline: float) -> Channel:
+        """Make a connection and check which process answers."""
         self._refuse_if_closed()
         channel = connect(
             self._data.find_address(),
@@ -263,22 +306,30 @@ class _Control:
             timeout_s=_left(deadline),
             stopped=self._closed.is_set,
         )
-        self._channel = channel
-        try:  # another thread may have closed before it could see the channel
+        try:
+            hello = messages.Hello(purpose="control")
+            welcome = channel.request(hello, timeout_s=_left(deadline)).message
+            if not isinstance(welcome, messages.Welcome):
+                raise ProtocolError(f"{self._data.task} answered Hello by {type(welcome).__name__}")
+            self.recognise(welcome)
             self._refuse_if_closed()
-        except ConnectionLost:
+        except BaseException:
             channel.close()
             raise
-        hello = messages.Hello(purpose="control")
-        welcome = channel.request(hello, timeout_s=_left(deadline)).message
-        if not isinstance(welcome, messages.Welcome):
-            raise ProtocolError(f"{self._data.task} answered Hello by {type(welcome).__name__}")
-        self.recognise(welcome)
         return channel
 
     def _refuse_if_closed(self) -> None:
         if self.is_closed():
             raise ConnectionLost(f"the connection to {self._data.task} was closed by this process")
+
+
+def _is_final(error: WireError) -> bool:
+    """Return whether a failed attempt means that the server is gone, rather than out of reach."""
+    if isinstance(error.__cause__, ConnectionRefusedError):
+        return True
+    return isinstance(error, _ServerGone) or not isinstance(
+        error, ConnectionLost | DeadlineExceeded
+    )
 
 
 def _left(deadline: float) -> float:

@@ -1,0 +1,128 @@
+"""Networks that are slow, lose packets or are cut for a while: training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from relay import Relay
+from torch import nn
+
+import stratagem as sg
+from stratagem import LocalCluster
+from stratagem.cluster_resolver import SimpleClusterResolver
+from stratagem.config import ClusterOptions
+from stratagem.errors import ParameterServerLost
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+
+class Network:
+    """A cluster whose tasks are reached through relays."""
+
+    def __init__(self, stack: ExitStack, **relays: float) -> None:
+        cluster = stack.enter_context(LocalCluster(workers=2, ps=2))
+        self.relays: dict[str, list[Relay]] = {
+            job: [
+                stack.enter_context(Relay(cluster.cluster_spec.task_address(job, index), **relays))
+                for index in range(2)
+            ]
+            for job in ("worker", "ps")
+        }
+        spec = sg.ClusterSpec(
+            {job: [relay.address for relay in relays] for job, relays in self.relays.items()}
+        )
+        key = cluster.resolver.cluster_key_text()
+        self.resolver = SimpleClusterResolver(spec, cluster_key=key)
+
+    def __iter__(self) -> Iterator[Relay]:
+        return (relay for relays in self.relays.values() for relay in relays)
+
+
+class Training:
+    """Counts steps in a variable on each server, and trains a small model."""
+
+    def __init__(self, network: Network, stack: ExitStack, **options: float) -> None:
+        strategy = stack.enter_context(sg.ParameterServerStrategy(network.resolver))
+        with strategy.scope():
+            self.counts = [sg.Variable(0.0), sg.Variable(0.0)]
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts = self.counts
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            for count in counts:
+                count.assign_add(1.0)
+
+        self._step = step
+        self.coordinator = stack.enter_context(
+            sg.ClusterCoordinator(strategy, options=ClusterOptions(**options))  # type: ignore[arg-type]
+        )
+        self.steps = 0
+
+    def run(self, steps: int) -> None:
+        """Schedule steps."""
+        self.steps += steps
+        for _ in range(steps):
+            self.coordinator.schedule(self._step)
+
+    def check(self) -> None:
+        """Every step counts once, on each server."""
+        self.coordinator.join(timeout_s=300)
+        assert [float(count) for count in self.counts] == [self.steps, self.steps]
+        assert self.coordinator.errors == []
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "loss"), [(0.15, 0.0), (0.01, 0.2)], ids=["300 ms round trips", "20 % loss"]
+)
+def test_training_on_a_bad_network(delay_s: float, loss: float) -> None:
+    """With the default limits; the run is slow, and nothing is lost."""
+    with ExitStack() as stack:
+        network = Network(stack, delay_s=delay_s, loss=loss)
+        training = Training(network, stack)
+        training.run(30)
+        training.check()
+
+
+@pytest.mark.parametrize("place", ["server", "coordinator"])
+def test_a_cut_longer_than_the_heartbeat_limit_is_waited_out(place: str) -> None:
+    """The servers still have every variable: the run goes on when the network is back."""
+    with ExitStack() as stack:
+        network = Network(stack)
+        training = Training(network, stack, heartbeat_s=0.2, heartbeat_limit_s=1.0)
+        training.run(20)
+        training.check()
+        if place == "server":
+            network.relays["ps"][0].cut()
+        else:
+            for relay in network.relays["worker"]:
+                relay.cut()
+            for relay in network.relays["ps"]:
+                relay.cut("/job:chief/task:0", "control")
+        training.run(20)
+        with pytest.raises(sg.errors.DeadlineExceeded):
+            training.coordinator.join(timeout_s=3.0)  # three times the limit
+        for relay in network:
+            relay.heal()
+        training.check()
+
+
+def test_a_cut_that_lasts_too_long_is_a_lost_server() -> None:
+    """After `partition_limit_s`."""
+    with ExitStack() as stack:
+        network = Network(stack)
+        limits = {"heartbeat_s": 0.2, "heartbeat_limit_s": 0.5, "partition_limit_s": 1.5}
+        training = Training(network, stack, **limits)
+        training.run(4)
+        training.check()
+        network.relays["ps"][1].cut()
+        training.run(4)
+        with pytest.raises(ParameterServerLost, match="/job:ps/task:1"):
+            training.coordinator.join(timeout_s=300)
+        network.relays["ps"][1].heal()

@@ -15,6 +15,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     RequeueClosure,
     ResolveClosure,
     SendClosures,
+    SetAsideWorker,
 )
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
 
@@ -88,6 +89,53 @@ def test_the_window_follows_the_time_closures_take() -> None:
     for closure in range(200, 300):
         queue.add(closure)
     assert len(queue.take(0)) == 64
+
+
+def test_a_worker_without_a_path_to_a_server_is_set_aside() -> None:
+    """Its closures run elsewhere, uncounted, and it gets none until it is back."""
+    queue = queue_of(3, poison_limit=1, server_failures=1)
+    for closure in range(3):
+        queue.add(closure)
+    assert queue.take(0) == [0, 1]
+    actions = queue.failed(0, 0, blame="path", task="ps", others_reach=True)
+    assert actions[:2] == [RequeueClosure(0, lost=False), SetAsideWorker(0, "ps")]
+    assert queue.take(0) == []
+    assert queue.failed(0, 1, blame="path", task="ps", others_reach=True)[:1] == [
+        RequeueClosure(1, lost=False)
+    ], "it is set aside once"
+    queue.add(3)
+    assert SendClosures(0) not in queue.tick()
+    assert queue.worker_lost(0) == [FenceWorker(0, 1)]
+    queue.worker_fenced(0)
+    assert not queue.stopped
+    queue.worker_up(0, incarnation=2)
+    assert queue.take(0)
+
+
+def test_closures_of_a_worker_that_is_set_aside_did_not_cause_its_loss() -> None:
+    """They are not suspected, however often it happens."""
+    queue = queue_of(1, poison_limit=1)
+    queue.add(0)
+    queue.add(1)
+    queue.take(0)
+    queue.failed(0, 0, blame="path", task="ps", others_reach=True)
+    queue.worker_lost(0)
+    assert queue.worker_fenced(0) == [RequeueClosure(1, lost=True)]
+
+
+def test_a_server_that_a_majority_does_not_reach_is_out_of_reach() -> None:
+    """A worker that is up again reaches every server."""
+    queue = queue_of(3)
+    queue.worker_without_path(0, "ps")
+    assert queue.servers_out_of_reach() == []
+    queue.add(0)
+    queue.take(1)
+    queue.failed(1, 0, blame="path", task="ps", others_reach=False)
+    assert queue.servers_out_of_reach() == ["ps"]
+    queue.worker_lost(1)
+    queue.worker_fenced(1)
+    queue.worker_up(1, incarnation=2)
+    assert queue.servers_out_of_reach() == []
 
 
 def test_full_queue_says_so_and_zero_means_no_limit() -> None:

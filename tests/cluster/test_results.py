@@ -47,6 +47,9 @@ class Writes:
             self.done = self.made
         return self.done
 
+    def reaches(self, task: str) -> bool:
+        return task != "/job:ps/task:1"
+
     def late_failure(self, number: int) -> Exception | None:
         return self.failures.pop(number, None)
 
@@ -152,11 +155,12 @@ def test_one_thread_flushes_while_the_other_goes_on(parts: Any) -> None:
         (ValueError("mine"), "user"),
         (ClosureInputError("no", original_exception=OSError()), "input"),
         (ParameterServerLost("gone", task="/job:ps/task:0"), "server"),
+        (ParameterServerLost("unreachable", task="/job:ps/task:1"), "path"),
         (DeadlineExceeded("late"), "deadline"),
     ],
 )
 def test_errors_are_blamed_on_their_cause(parts: Any, error: Exception, blame: str) -> None:
-    results, _, _ = parts
-    report = results.failure(7, error, lacks=True)
+    results, _, writes = parts
+    report = results.failure(7, error, writes, lacks=True)
     assert (report.closure, report.blame, report.lacks) == (7, blame, True)
     assert report.failure.task == "/job:worker/task:3"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 from relay import Relay
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import LocalCluster
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost
+from stratagem.errors import ParameterServerLost, WorkerLost
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -79,7 +80,7 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    ("delay_s", "loss"), [(0.15, 0.0), (0.01, 0.2)], ids=["300 ms round trips", "20 % loss"]
+    ("delay_s", "loss"), [(0.15, 0.0), (0.1, 0.2)], ids=["300 ms round trips", "200 ms, 20 % loss"]
 )
 def test_training_on_a_bad_network(delay_s: float, loss: float) -> None:
     """With the default limits; the run is slow, and nothing is lost."""
@@ -126,3 +127,69 @@ def test_a_cut_that_lasts_too_long_is_a_lost_server() -> None:
         with pytest.raises(ParameterServerLost, match="/job:ps/task:1"):
             training.coordinator.join(timeout_s=300)
         network.relays["ps"][1].heal()
+
+
+def test_one_workers_bad_path_to_one_server_is_that_workers_failure() -> None:
+    """The worker is set aside and named, the run goes on, and the worker returns with its path."""
+    with ExitStack() as stack:
+        stack.enter_context(setting("STRATAGEM_WIRE_TIMEOUT_S", "2"))
+        network = Network(stack)
+        training = Training(network, stack, heartbeat_s=0.2, restart_pause_s=0.1)
+        coordinator = training.coordinator
+        training.run(20)
+        training.check()
+        network.relays["ps"][0].cut("/job:worker/task:1")
+        wait_until(lambda: _steps_until_set_aside(training, 1))
+        assert isinstance(coordinator.workers[1].last_error, WorkerLost | ParameterServerLost)
+        assert "/job:ps/task:0" in str(coordinator.workers[1].last_error)
+        assert coordinator.workers[0].incarnation == 1
+        training.run(20)
+        training.check()
+        network.relays["ps"][0].heal()
+        wait_until(lambda: coordinator.workers[1].connected)
+        training.run(20)
+        training.check()
+
+
+def _steps_until_set_aside(training: Training, worker: int) -> bool:
+    training.run(2)
+    training.coordinator.join(timeout_s=300)
+    return not training.coordinator.workers[worker].connected
+
+
+def test_a_bad_path_at_the_start_is_that_workers_failure() -> None:
+    """The coordinator goes on with the others; the worker joins when its path is there."""
+    with ExitStack() as stack:
+        network = Network(stack)
+        network.relays["ps"][1].cut("/job:worker/task:0")
+        training = Training(network, stack, heartbeat_s=0.2, connect_timeout_s=3.0)
+        coordinator = training.coordinator
+        assert [worker.connected for worker in coordinator.workers] == [False, True]
+        training.run(10)
+        training.check()
+        network.relays["ps"][1].heal()
+        wait_until(lambda: coordinator.workers[0].connected)
+        training.run(10)
+        training.check()
+
+
+def test_a_server_that_no_worker_reaches_is_lost() -> None:
+    """Though the coordinator reaches it: a majority decides, after `partition_limit_s`."""
+    with ExitStack() as stack:
+        stack.enter_context(setting("STRATAGEM_WIRE_TIMEOUT_S", "2"))
+        network = Network(stack)
+        training = Training(network, stack, heartbeat_s=0.2, partition_limit_s=1.0)
+        training.run(4)
+        training.check()
+        network.relays["ps"][1].cut("/job:worker/")
+        training.run(4)
+        with pytest.raises(ParameterServerLost, match="/job:ps/task:1"):
+            training.coordinator.join(timeout_s=300)
+
+
+@contextmanager
+def setting(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable, also for processes started meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        yield

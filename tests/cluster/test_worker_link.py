@@ -59,6 +59,9 @@ class Events:
         return [what for seen, what in self.seen if seen == kind]
 
 
+KEY = ClusterKey.random()
+
+
 class Peer:
     """Stands where a worker listens: answers `OpenWorker` as told, and keeps the channels."""
 

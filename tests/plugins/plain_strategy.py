@@ -44,6 +44,9 @@ class PlainOnWorker:
     def acknowledged(self, *, wait: bool) -> int:
         return 0
 
+    def reaches(self, task: str) -> bool:
+        return True
+
     def late_failure(self, number: int) -> Exception | None:
         return None
 
@@ -87,6 +90,9 @@ class PlainOnCoordinator:
 
     def check_servers(self, options: Any) -> None:
         pass
+
+    def reaches(self, task: str) -> bool:
+        return True
 
     def finish_closures(self, closures: Sequence[int]) -> None:
         self.finished += closures

@@ -58,6 +58,9 @@ class StrategyOnCoordinator(Protocol):
     def check_servers(self, options: ClusterOptions) -> None:
         """Check every server once, without waiting; raise ParameterServerLost if one is lost."""
 
+    def reaches(self, task: str) -> bool:
+        """Return whether the server has answered the last check of `check_servers`. Never waits."""
+
     def finish_closures(self, closures: Sequence[int]) -> None:
         """Let servers refuse late writes of these closures, which are finished. Never waits."""
 
@@ -99,6 +102,9 @@ class StrategyOnWorker(Protocol):
 
     def acknowledged(self, *, wait: bool) -> int:
         """Return how many writes, counted from the first, are acknowledged; wait for all if asked."""
+
+    def reaches(self, task: str) -> bool:
+        """Return whether the connection to a server stands, as far as this worker knows."""
 
     def late_failure(self, number: int) -> Exception | None:
         """Return, once, the error of a closure's writes after its context was left."""

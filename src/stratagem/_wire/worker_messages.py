@@ -100,7 +100,8 @@ class Finished(Message, frozen=True):
 class Failed(Message, frozen=True):
     """A closure's exception.
 
-    `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``server`` for an
+    `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``path`` for a server that this worker
+    does not reach, ``server`` for another
     unreachable parameter server, ``deadline`` for a late one. `lacks`: a definition or an update is missing on the
     worker; the coordinator sends it again.
     """

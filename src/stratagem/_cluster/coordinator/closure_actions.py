@@ -53,13 +53,23 @@ class FenceWorker(NamedTuple):
     incarnation: int
 
 
+class SetAsideWorker(NamedTuple):
+    """End the worker's session: it does not reach a server that others reach. The link connects again.
+
+    A session opens only if the worker reaches every server, so the worker is back when its path is.
+    """
+
+    worker: int
+    server: str
+
+
 class ReleaseWorker(NamedTuple):
     """Disconnect the worker: it is drained, and the queue has forgotten it."""
 
     worker: int
 
 
-Sending = SendClosures | RecallClosures | FenceWorker
+Sending = SendClosures | RecallClosures | FenceWorker | SetAsideWorker
 """Actions that may wait for another process."""
 
 Action = DeliverResults | ResolveClosure | RequeueClosure | RaiseError | ReleaseWorker | Sending

@@ -40,6 +40,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     RequeueClosure,
     ResolveClosure,
     SendClosures,
+    SetAsideWorker,
 )
 
 AHEAD_S: Final = (
@@ -61,11 +62,13 @@ class _Worker:
     waiting_resources: deque[int] = field(default_factory=deque)
     fencing: list[int] | None = None  # closures that wait for the fence
     recalling: bool = False
+    aside: bool = False  # its session is being ended, because it does not reach a server
+    blameless: bool = False  # its last session was ended so: its closures did not cause the loss
     solo: bool = False  # runs a closure that was lost before, and nothing beside it
 
     @property
     def has_room(self) -> bool:
-        blocked = not self.up or self.draining or self.recalling or self.solo
+        blocked = not self.up or self.draining or self.recalling or self.solo or self.aside
         return not blocked and len(self.in_flight) < self.window
 
     def measured(self, run_s: float) -> None:
@@ -118,6 +121,7 @@ class ClosureQueue:
         self._in_flight = 0
         self._fencing = 0
         self._server_failures: dict[str, int] = {}
+        self._not_reaching: dict[str, set[int]] = {}  # workers without a path, by server
         self._deadlines = 0
 
     # ------------------------------------------------------------------ questions
@@ -145,6 +149,11 @@ class ClosureQueue:
     def is_up(self, worker: int) -> bool:
         """Return whether the worker answers."""
         return worker in self._workers and self._workers[worker].up
+
+    def servers_out_of_reach(self) -> list[str]:
+        """Return the servers that a majority of the workers does not reach."""
+        half = len(self._workers) / 2
+        return [task for task, workers in self._not_reaching.items() if len(workers) > half]
 
     def workers_up(self) -> int:
         """Return the number of workers that answer."""
@@ -210,20 +219,33 @@ class ClosureQueue:
         return [DeliverResults(counted), *self._drained(number), *self._send_next(number)]
 
     def failed(
-        self, number: int, closure: int, *, blame: str = "user", task: str = ""
+        self,
+        number: int,
+        closure: int,
+        *,
+        blame: str = "user",
+        task: str = "",
+        others_reach: bool = False,
     ) -> list[Action]:
         """Handle an exception: retry the closure, or stop the queue. A resource stops nothing.
 
-        `blame` is that of `messages.Failed`; `task` is the parameter server to blame.
+        `blame` is that of `messages.Failed`; `task` is the parameter server to blame. `others_reach`: the
+        coordinator reaches that server.
         """
         worker = self._workers.get(number)
         shared = worker is not None and closure in worker.in_flight
         if worker is None or not self._end(worker, closure):
             return []
-        if shared and self._is_transient(blame, task):
-            actions = self._requeue([closure], lost=False)
+        aside: list[Action] = []
+        if blame == "path":
+            self._not_reaching.setdefault(task, set()).add(number)
+            if others_reach and not worker.aside:
+                worker.aside = True
+                aside.append(SetAsideWorker(number, task))
+        if shared and (blame == "path" or self._is_transient(blame, task)):
+            actions = [*self._requeue([closure], lost=False), *aside]
         else:
-            actions = [ResolveClosure(closure, "failed")]
+            actions = [ResolveClosure(closure, "failed"), *aside]
             if shared:
                 actions += self._stop(closure)
         return [*actions, *self._drained(number), *self._send_next(number)]
@@ -279,7 +301,14 @@ class ClosureQueue:
             raise RuntimeError(f"worker {number} came up before its last incarnation was fenced.")
         worker.up = True
         worker.incarnation = incarnation
+        for workers in self._not_reaching.values():
+            workers.discard(number)
         return self._send_next(number)
+
+    def worker_without_path(self, number: int, task: str) -> None:
+        """Note that a worker, which is down, does not reach this server."""
+        if number in self._workers:
+            self._not_reaching.setdefault(task, set()).add(number)
 
     def worker_lost(self, number: int) -> list[Action]:
         """Handle the loss of a worker. Its closures wait until `worker_fenced`."""
@@ -293,6 +322,7 @@ class ClosureQueue:
             draining=worker.draining,
             window=worker.window,
             fencing=list(worker.in_flight),
+            blameless=worker.aside,
         )
         aborted = self._resolve_all([*worker.resources, *worker.waiting_resources], "aborted")
         return [FenceWorker(number, worker.incarnation), *aborted]
@@ -304,9 +334,10 @@ class ClosureQueue:
             return []
         closures, worker.fencing = worker.fencing, None
         self._fencing -= len(closures)
-        for closure in closures:
+        for closure in () if worker.blameless else closures:
             self._lost_with.setdefault(closure, []).append(number)
-        poisoned = [one for one in closures if len(self._lost_with[one]) >= self._poison_limit]
+        lost_with = self._lost_with
+        poisoned = [one for one in closures if len(lost_with.get(one, ())) >= self._poison_limit]
         actions = self._requeue([one for one in closures if one not in poisoned], lost=True)
         for closure in poisoned:
             actions += [*self._resolve_all([closure], "poisoned"), *self._stop(closure)]
@@ -412,6 +443,8 @@ class ClosureQueue:
         if not worker.draining or busy:
             return []
         del self._workers[number]
+        for workers in self._not_reaching.values():
+            workers.discard(number)
         return [ReleaseWorker(number)]
 
     @override

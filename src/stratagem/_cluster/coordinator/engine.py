@@ -45,7 +45,12 @@ from stratagem.errors import ClosureCancelled, ParameterServerLost, UnavailableE
 
 _log = logging.getLogger("stratagem.coordinator")
 
-_SENDING = (actions.SendClosures, actions.RecallClosures, actions.FenceWorker)
+_SENDING = (
+    actions.SendClosures,
+    actions.RecallClosures,
+    actions.FenceWorker,
+    actions.SetAsideWorker,
+)
 
 
 @final
@@ -94,6 +99,7 @@ class Engine:
         self._resources: dict[int, tuple[weakref.ref[PerWorkerValues], Call]] = {}
         self._resource_numbers = itertools.count(1)
         self._collected: deque[int] = deque()  # resources that nothing refers to any more
+        self._path_errors: dict[str, ParameterServerLost] = {}  # the last report about each server
         self._workers_lost = metrics.counter("coordinator.workers_lost")
         self._watch = WatchThreads(self)
         for task in tasks:
@@ -245,15 +251,21 @@ class Engine:
         """Note a failed attempt to connect; the link tries again."""
         _log.debug("%s does not answer: %s", link.task, error)
         with self.changed:
+            if isinstance(error, ParameterServerLost):  # the worker's trouble, until others have it
+                self.queue.worker_without_path(link.number, error.task)
+                self._path_errors[error.task] = error
             self.changed.notify_all()  # a thread that waits for workers may go on without this one
-        if isinstance(error, ParameterServerLost):
-            self.server_lost(error)
 
     # ------------------------------------------------------------------ events of the watch threads
 
     def server_lost(self, error: ParameterServerLost) -> None:
         """Stop everything; the user's next call raises the error."""
         self._handle(self.queue.server_lost, Cause(error, error.task))
+
+    def servers_out_of_reach(self) -> list[ParameterServerLost]:
+        """Return the errors of servers that a majority of the workers does not reach."""
+        with self.lock:
+            return [self._path_errors[task] for task in self.queue.servers_out_of_reach()]
 
     def no_workers(self, waited_s: float) -> None:
         """Stop: closures have waited too long for any worker."""
@@ -300,6 +312,14 @@ class Engine:
                 self._send_closures(link)
             elif isinstance(action, actions.RecallClosures):
                 link.notify(messages.Recall(closures=action.closures))
+            elif isinstance(action, actions.SetAsideWorker):
+                link.give_up(
+                    WorkerLost(
+                        f"it does not reach {action.server}, which others reach; it is set aside until it "
+                        "does",
+                        task=link.task,
+                    )
+                )
             else:
                 self._fence(link, action.incarnation)
 
@@ -377,9 +397,18 @@ class Engine:
             return self._locked_execute(self.queue.returned(link.number, message.closures))
         if isinstance(message, messages.Failed) and message.closure in self.closures:
             error = exception_from(message.failure, may_unpickle=True, any_type=True)
-            task = error.task if isinstance(error, ParameterServerLost) else ""
+            task, others_reach = "", False
+            if isinstance(error, ParameterServerLost):
+                task, others_reach = error.task, self.views.reaches(error.task)
+                self._path_errors[task] = error
             return self._locked_execute(
-                self.queue.failed(link.number, message.closure, blame=message.blame, task=task),
+                self.queue.failed(
+                    link.number,
+                    message.closure,
+                    blame=message.blame,
+                    task=task,
+                    others_reach=others_reach,
+                ),
                 Cause(error, link.task, message.failure.traceback),
             )
         if isinstance(message, messages.Beat) and message.facts and link.number in self.links:

@@ -14,7 +14,7 @@ from typing import Final
 
 from stratagem._cluster.coordinator.engine import Engine
 from stratagem._wire.connecting import check_destination
-from stratagem.errors import UnavailableError
+from stratagem.errors import ParameterServerLost, UnavailableError
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -44,7 +44,7 @@ def await_workers(engine: Engine) -> None:
 
     Raises:
         UnavailableError: no worker is up; it names each worker, its address and the reason.
-        ParameterServerLost: a worker found that a server is gone.
+        ParameterServerLost: no worker reaches one of the servers.
     """
     limit_s = engine.options.connect_timeout_s
     began = time.monotonic()
@@ -82,6 +82,9 @@ def _wait(engine: Engine, timeout_s: float) -> bool:
 
 def _no_worker(engine: Engine) -> UnavailableError:
     links, why = list(engine.links.values()), engine.why_down()
+    lost = [one.last_error for one in links if isinstance(one.last_error, ParameterServerLost)]
+    if len(lost) == len(links):
+        return lost[0]
     task = links[0].task if len(links) == 1 else "/job:worker"
     if any(link.taken for link in links):
         return UnavailableError(

@@ -44,6 +44,7 @@ class WatchThreads:
         self._progress_at = time.monotonic()
         self._finished = 0
         self._no_worker_since: float | None = None
+        self._out_of_reach_since: dict[str, float] = {}
 
     def start(self) -> None:
         """Start the threads."""
@@ -80,6 +81,7 @@ class WatchThreads:
         options = self._engine.options
         while not self._stop.wait(min(TICK_S, options.heartbeat_s)):
             self._guard(lambda: self._engine.views.check_servers(options))
+            self._guard(self._check_paths)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -90,6 +92,17 @@ class WatchThreads:
         except Exception:  # noqa: BLE001 - the thread must survive any error
             if not self._stop.is_set():
                 _log.exception("a check of the coordinator failed")
+
+    def _check_paths(self) -> None:
+        """Raise the error of a server that a majority of the workers has not reached for too long."""
+        now = time.monotonic()
+        errors = {error.task: error for error in self._engine.servers_out_of_reach()}
+        since = {task: self._out_of_reach_since.get(task, now) for task in errors}
+        self._out_of_reach_since = since
+        for task, error in errors.items():
+            if now - since[task] > self._engine.options.partition_limit_s:
+                del since[task]
+                raise error
 
     def _check_workers(self, now: float) -> None:
         """Report closures that have waited too long for any worker."""

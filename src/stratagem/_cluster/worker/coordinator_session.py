@@ -227,7 +227,7 @@ class CoordinatorSession:
                 )
             if message.resource:
                 objects.fail_resource(message.resource, error)
-            failed = self._results.failure(message.closure, error, lacks=objects.lacks)
+            failed = self._results.failure(message.closure, error, views, lacks=objects.lacks)
             self._results.hold(failed, (), views)
 
     def _stream_of(self, message: messages.Run) -> int:

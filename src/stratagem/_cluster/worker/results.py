@@ -81,14 +81,19 @@ class Results:
                 self._flushing.release()
 
     def failure(
-        self, closure: int, error: BaseException, *, lacks: bool = False
+        self,
+        closure: int,
+        error: BaseException,
+        views: StrategyOnWorker,
+        *,
+        lacks: bool = False,
     ) -> messages.Failed:
         """Make the report of an error. `lacks`: an object that the closure needs must be sent again."""
         blame = "user"
         if isinstance(error, ClosureInputError):
             blame = "input"
         elif isinstance(error, ParameterServerLost):
-            blame = "server"
+            blame = "server" if views.reaches(error.task) else "path"
         elif isinstance(error, DeadlineExceeded):
             blame = "deadline"
         failure = failure_from(error, task=self._task, with_pickle=True)
@@ -101,7 +106,7 @@ class Results:
             message, buffers, _ = held.popleft()
             late = views.late_failure(message.closure)
             if late is not None and isinstance(message, messages.Finished):
-                message, buffers = self.failure(message.closure, late), ()
+                message, buffers = self.failure(message.closure, late, views), ()
             batch.append((message, buffers))
         if batch:
             self._channel.notify_all(batch)

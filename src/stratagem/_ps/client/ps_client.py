@@ -373,6 +373,14 @@ class PsClient(Owner):
         """
         self._control.check_all(options)
 
+    def answers_checks(self, task: str) -> bool:
+        """Return whether a server has answered the last check of `check_servers`. Never waits."""
+        return task in self.tasks and self._control.answers_checks(self.tasks.index(task))
+
+    def is_connected(self, task: str) -> bool:
+        """Return whether the connection to a server stands, as far as this process knows."""
+        return all(one.is_open for one in self._connections if one.task == task)
+
     def await_servers(self, options: ClusterOptions) -> None:
         """Wait until every server has answered or counts as lost, which is logged.
 

@@ -37,6 +37,9 @@ _log = logging.getLogger("stratagem.ps")
 _CLOSE_S: Final = 1.0
 """How long `close` waits for an attempt to connect to end, which takes a tenth of that."""
 
+ANSWER_S: Final = 1.0
+"""A server that has not answered for so long may be out of reach; most answer in a millisecond."""
+
 _PAUSE_S: Final = 0.01
 """Between two checks of servers whose answers are awaited."""
 
@@ -107,6 +110,10 @@ class ControlConnections:
         """
         for control in self._controls:
             control.check(options, every_s=options.heartbeat_s)
+
+    def answers_checks(self, server: int) -> bool:
+        """Return whether a server has answered the last check, or still has time to. Never waits."""
+        return self._controls[server].unanswered_s() < ANSWER_S
 
     def await_answers(self, options: ClusterOptions, *, of: Collection[int]) -> None:
         """Wait until each of these servers has answered or counts as lost, which is logged."""
@@ -187,6 +194,11 @@ class _Control:
                 silent = isinstance(error, DeadlineExceeded)
                 what = f"did not answer within {timeout_s:g} s" if silent else "is gone"
                 raise self._data.fail(f"{what}: {error}") from error
+
+    def unanswered_s(self) -> float:
+        """Return for how long a ping, or an attempt to connect for one, has waited for its answer."""
+        waits = self._ping is not None or self._is_connecting
+        return time.monotonic() - self._asked_at if waits else 0.0
 
     def check(self, options: ClusterOptions, *, every_s: float) -> None:
         """Take in the answer to the last ping, or judge its absence; ping again when it is time."""

@@ -318,6 +318,10 @@ class ObjectHandles:
         """One look at every server; raises ParameterServerLost if one counts as lost."""
         self._variables.client.check_servers(options)
 
+    def reaches(self, task: str) -> bool:
+        """Return whether the server has answered the last check. Never waits."""
+        return bool(self._variables.client.answers_checks(task))
+
     def finish_closures(self, closures: Sequence[int]) -> None:
         """Let servers refuse late writes of these closures, which are finished. Never waits."""
         if not self._variables.closed:

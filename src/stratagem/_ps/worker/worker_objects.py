@@ -172,6 +172,10 @@ class WorkerObjects:
             self._client.progress()
         return self._client.outbox.acknowledged
 
+    def reaches(self, task: str) -> bool:
+        """Return whether the connection to a server stands, as far as this worker knows."""
+        return self._client.is_connected(task)
+
     def late_failure(self, number: int) -> Exception | None:
         """What went wrong with a closure's writes after it was left; taken out."""
         return self._client.outbox.failures.pop(number, None)

@@ -236,7 +236,7 @@ if can_make_networks():
                         ClusterSpec({"worker": [near.address, f"{THERE}:7001"]})
                     )
 
-                coordinator = connect(Cluster, heartbeat_limit_s=3.0)
+                coordinator = connect(Cluster, heartbeat_limit_s=3.0, connect_timeout_s=120.0)
                 assert workers_up(coordinator) == 2
                 values = [coordinator.schedule(where, args=(0.2,)) for _ in range(6)]
                 assert set(coordinator.fetch(values)) == {0, 1}

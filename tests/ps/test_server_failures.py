@@ -162,7 +162,7 @@ def test_a_server_whose_address_somebody_else_has_now_is_lost(
             with pytest.raises(ParameterServerLost):
                 pinging.ping(0, timeout_s=LIMIT_S)
             with pytest.raises(ParameterServerLost):
-                watching.check_servers(ClusterOptions())
+                wait_until(lambda: watching.check_servers(ClusterOptions()))
 
 
 @pytest.mark.process

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Self
 
 FIRST_TIMER_S = 0.2  # of TCP, for a packet that is not acknowledged
-NOTED_BYTES = 1 << 14  # of each client's bytes, in which `cut` looks for the client's name
+NOTED_BYTES = 200  # the handshake and the first message, which names the client
 
 
 class Relay:
@@ -40,7 +40,7 @@ class Relay:
         self._ready.wait(60)
 
     def cut(self, *clients: str) -> None:
-        """Let nothing pass, of every client or of those with these words in their first messages."""
+        """Let nothing pass, of every client or of those with these words in their first message."""
         words = [word.encode() for word in clients or ("",)]
         self._call(lambda: setattr(self, "_cut", words))
 
@@ -111,8 +111,8 @@ class Relay:
         try:
             while True:
                 data = await reader.read(1 << 16)
-                if notes and len(noted) < NOTED_BYTES:
-                    noted += data
+                if notes:
+                    noted += data[: max(0, NOTED_BYTES - len(noted))]
                 await queue.put((self._loop.time() + self._delay_s + self._pause_s(), data))
                 if not data:
                     await sender

@@ -13,6 +13,9 @@ from waiting import wait_until
 
 import stratagem as sg
 from stratagem import LocalCluster
+from stratagem._wire import messages
+from stratagem._wire.cluster_key import cluster_key
+from stratagem._wire.connecting import connect
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost, WorkerLost
@@ -193,3 +196,16 @@ def setting(name: str, value: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, value)
         yield
+
+
+def test_a_busy_worker_answers_a_second_coordinator_over_a_slow_path() -> None:
+    """Its first message takes a round trip: the worker waits for it and says that it is busy."""
+    with ExitStack() as stack:
+        network = Network(stack, delay_s=0.15)
+        Training(network, stack)
+        address = network.relays["worker"][0].address
+        key = cluster_key(network.resolver.cluster_key_text())
+        with connect(address, key=key, timeout_s=60) as channel:
+            reply = channel.request(messages.AskStats(), timeout_s=60).message
+        assert isinstance(reply, messages.Stats)
+        assert reply.facts["state"] == "running"

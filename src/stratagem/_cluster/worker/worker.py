@@ -34,6 +34,9 @@ _log = logging.getLogger("stratagem.worker")
 
 CLOSE_S: Final = 6.0  # how long `close` waits for the receiving thread, which may be sending
 ANSWER_S: Final = 0.2  # limit of an answer to another coordinator; our own one waits meanwhile
+FIRST_MESSAGE_S: Final = (
+    5.0  # how long a peer that has proved the key may take to say what it wants
+)
 
 
 @final
@@ -73,6 +76,7 @@ class Worker(Owner):
         self._closed = threading.Event()
         self._sessions: queue.SimpleQueue[CoordinatorSession | None] = queue.SimpleQueue()
         self._current: CoordinatorSession | None = None
+        self._visitors: list[tuple[Channel, float]] = []  # peers that connected during a session
         self._output: OutputForwarder | None = None
         if forward_output:
             self.own_process(echo=False)
@@ -157,7 +161,7 @@ class Worker(Owner):
 
     def _serve_peer(self, channel: Channel) -> None:
         """Serve a coordinator until it is gone; answer anyone else."""
-        frame = channel.receive(timeout_s=5.0)
+        frame = channel.receive(timeout_s=FIRST_MESSAGE_S)
         if frame is None:
             return
         if not isinstance(frame.message, messages.OpenWorker):
@@ -181,20 +185,30 @@ class Worker(Owner):
         finally:
             session.end()
             self._current = None
+            while self._visitors:
+                self._visitors.pop()[0].close()
 
     def _turn_away(self) -> None:
         """Answer peers that connect during a session; refuse other coordinators."""
-        for channel in self._listener.progress():
-            with channel:
-                try:
-                    frame = channel.receive(timeout_s=ANSWER_S)
-                    if frame is not None and isinstance(frame.message, messages.OpenWorker):
-                        failure = failure_from(self._busy(), task=self.task, with_pickle=True)
-                        channel.reply(frame, failure, timeout_s=ANSWER_S)
-                    elif frame is not None:
-                        self._answer(channel, frame)
-                except WireError as error:  # of that peer, not of the coordinator we serve
-                    _log.info("%s turned away %s: %s", self.task, channel.peer, error)
+        now = time.monotonic()
+        self._visitors += [
+            (channel, now + FIRST_MESSAGE_S) for channel in self._listener.progress()
+        ]
+        waiting, self._visitors = self._visitors, []
+        for channel, deadline in waiting:
+            try:
+                frame = channel.receive(timeout_s=0.0)
+                if frame is None and now < deadline:
+                    self._visitors.append((channel, deadline))  # its first message is on the way
+                    continue
+                if frame is not None and isinstance(frame.message, messages.OpenWorker):
+                    failure = failure_from(self._busy(), task=self.task, with_pickle=True)
+                    channel.reply(frame, failure, timeout_s=ANSWER_S)
+                elif frame is not None:
+                    self._answer(channel, frame)
+            except WireError as error:  # of that peer, not of the coordinator we serve
+                _log.info("%s turned away %s: %s", self.task, channel.peer, error)
+            channel.close()
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
         """Answer a request for statistics; refuse anything else.

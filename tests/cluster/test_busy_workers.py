@@ -60,7 +60,7 @@ def wait_for_pulse(pulse: CpuProbe, wanted: bool) -> None:
 
 def test_a_process_that_computes_is_told_from_a_stopped_and_from_a_dead_one(child: Any) -> None:
     process, pulse = child("compute")
-    assert pulse.can_be_felt
+    assert pulse.is_local
     wait_for_pulse(pulse, True)
     os.kill(process.pid, signal.SIGSTOP)
     wait_for_pulse(pulse, False)
@@ -81,11 +81,11 @@ def test_a_process_that_sleeps_does_not_compute(child: Any) -> None:
 def test_processes_of_other_hosts_containers_and_lives_cannot_be_felt() -> None:
     """The same number may be another process there, or by now."""
     boot, numbering, pid, started = own_process().split(" ")
-    assert not CpuProbe(f"other {numbering} {pid} {started}").can_be_felt
-    assert not CpuProbe(f"{boot} pid:[1] {pid} {started}").can_be_felt
-    assert not CpuProbe("").can_be_felt
+    assert not CpuProbe(f"other {numbering} {pid} {started}").is_local
+    assert not CpuProbe(f"{boot} pid:[1] {pid} {started}").is_local
+    assert not CpuProbe("").is_local
     later = CpuProbe(f"{boot} {numbering} {pid} {int(started) + 1}")
-    assert later.can_be_felt
+    assert later.is_local
     assert later._ticks() is None
 
 

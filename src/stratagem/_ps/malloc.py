@@ -1,4 +1,4 @@
-"""What a task's process does with memory its steps have freed: a worker keeps it, a server gives it back."""
+"""Settings of the C allocator: a worker keeps freed memory, a server returns it to the kernel."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import ctypes
 from typing import Final
 
 KEPT_BLOCK_BYTES: Final = 1 << 25
-"""Blocks from this size on are the kernel's again once they are free; the most glibc allows."""
+"""Freed blocks from this size on are returned to the kernel; the most glibc allows."""
 
 KEPT_BYTES: Final = 1 << 27
-"""How much freed memory at most a worker keeps."""
+"""Most freed memory that a worker keeps."""
 
 _M_TRIM_THRESHOLD: Final = -1  # of mallopt(3)
 _M_MMAP_THRESHOLD: Final = -3
 
 
 def keep_freed_memory() -> None:
-    """Lets this process's allocator keep what a step frees for the next step.
+    """Keep memory that a step frees for the next step.
 
-    By itself glibc gives a few freed megabytes back to the kernel, and every step begins with page
-    faults on fresh ones: a tenth of a worker's time where activations are of that size.
+    By default glibc returns a few freed megabytes to the kernel, and every step begins with page faults: a tenth
+    of a worker's time where activations have that size.
     """
     with contextlib.suppress(AttributeError):  # another C library
         libc = ctypes.CDLL(None)
@@ -29,9 +29,9 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Gives memory that is free in the middle of the heap back to the kernel.
+    """Return free memory in the middle of the heap to the kernel.
 
-    Steps of an optimizer leave holes the size of its largest variables.
+    Optimizer steps leave holes of the size of the largest variables.
     """
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,9 +1,8 @@
-"""An optimizer's settings as plain data: what servers are told, and what changed since.
+"""Settings of optimizers as plain data, and their changes.
 
-Servers never unpickle, so a setting must be a number, a text, a truth value, None or several
-numbers. Used by the coordinator (creation) and by workers: settings that are not those of the creation
-travel with every step and are that step's alone. So what a function changes on its worker concerns that
-worker's steps, and what the coordinator changes those of the functions scheduled afterwards.
+Servers never unpickle: a setting is a number, a text, a truth value, None or a tuple of numbers. Settings that differ
+from those at creation are sent with every step and hold for that step alone. So a change in a function concerns the
+steps of its worker, and a change on the coordinator the functions scheduled later.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from stratagem._wire.messages import Setting
 from stratagem.errors import UnsupportedOptimizer
 
 Settings = dict[int, dict[str, Any]]
-"""By the group's number."""
+"""Settings by the number of the group."""
 
 _NOT_SETTINGS = frozenset({"params", "param_names"})
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "LBFGS"})
-"""Classes that look at a whole tensor at once (its norm, its rows and columns, its matrix shape): on a part
-of the tensor they would compute something else."""
+"""Classes that use a whole tensor at once (its norm, rows and columns, or matrix): on a part of the tensor they
+would compute other numbers."""
 
 
 def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
-    """Settings of every parameter group, by the group's number.
+    """Return the settings of every parameter group, by the number of the group.
 
     Raises:
-        UnsupportedOptimizer: a setting is no plain data.
+        UnsupportedOptimizer: a setting is not plain data.
 
     Example:
         >>> import torch
@@ -51,33 +50,31 @@ def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
 
 
 def made_with(optimizer: Optimizer) -> dict[str, Setting]:
-    """The settings its constructor was given; a class may use them beside those of its groups.
+    """Return the arguments of its constructor; a class may use them beside those of its groups.
 
-    Those every group has its own word for may be anything: what counts is in the groups.
+    Arguments that are not plain data are left out: every group has its own.
 
     Example:
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> made_with(torch.optim.Adagrad([weight], initial_accumulator_value=0.1))[
-        ...     "initial_accumulator_value"
-        ... ]
-        0.1
+        >>> made_with(torch.optim.SGD([weight], lr=0.1))["momentum"]
+        0
     """
     return plain_settings(optimizer.defaults)
 
 
 def plain_settings(values: Mapping[str, Any]) -> dict[str, Setting]:
-    """Those of the values that can be told to servers."""
+    """Return the values that can be sent to servers."""
     return {key: _as_plain(value) for key, value in values.items() if _is_plain(value)}
 
 
-def are_unchanged(optimizer: Optimizer, told: Settings) -> bool:
-    """Whether every setting is the one in `told`; asked at every `schedule`, so it builds nothing."""
+def are_unchanged(optimizer: Optimizer, sent: Settings) -> bool:
+    """Return whether every setting equals the one in `sent`. Called at every `schedule`: builds nothing."""
     groups = optimizer.param_groups
-    if len(groups) != len(told):
+    if len(groups) != len(sent):
         return False
     for number, group in enumerate(groups):
-        known = told[number]
+        known = sent[number]
         # dict.items: a group that answers by context would look all its parameters up.
         for key, value in dict.items(group):
             if key in _NOT_SETTINGS:
@@ -88,7 +85,7 @@ def are_unchanged(optimizer: Optimizer, told: Settings) -> bool:
 
 
 def changed_settings(optimizer: Optimizer, initial: Settings) -> dict[int, dict[str, Setting]]:
-    """Settings that are not those in `initial`, which the servers use unless a step says otherwise."""
+    """Return the settings that differ from `initial`, which servers use by default."""
     changed: dict[int, dict[str, Setting]] = {}
     for number, group in enumerate(optimizer.param_groups):
         known = initial.get(number, {})
@@ -109,7 +106,7 @@ def _plain(optimizer: Optimizer, key: str, value: Any) -> Setting:
     if _is_plain(value):
         return _as_plain(value)
     raise UnsupportedOptimizer(
-        f"{type(optimizer).__name__} has the setting {key}={value!r}, which cannot be told to "
+        f"{type(optimizer).__name__} has the setting {key}={value!r}, which cannot be sent to "
         "parameter servers: expected a number, a text, a truth value, None or a tuple of numbers."
     )
 
@@ -134,7 +131,7 @@ def _as_plain(value: Any) -> Setting:
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What a class of its own keeps on the object beside groups and state, if it is no torch class.
+    """Return the attributes that a class outside torch keeps on the object, beside groups and state.
 
     Example:
         >>> import torch
@@ -151,7 +148,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-# What `Optimizer.__init__` and LR schedulers put on every object, and what we do.
+# Attributes that `Optimizer.__init__`, LR schedulers and we set on every object.
 KEPT_BY_TORCH = frozenset(
     {*dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured"}
 )

@@ -1,7 +1,6 @@
-"""Which server holds which shard: round-robin placement and what is known of a variable everywhere.
+"""Placement of shards on servers, round-robin, and the description of a variable that all tasks share.
 
-Pure. The coordinator's `Placement` numbers shards and deals them to servers; the
-`Description` it makes travels to workers and tells `remote.py` where to ask.
+Pure. The coordinator's `Placement` numbers shards and assigns them to servers. Its `Description` is sent to workers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from stratagem._ps.partition import ShardLayout, shard_sizes
 
 
 def device_name(task: str) -> str:
-    """How tf.distribute calls the memory of a parameter server.
+    """Return the name of a parameter server's memory, as in tf.distribute.
 
     Example:
         >>> device_name("/job:ps/task:1")
@@ -27,7 +26,7 @@ def device_name(task: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One piece of a variable: its number on its server, that server's place in the list, its rows."""
+    """One shard of a variable: its number on its server, the index of the server, its rows."""
 
     number: int
     server: int
@@ -36,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A variable on parameter servers, in one piece or several.
+    """A variable on parameter servers, in one shard or several.
 
     Example:
         >>> where = Placement(servers=2).place("w", (5, 3), torch.float32, shards=2)
@@ -51,23 +50,23 @@ class Description:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there is more than one piece."""
+        """Whether there is more than one shard."""
         return len(self.shards) > 1
 
     @property
     def layout(self) -> ShardLayout:
-        """Which rows are in which piece."""
+        """Rows of each shard."""
         return ShardLayout([shard.rows for shard in self.shards])
 
     def part(self, index: int) -> Description:
-        """One piece as a variable of its own, named ``<name>/part_<index>``."""
+        """Return one shard as a variable of its own, named ``<name>/part_<index>``."""
         shard = self.shards[index]
         shape = (shard.rows, *self.shape[1:])
         return Description(f"{self.name}/part_{index}", shape, self.dtype, (shard,))
 
 
 class Placement:
-    """Deals shards to servers in turn and numbers them; each shard counts one.
+    """Round-robin assignment of shards to servers.
 
     Args:
         servers: how many parameter servers there are.
@@ -75,7 +74,7 @@ class Placement:
 
     def __init__(self, servers: int) -> None:
         self._servers = servers
-        self._dealt = 0
+        self._assigned = 0
         self._next_number = 1
 
     def place(
@@ -89,27 +88,27 @@ class Placement:
     ) -> Description:
         """Decide where a new variable goes.
 
-        `beside`: another variable whose server it shares; such a variable is in one piece and does
-        not count in the dealing.
+        `beside`: another variable whose server it shares; such a variable has one shard and does
+        not count in the round-robin.
         """
         rows = shape[0] if len(shape) else 1
         if beside is not None:
-            pieces: tuple[Shard, ...] = (Shard(self._number(), beside.shards[0].server, rows),)
+            placed: tuple[Shard, ...] = (Shard(self._number(), beside.shards[0].server, rows),)
         else:
-            pieces = tuple(
-                Shard(self._number(), self._deal(), size)
+            placed = tuple(
+                Shard(self._number(), self._next_server(), size)
                 for size in (shard_sizes(rows, shards) if shards > 1 else [rows])
             )
-        return Description(name, tuple(shape), dtype, pieces)
+        return Description(name, tuple(shape), dtype, placed)
 
     def _number(self) -> int:
         self._next_number += 1
         return self._next_number - 1
 
-    def _deal(self) -> int:
-        self._dealt += 1
-        return (self._dealt - 1) % self._servers
+    def _next_server(self) -> int:
+        self._assigned += 1
+        return (self._assigned - 1) % self._servers
 
     @override
     def __repr__(self) -> str:
-        return f"<Placement {self._dealt} shards on {self._servers} servers>"
+        return f"<Placement {self._assigned} shards on {self._servers} servers>"

@@ -1,1 +1,1 @@
-"""Bytes between processes; this room knows nothing of training."""
+"""Messages, tensors and shared memory between processes; independent of training."""

@@ -1,16 +1,14 @@
-"""The connection between two processes: request and reply, notify, deadlines, close.
+"""Connections between two processes: requests and replies, notifications, deadlines.
 
-A channel moves messages (`messages.py`) with tensors beside them; what
-they mean is not known here. Everybody who talks to another process does it through a `Channel`.
-
-Two ways to use one, not to be mixed on one channel:
+A channel sends and receives messages (`messages.py`) with buffers beside them; it does not interpret them. All processes
+communicate through channels. Two ways to use one, not to be mixed on one channel:
 
 - *Calling* (clients): `request`, or `begin` … `collect` for several outstanding requests, `notify`, `receive`.
-  Any thread may call; replies find their callers.
+  Any thread may call.
 - *Serving* (event loops): `fileno` in a selector, `receive_ready` when readable, `enqueue` and
   `flush`, `wants_write`. One thread at a time.
 
-Sockets (`stream.py`) are never blocking; every wait is a poll with a deadline.
+Sockets (`stream.py`) never block; every wait is a poll with a deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from stratagem._wire.stream import FrameStream, wait_for
 from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
 _POLL_SLICE_S = 0.5
-"""How long a caller sleeps at most while another thread reads replies for it."""
+"""Longest sleep of a caller while another thread reads replies."""
 
 _TCP_INFO = struct.Struct("=2xB21xI28xI")
 """tcpi_retransmits, tcpi_unacked and tcpi_last_ack_recv (ms) of the kernel's struct tcp_info."""
@@ -73,20 +71,19 @@ class Channel(Owner):
         limits: Limits | None = None,
         may_unpickle: bool = False,
     ) -> None:
-        """Takes over a connected, authenticated socket.
+        """Use a connected, authenticated socket.
 
         Args:
             sock: owned by the channel from now on.
-            peer: how the other side is called in errors and logs.
+            peer: name of the peer in errors and logs.
             limits: of what is received.
-            may_unpickle: whether failures may bring pickled exceptions: only where the other side is trusted
-                with running code here, as workers are by their coordinator.
+            may_unpickle: whether to unpickle exceptions: only from peers that may run code here.
         """
         self.peer = peer
         self._stream = FrameStream(sock, peer=peer, limits=limits)
         self._may_unpickle = may_unpickle
         self._send_lock = threading.Lock()
-        self._lock = threading.Lock()  # of everything below
+        self._lock = threading.Lock()  # protects everything below
         self._arrival = threading.Condition(self._lock)
         self._sleepers = 0
         self._has_reader = False
@@ -105,12 +102,12 @@ class Channel(Owner):
     def request(
         self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None
     ) -> Frame:
-        """Sends a request and waits for its reply.
+        """Send a request and return its reply.
 
         Raises:
             DeadlineExceeded: no reply within `timeout_s` (default: `config.wire_timeout_s()`).
-            ConnectionLost: the other side is gone.
-            Exception: what the other side raised, with its traceback as cause.
+            ConnectionLost: the peer is gone.
+            Exception: the peer's exception, with its traceback as cause.
         """
         timeout_s = config.wire_timeout_s() if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
@@ -124,10 +121,9 @@ class Channel(Owner):
         timeout_s: float | None = None,
         later: bool = False,
     ) -> int:
-        """Sends a request without waiting for its reply; gives the number to `collect` it by.
+        """Send a request without waiting for its reply; return the number to `collect` it by.
 
-        With `later` it waits for company: the next message of this channel takes it along, and so do
-        `collect` and `flush`.
+        With `later` it is queued: the next message, `collect` or `flush` sends it.
         """
         with self._lock:
             self._next_call = self._next_call % 0xFFFFFFFF + 1
@@ -138,7 +134,7 @@ class Channel(Owner):
                 self.enqueue(frames.REQUEST, call, message, buffers)
             else:
                 self._send(frames.REQUEST, call, message, buffers, timeout_s)
-        except BaseException:  # Ctrl-C too: nobody will collect what was not sent
+        except BaseException:  # Ctrl-C too: there is no caller to collect it
             with self._lock:
                 self._awaited.discard(call)
             raise
@@ -147,7 +143,7 @@ class Channel(Owner):
     def collect(
         self, call: int, *, timeout_s: float | None = None, deadline: float | None = None
     ) -> Frame:
-        """Waits for the reply to one `begin`; errors as `request`."""
+        """Return the reply to one `begin`; errors as `request`."""
         if deadline is None:
             timeout_s = config.wire_timeout_s() if timeout_s is None else timeout_s
             deadline = time.monotonic() + timeout_s
@@ -161,23 +157,23 @@ class Channel(Owner):
                 self._awaited.discard(call)
         if frame is None:
             raise DeadlineExceeded(
-                f"{self.peer} did not reply within the limit; it may be overloaded, hung or cut off"
+                f"{self.peer} did not reply within the limit: it is overloaded, hangs, or is unreachable"
             )
         if frame.kind == frames.FAILURE:
             raise exception_from(frame.message, may_unpickle=self._may_unpickle)
         return frame
 
     def has_reply(self, call: int) -> bool:
-        """Whether the reply is here, so that `collect` need not wait."""
+        """Return whether the reply has arrived, so that `collect` does not wait."""
         with self._lock:
             if call in self._replies:
                 return True
             if self._lost is not None or self._closed or self._has_reader:
-                return False  # if somebody reads, it will be here when he is done
+                return False  # the thread that reads will receive it
             self._has_reader = True
         try:
             if self._readable.poll(0):
-                self._take_in()
+                self._read_arrived()
         finally:
             self._end_reading()
         return call in self._replies
@@ -185,7 +181,7 @@ class Channel(Owner):
     def notify(
         self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None
     ) -> None:
-        """Sends a message that has no reply."""
+        """Send a message that has no reply."""
         self._send(frames.NOTIFY, 0, message, buffers, timeout_s)
 
     def notify_all(
@@ -194,17 +190,17 @@ class Channel(Owner):
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Sends several messages that have no reply, with as few system calls as possible."""
+        """Send several messages that have no reply, with few system calls."""
         with self._send_lock:
             for message, buffers in batch:
                 self._stream.append(frames.NOTIFY, 0, message, buffers)
             self._drain(timeout_s)
 
     def try_notify(self, message: Message) -> bool:
-        """As `notify`, but never waits: False if somebody is sending, or the other side takes nothing.
+        """Send a message without waiting; False if another thread sends, or the socket takes nothing.
 
         Raises:
-            ConnectionLost: the other side is gone.
+            ConnectionLost: the peer is gone.
         """
         if not self._send_lock.acquire(blocking=False):
             return False
@@ -214,13 +210,13 @@ class Channel(Owner):
                     return False
             self._stream.append(frames.NOTIFY, 0, message, ())
             while self._stream.outgoing and self._send_some():
-                pass  # what is left, if anything, goes before the next message
+                pass  # the rest is sent before the next message
         finally:
             self._send_lock.release()
         return True
 
     def silent_s(self) -> float:
-        """Seconds since the other side was heard; 0 while something of it waits to be read here."""
+        """Return the seconds since the peer was heard; 0 if received bytes wait to be read."""
         try:
             waiting = wait_for(self._stream.sock, select.POLLIN, 0.0)
         except (OSError, ValueError):  # closed meanwhile
@@ -228,9 +224,9 @@ class Channel(Owner):
         return 0.0 if waiting else time.monotonic() - self._heard_at
 
     def cut_off_s(self) -> float:
-        """Seconds since the other side's machine has acknowledged anything of what waits for that.
+        """Return the seconds since the peer's kernel has acknowledged unacknowledged bytes.
 
-        A process that reads nothing is not cut off: its kernel acknowledges what it keeps for it.
+        The kernel acknowledges also for a process that reads nothing.
         """
         try:
             facts = self._stream.sock.getsockopt(
@@ -239,7 +235,7 @@ class Channel(Owner):
             repeated, unacknowledged, last_ms = _TCP_INFO.unpack(facts)
         except (OSError, struct.error):  # closed meanwhile, or not TCP
             return 0.0
-        # Something sent just now waits for its acknowledgement, too: only what was sent again counts.
+        # Bytes sent just now are unacknowledged too: only retransmitted ones count.
         return last_ms / 1000.0 if unacknowledged and repeated else 0.0
 
     def reply(
@@ -250,17 +246,17 @@ class Channel(Owner):
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Answers a request received by `receive`; does nothing for a notify."""
+        """Answer a request received by `receive`; do nothing for a notification."""
         if frame.kind == frames.REQUEST:
             failed = isinstance(message, messages.RemoteFailure)
             kind = frames.FAILURE if failed else frames.REPLY
             self._send(kind, frame.call, message, buffers, timeout_s)
 
     def receive(self, *, timeout_s: float) -> Frame | None:
-        """The next request or notify of the other side; None when none came within the limit.
+        """Return the next request or notification of the peer; None if none came within the limit.
 
         Raises:
-            ConnectionLost: the other side is gone.
+            ConnectionLost: the peer is gone.
         """
         return self._await(
             lambda: self._inbox.popleft() if self._inbox else None, time.monotonic() + timeout_s
@@ -269,38 +265,28 @@ class Channel(Owner):
     # -- serving ------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor for selectors."""
         return self._stream.sock.fileno()
 
     def receive_ready(self) -> list[Frame]:
-        """Frames that are there now, after one read; empty if none is complete.
-
-        Raises:
-            ConnectionLost: the other side closed, or is gone.
-            ProtocolError: what it sends is not our protocol.
-            WireError: no memory is left to take in what it sends.
-        """
+        """Return the complete frames that have arrived; errors as `FrameStream.receive`."""
         return self._stream.receive()
 
     def enqueue(
         self, kind: int, call: int, message: Message, buffers: Sequence[Buffer] = ()
     ) -> None:
-        """Puts a frame in line; `flush` sends. The buffers must not change until they are sent."""
+        """Queue a frame; `flush` sends. The buffers must not change until they are sent."""
         with self._send_lock:
             self._stream.append(kind, call, message, buffers)
 
     def enqueue_reply(self, frame: Frame, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """As `reply`, by `enqueue`."""
+        """Queue the answer to a request; do nothing for a notification."""
         if frame.kind == frames.REQUEST:
             failed = isinstance(message, messages.RemoteFailure)
             self.enqueue(frames.FAILURE if failed else frames.REPLY, frame.call, message, buffers)
 
     def flush(self) -> bool:
-        """Sends what the socket takes now; True when nothing is left. Never waits.
-
-        Raises:
-            ConnectionLost: the other side is gone.
-        """
+        """Send what the socket takes now; return whether nothing is left. ConnectionLost if the peer is gone."""
         with self._send_lock:
             while self._stream.outgoing:
                 if not self._send_some():
@@ -308,30 +294,30 @@ class Channel(Owner):
             return True
 
     def keep_unsent(self) -> None:
-        """Copies what is still in line, so that the caller may change the buffers it gave."""
+        """Copy the queue, so that callers may change the buffers they gave."""
         with self._send_lock:
             self._stream.keep_unsent()
 
     @property
     def wants_write(self) -> bool:
-        """True while something is in line."""
+        """Whether bytes are queued."""
         return bool(self._stream.outgoing)
 
     @property
     def outgoing_bytes(self) -> int:
-        """Bytes in line, not yet taken by the socket."""
+        """Number of queued bytes."""
         return self._stream.outgoing_bytes
 
     # -- end ----------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """False once closed, or once the loss of the other side was noticed."""
+        """False once closed, or once the loss of the peer was noticed."""
         return not self._closed and self._lost is None
 
     @override
     def close(self) -> None:
-        """Ends the connection; the other side sees it at once. May be called again, from any thread."""
+        """End the connection; the peer notices at once. May be called again, from any thread."""
         with self._lock:
             if self._closed:
                 return
@@ -341,15 +327,12 @@ class Channel(Owner):
         try:
             self._stream.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that polls this socket
         except OSError:
-            pass  # already gone: nobody left to tell
+            pass  # the peer is gone already
         if not has_reader:
             self._stream.sock.close()
 
     def abandon(self) -> None:
-        """As `close`, for a caller that was interrupted and knows that nobody else reads here.
-
-        An interruption can strike anywhere, also where a reader was about to note that it is done.
-        """
+        """Close after an interruption in a reader, which may have kept the reader's flag set."""
         self.close()
         self._stream.sock.close()
 
@@ -358,13 +341,13 @@ class Channel(Owner):
         state = "closed" if self._closed else "lost" if self._lost else "open"
         return (
             f"<Channel to {self.peer} {state}, {len(self._awaited)} awaited, "
-            f"{self._stream.outgoing_bytes} bytes in line>"
+            f"{self._stream.outgoing_bytes} bytes queued>"
         )
 
     # -- inside -------------------------------------------------------------------------------
 
     def _await(self, take: Callable[[], Frame | None], deadline: float) -> Frame | None:
-        """Waits until `take` gives a frame. One waiting thread reads for all, the others sleep."""
+        """Wait until `take` returns a frame. One waiting thread reads for all, the others sleep."""
         while True:
             with self._lock:
                 while True:
@@ -386,8 +369,8 @@ class Channel(Owner):
                 self._has_reader = True
             try:
                 if not self._readable.poll(left * 1000.0 if left > 0 else 0):
-                    return None  # the deadline passed; nobody else has read meanwhile
-                self._take_in()
+                    return None  # the deadline passed; no other thread has read meanwhile
+                self._read_arrived()
             finally:
                 self._end_reading()
 
@@ -396,18 +379,18 @@ class Channel(Owner):
             self._has_reader = False
             if self._sleepers:
                 self._arrival.notify_all()
-            if self._closed:  # close() left the socket to us
+            if self._closed:  # close() left the socket to the reader
                 self._stream.sock.close()
 
-    def _take_in(self) -> None:
-        """Reads what is there. The caller is the one reader."""
+    def _read_arrived(self) -> None:
+        """Read what has arrived; the caller is the only reader."""
         try:
             found = self._stream.receive()
             self._heard_at = time.monotonic()
             with self._lock:
                 for frame in found:
                     if frame.kind in (frames.REPLY, frames.FAILURE):
-                        if frame.call in self._awaited:  # else its caller gave up: too late
+                        if frame.call in self._awaited:  # else its caller has given up
                             self._replies[frame.call] = frame
                     else:
                         self._inbox.append(frame)
@@ -431,7 +414,7 @@ class Channel(Owner):
             self._drain(timeout_s)
 
     def _drain(self, timeout_s: float | None) -> None:
-        """Sends everything in line. Reads meanwhile, so that two sides sending to each other never stall."""
+        """Send the queue. Read meanwhile, so that two peers that send to each other do not block."""
         deadline = None
         while self._stream.outgoing:
             if self._send_some():
@@ -450,21 +433,21 @@ class Channel(Owner):
             events = select.POLLOUT | (select.POLLIN if reads else 0)
             ready = wait_for(self._stream.sock, events, deadline)
             if ready and reads:
-                self._take_in()
+                self._read_arrived()
         finally:
             if reads:
                 self._end_reading()
         if self._lost is not None:
             raise self._lost_error()
         if not ready:
-            # Half a frame may be out: nothing can follow it, the channel is of no more use.
+            # Half a frame may have been sent: no other frame can follow it.
             self._lost = ConnectionLost(
                 f"{self.peer} took no more bytes for {timeout_s:g} s, in the middle of a message"
             )
             raise DeadlineExceeded(str(self._lost))
 
     def _send_some(self) -> bool:
-        """One send; False when the socket takes nothing now."""
+        """Send once; False if the socket takes nothing now."""
         if self._lost is not None:
             raise self._lost_error()
         if self._closed:

@@ -1,7 +1,7 @@
-"""How a frame is laid out in bytes, and how a stream of bytes becomes frames again.
+"""Layout of a frame in bytes, and the parser that makes frames of a stream of bytes.
 
-Pure: no socket is touched here, so the parser can be tested and fuzzed by the million. `channel.py`
-moves the bytes; `codec.py` says what the message and the buffers mean.
+Pure, without a socket. `stream.py` sends and receives the bytes; `messages.py` and `codec.py` interpret messages and
+buffers.
 
 One frame::
 
@@ -16,8 +16,8 @@ One frame::
     16+8N     M      the message (see messages.py)
     16+8N+M          the buffers, each padded with zeros to a multiple of 64 bytes
 
-The padding lets a receiver put all buffers of a frame into one allocation with every buffer aligned
-for any dtype and for vector instructions, so that tensors are made over it without a copy.
+A receiver puts all buffers of a frame into one allocation. The padding aligns each of them for any dtype and for vector
+instructions, so that tensors use the memory without a copy.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ALIGNMENT = 64
 PREFIX = struct.Struct("<2sBBIII")
 MAGIC = b"SG"
 MAX_BUFFERS = 1 << 16
-"""Buffers in one frame: 16 times the variables of the largest model we know of."""
+"""Buffers in one frame: 16 times the variables of a very large model."""
 
 INPUT_BYTES = 1 << 16
-"""Size of a connection's input buffer: frames up to it cost one receive call."""
+"""Size of a connection's input buffer: frames up to this size cost one receive call."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -53,19 +53,13 @@ _ZEROS = bytes(ALIGNMENT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one connection may ask of the other side's memory.
-
-    Example:
-        >>> from stratagem._wire.frames import Limits
-        >>> Limits(frame_bytes=1 << 20).message_bytes
-        16777216
-    """
+    """Limits of the memory that a peer can make this process allocate."""
 
     message_bytes: int = 1 << 24
-    """Longest message; function blobs travel in buffers, so 16 MiB is for pathological names."""
+    """Longest message; large values are sent in buffers."""
 
     frame_bytes: int = 1 << 30
-    """Largest sum of buffers; senders cut larger tensors into pieces."""
+    """Largest sum of buffers; senders split larger tensors."""
 
 
 @dataclass(slots=True)
@@ -80,18 +74,18 @@ class RawFrame:
     """(offset, length) of every buffer in the area."""
 
     starved_bytes: int = 0
-    """What its buffers would have taken, had there been memory: they were thrown away."""
+    """Bytes of its buffers if there was no memory for them; they were discarded."""
 
     def buffer(self, index: int) -> memoryview:
-        """Memory of one buffer; writable, and alive as long as something refers to it.
+        """Return the memory of one buffer, writable; it stays valid while it is referenced.
 
         Raises:
-            MemoryError: there was none for it when the frame came in.
+            MemoryError: there was no memory for the buffers of this frame.
         """
         if self.starved_bytes:
             raise MemoryError(
                 f"no memory is left for the {self.starved_bytes} bytes of tensors of one message; "
-                f"send less at a time, or give the process that takes them in more memory"
+                f"send less at a time, or give the receiving process more memory"
             )
         if not 0 <= index < len(self.spans):
             raise ProtocolError(
@@ -102,24 +96,12 @@ class RawFrame:
 
 
 def padded(length: int) -> int:
-    """Length rounded up to the alignment.
-
-    Example:
-        >>> from stratagem._wire.frames import padded
-        >>> padded(0), padded(1), padded(64)
-        (0, 64, 64)
-    """
+    """Return a length rounded up to the alignment."""
     return (length + ALIGNMENT - 1) & -ALIGNMENT
 
 
 def encode_frame(kind: int, call: int, message: bytes, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """The pieces of a frame, in order, ready for a scatter/gather send. Large buffers are not copied.
-
-    Example:
-        >>> from stratagem._wire.frames import encode_frame, NOTIFY
-        >>> len(b"".join(encode_frame(NOTIFY, 0, b"hello", [b"xy"])))
-        93
-    """
+    """Return the parts of a frame, in order, for a scatter/gather send. Buffers are not copied."""
     if not buffers:
         return [PREFIX.pack(MAGIC, kind, 0, call, len(message), 0) + message]
     lengths = [memoryview(buffer).nbytes for buffer in buffers]
@@ -135,7 +117,7 @@ def encode_frame(kind: int, call: int, message: bytes, buffers: Sequence[Buffer]
 
 
 def allocate(length: int) -> memoryview:
-    """Uninitialised memory aligned for tensors; a bytearray would be zeroed first, at memory speed."""
+    """Return uninitialised memory aligned for tensors; a bytearray would be zeroed first."""
     array: Any = torch.empty(length, dtype=torch.uint8).numpy()
     return memoryview(array)
 
@@ -144,11 +126,10 @@ _NOTHING = memoryview(b"")
 
 
 class FrameParser:
-    """Bytes in, frames out, for one connection.
+    """Parser of the frames of one connection.
 
-    The owner asks `space()` where the next bytes should go, puts n bytes there, calls `advance(n)` and
-    then `next_frame()` until it gives None. Small frames are cut out of a fixed input buffer; the
-    buffers of a large one are received straight into their final place.
+    The caller puts n bytes into `space()`, calls `advance(n)`, and then `next_frame()` until that returns None. Small
+    frames are copied out of a fixed input buffer; the buffers of a large frame are received into their final memory.
 
     Example:
         >>> from stratagem._wire.frames import FrameParser, NOTIFY, encode_frame
@@ -173,35 +154,35 @@ class FrameParser:
 
     @property
     def is_between_frames(self) -> bool:
-        """True when no frame is half received: the other side may close here without loss."""
+        """Whether no frame is half received, so that the peer may close without loss."""
         return self._partial is None and self._start == self._end
 
     def space(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """Return the memory for the next bytes; never empty."""
         if self._partial is not None:
-            if self._partial.starved_bytes:  # nothing of the next frame is here yet: overwritten
+            if self._partial.starved_bytes:  # discarded
                 return self._view[: self._missing]
             return self._partial.area[-self._missing :]
         if self._start == self._end:
             self._start = self._end = 0
-            if len(self._input) > INPUT_BYTES:  # one long head must not be paid for ever after
+            if len(self._input) > INPUT_BYTES:  # after one long head
                 self._replace_input(INPUT_BYTES)
         elif self._start + self._needed > len(self._input) or self._end == len(self._input):
             self._replace_input(max(INPUT_BYTES, self._needed))
         return self._view[self._end :]
 
     def advance(self, count: int) -> None:
-        """Says that `count` bytes were put into `space()`."""
+        """Note that `count` bytes were put into `space()`."""
         if self._partial is not None:
             self._missing -= count
         else:
             self._end += count
 
     def next_frame(self) -> RawFrame | None:
-        """The next complete frame, or None.
+        """Return the next complete frame, or None.
 
         Raises:
-            ProtocolError: the bytes are no frame of ours, or larger than the limits.
+            ProtocolError: the bytes are not a frame, or the frame exceeds the limits.
         """
         partial = self._partial
         if partial is not None:
@@ -217,7 +198,7 @@ class FrameParser:
         if magic != MAGIC or kind not in KINDS or zero != 0:
             raise ProtocolError(
                 f"the stream holds {bytes(self._view[start : start + 4])!r} where a frame should "
-                f"begin: the other side does not speak this protocol"
+                f"begin: the peer does not speak this protocol"
             )
         if message_length > self._limits.message_bytes or count > MAX_BUFFERS:
             raise ProtocolError(
@@ -257,8 +238,7 @@ class FrameParser:
             area[:here] = self._view[self._start : self._start + here]
             frame = RawFrame(kind, call, message, area, tuple(spans))
         except (MemoryError, RuntimeError):  # the latter is how torch says it
-            # Whoever wants the buffers hears of it, and may say so to the sender: the connection
-            # goes on, and so does everybody else's.
+            # `RawFrame.buffer` raises MemoryError, which is sent to the peer; the connection continues.
             frame = RawFrame(kind, call, message, _NOTHING, tuple(spans), starved_bytes=total)
         self._start += here
         if here == total:

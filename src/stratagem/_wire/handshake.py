@@ -37,7 +37,7 @@ _ACCEPTED = 1
 _WRONG_KEY = 2
 _PROOF_BYTES = 32
 MIN_KEY_BYTES = 16
-"""Shorter keys can be guessed offline by somebody who records one handshake."""
+"""An attacker who records one handshake could guess shorter keys offline."""
 
 
 @final

@@ -1,8 +1,8 @@
-"""Shared memory between processes of one host: layout, who owns it, who frees it.
+"""Shared memory between processes of one host: segments, their layout and their owners.
 
-The only door to mmap. Segments are `memfd`s: they have no name, so there is nothing to unlink and nothing left
-behind however a process ends; the memory is freed when the owner and everybody who mapped it are gone.
-A peer finds a segment through ``/proc/<pid>/fd/<fd>`` and knows it by its random token.
+The only module that uses mmap. A segment is a `memfd`: it has no name, so that nothing is left behind however a process
+ends. The kernel frees it when its owner and all processes that mapped it are gone. A peer opens it through
+``/proc/<pid>/fd/<fd>`` and identifies it by its random token.
 
 One segment::
 
@@ -16,13 +16,13 @@ One segment::
                      +8    56   zero
                      +64        the data, padded to a multiple of 64 bytes
 
-Parameter segments belong to a server. They are sealed: nobody can shrink or grow them, and nobody but the server's
-own mapping can write them. Readers map them privately (copy on write), so a worker that writes to a parameter by
-mistake changes its own page only. Gradient slots belong to a worker, are sealed against shrinking (a server reading
-them can not be killed by a truncation) and are mapped shared by the server.
+Segments of parameters belong to a server. They are sealed: no process can shrink or grow them, and only the server's
+existing mapping can write. Readers map them privately (copy on write), so that a worker that writes to a parameter by
+mistake changes its own page only. Send buffers belong to a client, are sealed against shrinking (a truncation would kill
+a server that reads them), and are mapped shared by the server.
 
-The version counter lets a reader that wants a consistent value copy it and look again (`MappedSegment.read_whole`); a
-training step does not: asynchronous training reads parameters while they change.
+A reader that needs a consistent value copies it and compares the version counter (`MappedSegment.read_whole`). A training
+step does not: asynchronous training reads parameters while they change.
 """
 
 from __future__ import annotations
@@ -58,37 +58,23 @@ _SEAL_FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl mo
 
 
 def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._wire.shm import bytes_for
-        >>> bytes_for((2, 3), torch.bfloat16)
-        12
-    """
+    """Return the bytes of a tensor."""
     if min(shape, default=0) < 0:
         raise ValueError(f"shape {shape!r} has a negative size")
     return math.prod(shape) * dtype.itemsize
 
 
 def zeros_apart(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros in pages of its own, not in the allocator's heap; this process's alone.
+    """Return a private tensor of zeros in pages of its own, outside the allocator's heap.
 
-    For what is large and stays: it leaves no holes between temporaries, costs memory only where it has been
-    written, and lies in large pages where the kernel has some. It is unmapped with its last tensor.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._wire.shm import zeros_apart
-        >>> zeros_apart((3, 2), torch.float32).sum()
-        tensor(0.)
+    For large tensors that stay: they leave no holes in the heap, cost memory only where they are written, and use large
+    pages where the kernel has some.
     """
     size = bytes_for(shape, dtype)
     if size < LARGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE_BYTES
-    # Only large pages that lie within the tensor: a page beyond it would be memory for nothing.
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
     count = size // dtype.itemsize
@@ -96,7 +82,7 @@ def zeros_apart(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class _Mapping(Owner):
-    """Mapped memory with entries; base of the owner's and the peer's view."""
+    """Mapped memory with entries; base class of the owner's and the peer's view."""
 
     def __init__(self, number: int, memory: mmap.mmap) -> None:
         self.number = number
@@ -107,11 +93,7 @@ class _Mapping(Owner):
         self._closed = False
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor over the memory at `offset`: no copy. It keeps the memory alive.
-
-        Raises:
-            ValueError: it would not lie within the segment.
-        """
+        """Return a tensor over the memory at `offset`, which keeps the memory; ValueError if it lies outside."""
         size = bytes_for(shape, dtype)
         if self._memory is None:
             raise ValueError(f"segment {self.number} is closed: no tensor can be made over it")
@@ -126,33 +108,31 @@ class _Mapping(Owner):
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     def buffer(self, offset: int, size: int) -> memoryview:
-        """The memory itself, to be sent."""
+        """Return the memory itself, to be sent."""
         return self._view[offset : offset + size]
 
     def counter(self, offset: int) -> int:
-        """The counter of the entry whose data is at `offset`: 2 x version, odd while written."""
+        """Return the counter of the entry whose data is at `offset`: 2 x version, odd during a write."""
         return self._counters[(offset - ENTRY_BYTES) >> 3]
 
     @override
     def close(self) -> None:
-        """Gives the memory up; it is unmapped when the last tensor over it is gone. Repeatable."""
+        """Release the memory; it is unmapped with the last tensor over it. May be called again."""
         if self._closed:
             return
         self._closed = True
         self._counters.release()
         self._view.release()
-        # Never mmap.close(): torch.frombuffer keeps the object, but not its buffer locked, and
-        # would go on reading unmapped memory. Python unmaps when the last reference is gone.
+        # Not mmap.close(): tensors of torch.frombuffer would go on reading unmapped memory. Python unmaps
+        # when the last reference is gone.
         self._memory = None
 
 
 @final
 class Segment(_Mapping):
-    """A segment owned by this process; entries are taken from its start to its end.
+    """A segment owned by this process.
 
     Example:
-        >>> import torch
-        >>> from stratagem._wire.shm import Segment, open_segment
         >>> with Segment(1, 1 << 16, writable_by_peers=False) as segment:
         ...     offset = segment.take(12)
         ...     mine = segment.tensor(offset, (3,), torch.float32).fill_(7.0)
@@ -162,12 +142,12 @@ class Segment(_Mapping):
     """
 
     def __init__(self, number: int, size: int, *, writable_by_peers: bool) -> None:
-        """Makes a segment with room for `size` bytes of entries; pages cost memory once written.
+        """Create a segment for `size` bytes of entries; pages cost memory once they are written.
 
         Args:
-            number: what messages call it.
+            number: its number in messages.
             size: bytes of entries.
-            writable_by_peers: False seals it against every mapping that could write.
+            writable_by_peers: False seals it against every other mapping that could write.
         """
         self.size = HEADER_BYTES + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -180,15 +160,15 @@ class Segment(_Mapping):
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
             if not writable_by_peers:
                 _seal_against_writers(self._fd)
-        except BaseException:  # Ctrl-C too: nobody else knows the descriptor
+        except BaseException:  # Ctrl-C too
             os.close(self._fd)
             raise
         super().__init__(number, memory)
         self.position = HEADER_BYTES
-        """Where the next entry would begin."""
+        """Offset of the next entry."""
 
     def take(self, size: int) -> int | None:
-        """Offset of a new entry's data; None if it does not fit any more."""
+        """Return the offset of a new entry's data; None if it does not fit."""
         offset = self.position + ENTRY_BYTES
         if offset + padded(size) > self.size:
             return None
@@ -196,19 +176,19 @@ class Segment(_Mapping):
         return offset
 
     def reset(self) -> None:
-        """Forgets all entries: their memory may be taken again."""
+        """Forget all entries: their memory may be used again."""
         self.position = HEADER_BYTES
 
     def begin_write(self, offset: int) -> None:
-        """Marks an entry as being written."""
+        """Mark an entry as being written."""
         self._counters[(offset - ENTRY_BYTES) >> 3] |= 1
 
     def publish(self, offset: int, version: int) -> None:
-        """Ends a write: the entry has this version now."""
+        """End a write: the entry has this version now."""
         self._counters[(offset - ENTRY_BYTES) >> 3] = 2 * version
 
     def ref(self) -> SegmentRef:
-        """How peers find the segment."""
+        """Return the reference by which peers open the segment."""
         return SegmentRef(self.number, os.getpid(), self._fd, self.size, self._token)
 
     @override
@@ -232,11 +212,11 @@ class MappedSegment(_Mapping):
         self._private = private
 
     def version(self, offset: int) -> int:
-        """The version of the entry whose data is at `offset`; of the last finished write."""
+        """Return the version of the entry whose data is at `offset`, after its last finished write."""
         return self.counter(offset) >> 1
 
     def read_whole(self, live: Tensor, offset: int, *, attempts: int = 8) -> Tensor | None:
-        """A copy no write ran through, or None if writes came too often; ask the owner then."""
+        """Return a consistent copy; None if writes came too often, so that the owner must be asked."""
         for _ in range(attempts):
             before = self.counter(offset)
             copy = live.clone()
@@ -245,16 +225,13 @@ class MappedSegment(_Mapping):
         return None
 
     def refresh(self, offset: int, size: int) -> None:
-        """Drops what this process wrote over the pages of an entry: the owner's data shows again."""
+        """Discard what this process wrote to the pages of an entry."""
         if self._private and self._memory is not None:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._memory.madvise(mmap.MADV_DONTNEED, start, offset + size - start)
 
     def rest(self) -> None:
-        """Lets this process's view of a shared segment go until it is looked at again; no data is lost.
-
-        The pages count as this process's memory, beside their owner's, as long as they are in view.
-        """
+        """Unmap the pages of a shared segment until their next use, so that they do not count as this process's."""
         if not self._private and self._memory is not None:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
@@ -265,10 +242,10 @@ class MappedSegment(_Mapping):
 
 
 def is_own_page(address: int) -> bool:
-    """Whether this process wrote to the page at `address` of a private mapping, and so left the owner's.
+    """Return whether this process wrote to the page at `address` of a private mapping.
 
-    Asks the kernel (``/proc/self/pagemap``): no version counter of a tensor knows of writes through
-    ``tensor.data`` or NumPy. False where the kernel does not tell.
+    Asks the kernel (``/proc/self/pagemap``): writes through ``tensor.data`` or NumPy change no version counter. False
+    where the kernel does not say.
     """
     try:
         fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -279,15 +256,13 @@ def is_own_page(address: int) -> bool:
     finally:
         os.close(fd)
     flags = int.from_bytes(entry, "little") >> 61
-    return bool(flags & 0b110) and not flags & 0b001  # in memory or swapped, and not the file's
+    return bool(flags & 0b110) and not flags & 0b001  # in memory or swapped, not of the file
 
 
 def open_segment(ref: SegmentRef, *, shared: bool) -> MappedSegment | None:
-    """Maps a peer's segment; None if it cannot be had here (another host, container or user).
+    """Map a peer's segment: shared and writable (send buffers), or privately (parameters).
 
-    Args:
-        ref: as the owner described it.
-        shared: True maps it writable and shared (gradient slots), False privately (parameters).
+    Return None if it cannot be opened here (another host, container or user).
     """
     path = f"/proc/{ref.pid}/fd/{ref.fd}"
     try:
@@ -298,7 +273,7 @@ def open_segment(ref: SegmentRef, *, shared: bool) -> MappedSegment | None:
     try:
         memory = _map_checked(fd, ref, shared=shared)
     except (OSError, ValueError) as error:
-        _log.debug("segment %s is not the one announced: %s", path, error)
+        _log.debug("segment %s is another one than announced: %s", path, error)
         return None
     finally:
         os.close(fd)
@@ -306,8 +281,7 @@ def open_segment(ref: SegmentRef, *, shared: bool) -> MappedSegment | None:
 
 
 def _map_checked(fd: int, ref: SegmentRef, *, shared: bool) -> mmap.mmap:
-    # A segment that can shrink could kill us with SIGBUS in the middle of a read; a file that is
-    # no memfd has no seals at all (EINVAL).
+    # A segment that can shrink could kill this process with SIGBUS; only memfds have seals.
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ValueError("it is not sealed against shrinking")
     if os.fstat(fd).st_size != ref.size or ref.size < HEADER_BYTES:

@@ -1,7 +1,6 @@
-"""Frames over one socket that never blocks: bytes out of a line, frames out of bytes.
+"""Frames over one non-blocking socket: a queue of bytes to send, and a parser of received bytes.
 
-The lowest layer that touches a socket. `channel.py` puts requests, replies, threads and deadlines on top of it;
-`listener.py` and `channel.py` make the sockets.
+The lowest layer with a socket. `channel.py` adds requests, replies, threads and deadlines.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from stratagem._wire.messages import Frame, Message
 from stratagem.errors import ConnectionLost, WireError
 
 _IOV_LIMIT = 512
-"""Pieces given to one sendmsg; the kernel takes 1024."""
+"""Buffers in one sendmsg; the kernel takes 1024."""
 
 
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -49,13 +48,13 @@ def _close_inherited() -> None:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Options of every connection: no delay, never block, notice a peer that vanished."""
+    """Set the options of a connection: no delay, never block, detect a peer that is gone."""
     sock.setblocking(False)
     close_in_children(sock)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A peer whose machine is gone sends no FIN. The kernel asks it in quiet times, and ends the
-        # connection when neither questions nor data have been acknowledged for the limit.
+        # A machine that is gone sends no FIN. The kernel probes in times of silence, and ends the connection when
+        # neither probes nor data have been acknowledged for the limit.
         limit_s = config.partition_limit_s()
         pause_s = max(1, min(5, int(limit_s / 4)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -68,7 +67,7 @@ def prepare(sock: socket.socket) -> None:
 
 
 def wait_for(sock: socket.socket, events: int, deadline: float) -> bool:
-    """Waits until the socket is ready; False when the deadline (monotonic seconds) passed."""
+    """Wait until the socket is ready; False when the deadline (monotonic seconds) has passed."""
     poll = select.poll()
     poll.register(sock, events)
     left = deadline - time.monotonic()
@@ -77,22 +76,7 @@ def wait_for(sock: socket.socket, events: int, deadline: float) -> bool:
 
 @final
 class FrameStream:
-    """One connected socket, as frames. Callers take care that one thread sends and one receives.
-
-    Example:
-        >>> import socket
-        >>> from stratagem._wire.frames import NOTIFY
-        >>> from stratagem._wire.messages import Ping
-        >>> from stratagem._wire.stream import FrameStream
-        >>> one, other = (FrameStream(end, peer="me") for end in socket.socketpair())
-        >>> one.append(NOTIFY, 0, Ping(), ())
-        >>> one.send_some(), one.outgoing_bytes
-        (True, 0)
-        >>> [frame.message for frame in other.receive()]
-        [Ping()]
-        >>> one.sock.close(), other.sock.close()
-        (None, None)
-    """
+    """One connected socket, as frames. At most one thread may send and one receive at a time."""
 
     def __init__(self, sock: socket.socket, *, peer: str, limits: Limits | None = None) -> None:
         prepare(sock)
@@ -103,7 +87,7 @@ class FrameStream:
         self._parser = FrameParser(limits)
 
     def append(self, kind: int, call: int, message: Message, buffers: Sequence[Buffer]) -> None:
-        """Puts a frame in line; its buffers must not change until they are sent."""
+        """Queue a frame; its buffers must not change until they are sent."""
         pieces = frames.encode_frame(kind, call, messages.encode(message), buffers)
         if not buffers:
             self.outgoing.append(pieces[0])
@@ -113,7 +97,7 @@ class FrameStream:
             self.append_bytes(piece)
 
     def append_bytes(self, piece: Buffer) -> None:
-        """Puts bytes in line as they are."""
+        """Queue bytes as they are."""
         view = memoryview(piece)
         if view.ndim != 1 or view.format != "B":
             view = view.cast("B")
@@ -121,11 +105,7 @@ class FrameStream:
         self.outgoing_bytes += view.nbytes
 
     def send_some(self) -> bool:
-        """One send of what is in line; False when the socket takes nothing now.
-
-        Raises:
-            ConnectionLost: the other side is gone.
-        """
+        """Send once from the queue; False if the socket takes nothing now. ConnectionLost if the peer is gone."""
         pieces = self.outgoing
         try:
             if len(pieces) == 1:
@@ -151,20 +131,19 @@ class FrameStream:
         return True
 
     def keep_unsent(self) -> None:
-        """Copies what is in line, so that the caller may change the buffers it gave."""
+        """Copy the queue, so that callers may change the buffers they gave."""
         if self.outgoing:
             self.outgoing = deque(bytes(piece) for piece in self.outgoing)
 
     def receive(self) -> list[Frame]:
-        """Frames that are there now; empty if none is complete. Never waits.
+        """Return the complete frames that have arrived, without waiting.
 
-        Stops at the first read that completes a frame: an end behind it is noticed next time, and
-        other connections of the same thread have their turn.
+        Stop at the first read that completes a frame, so that other connections of the thread have their turn.
 
         Raises:
-            ConnectionLost: the other side closed, or is gone.
-            ProtocolError: what it sends is not our protocol.
-            WireError: no memory is left to take in what it sends.
+            ConnectionLost: the peer closed, or is gone.
+            ProtocolError: the bytes are not our protocol.
+            WireError: no memory is left for the message.
         """
         found: list[Frame] = []
         try:
@@ -179,16 +158,16 @@ class FrameStream:
                     found.append(messages.decode_frame(raw))
                 if not full:
                     break
-        except MemoryError as error:  # half taken in: nothing that follows could be understood
-            raise WireError(f"no memory is left to take in a message of {self.peer}") from error
+        except MemoryError as error:  # the rest of the stream could not be parsed
+            raise WireError(f"no memory is left to receive a message of {self.peer}") from error
         return found
 
     @override
     def __repr__(self) -> str:
-        return f"<FrameStream to {self.peer}, {self.outgoing_bytes} bytes in line>"
+        return f"<FrameStream to {self.peer}, {self.outgoing_bytes} bytes queued>"
 
     def _read_into(self, space: memoryview) -> int:
-        """Bytes read; -1 when none are there now."""
+        """Return the number of bytes read; -1 if there are none now."""
         try:
             count = self.sock.recv_into(space)
         except (BlockingIOError, InterruptedError):

@@ -24,10 +24,10 @@ from stratagem.errors import ConnectionLost, ProtocolError, WireError
 _log = logging.getLogger("stratagem.ps")
 
 TICK_S: Final = 0.5
-"""How often silent connections are looked at."""
+"""How often connections without a Hello are checked."""
 
 HELLO_LIMIT_S: Final = 5.0
-"""For a connection that proved the key to say what it wants."""
+"""For the Hello of a connection that has proved the key."""
 
 _UNREAD_BYTES: Final = 1 << 20
 """Replies that a control connection may leave unread."""

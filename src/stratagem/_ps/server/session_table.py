@@ -1,7 +1,7 @@
 """The sessions of a parameter server, and which connections keep each of them alive.
 
-A session lives while a connection of its coordinator is open, and `lease_s` seconds longer. No clock and no socket
-here: `loop.py` says when connections come and go, and what time it is.
+A session is kept while a connection of its coordinator is open, and `lease_s` seconds longer. This module has no clock
+and no socket: `loop.py` reports connections that open and close, and the time.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ class VariableStore:
         self._count_state(optimizer, found.state_bytes(variables) - before)
 
     def write_optimizer_rows(self, optimizer: int, entry: StateEntry, start: int) -> None:
-        """Write consecutive rows from `start` of state that `load_optimizer_state` made room for."""
+        """Write consecutive rows from `start` of state that `load_optimizer_state` allocated."""
         target = self._find_optimizer(optimizer).state_of(entry.variable, entry.key)
         if not (isinstance(target, Tensor) and isinstance(entry.value, Tensor)):
             raise ValueError(

@@ -23,12 +23,12 @@ def test_state_of_another_model_is_refused_and_training_goes_on() -> None:
     with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy.scope():
-            weight = nn.Parameter(torch.ones(64, 8))
-            optimizer = torch.optim.Adam([weight], fused=True)
+            model = nn.Linear(8, 64, bias=False)
+            optimizer = torch.optim.Adam(model.parameters(), fused=True)
 
         def step() -> None:
             optimizer.zero_grad()
-            (weight * weight).sum().backward()
+            model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
 
         with sg.ClusterCoordinator(strategy) as coordinator:

@@ -16,7 +16,7 @@ from waiting import wait_until
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost
+from stratagem.errors import ConnectionLost, ParameterServerLost
 
 pytestmark = pytest.mark.process
 
@@ -121,5 +121,6 @@ def test_closing_waits_once_for_all_servers_that_hang(
             assert f"/job:ps/task:{server} at" in caplog.text
         assert "/job:ps/task:2 at" not in caplog.text
         assert "its process on this host does nothing" in caplog.text
-    values = [weight.tolist() for weight in weights]
-    assert values[2] == [-1.0, -1.0]
+    assert weights[2].tolist() == [-1.0, -1.0]
+    with pytest.raises(ConnectionLost, match="was not fetched"):
+        weights[0].tolist()

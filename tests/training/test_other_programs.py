@@ -131,6 +131,21 @@ def test_manual_updates_in_merge_call_equal_plain_pytorch(update, pair):
     assert_same(pair, program)
 
 
+def test_gradients_set_by_hand_are_aggregated_for_merge_call(pair):
+    def program(build, once):
+        model = build(mlp)
+
+        def step(x, y):
+            slopes = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+            for p, slope in zip(model.parameters(), slopes, strict=True):
+                p.grad = slope
+            once(lambda: subtract(model.parameters()))
+
+        return step, model
+
+    assert_same(pair, program)
+
+
 def test_a_graph_made_before_merge_call_is_differentiated_after_it(pair):
     def program(build, once):
         model = build(mlp)
@@ -360,17 +375,39 @@ class Sharpness(torch.optim.Optimizer):
         self.base.step()
         self.zero_grad()
 
+    @torch.no_grad()
+    def step(self, closure):
+        self.climb()
+        with torch.enable_grad():
+            closure()
+        self.descend()
 
-def test_two_step_optimizers_work_in_merge_call(pair):
+
+@pytest.mark.parametrize("call", ["methods", "merge_call", "closure"])
+def test_two_step_optimizers_train_the_same(call, pair):
+    """Methods that an optimizer class adds run once for all replicas, as ``step`` does."""
+
     def program(build, once):
         model = build(mlp)
         optimizer = Sharpness(model.parameters(), lr=0.1, momentum=0.9)
 
         def step(x, y):
-            F.mse_loss(model(x), y).backward()
-            once(optimizer.climb)
-            F.mse_loss(model(x), y).backward()
-            once(optimizer.descend)
+            def closure():
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            closure()
+            if call == "closure":
+                optimizer.step(closure)
+            elif call == "merge_call":
+                once(optimizer.climb)
+                closure()
+                once(optimizer.descend)
+            else:
+                optimizer.climb()
+                closure()
+                optimizer.descend()
 
         return step, model
 

@@ -169,6 +169,15 @@ def aggregate_by_hand(replica: Replica, parameters: list[ReplicatedParameter], l
     _aggregate(replica, parameters, label, by_hand=True)
 
 
+def aggregate_pending(group: ReplicaGroup) -> None:
+    """Aggregate gradients that were set by hand, while all replicas wait."""
+    leaves = {r.id: r.record.leaves for r in group.replicas if r.record is not None}
+    if any(not leaf.is_aggregated() for each in leaves.values() for leaf in each):
+        used = {i: [leaf.managed for leaf in each] for i, each in leaves.items() if each}
+        with torch.no_grad():
+            _Aggregation(group, used).run(by_hand=True)
+
+
 def _aggregate(
     replica: Replica, parameters: list[ReplicatedParameter], label: str, *, by_hand: bool = False
 ) -> None:

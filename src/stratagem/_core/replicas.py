@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from stratagem._core import context, values
+from stratagem._core import context, gradients, values
 from stratagem._core.context import Replica
 from stratagem._core.devices import Device
 from stratagem._core.managed import finish_run
@@ -256,27 +256,36 @@ class _Job:
 def merge_call(
     replica: Replica, merge_fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Implement `ReplicaContext.merge_call` for a replica of a group.
-
-    ``merge_fn`` finds gradients and buffers on the central tensors and may write parameters: afterwards the leaves
-    join the run again.
-    """
+    """Implement `ReplicaContext.merge_call` for a replica of a group."""
     group, strategy = replica.group, replica.strategy
-    used = [] if replica.record is None else [leaf.managed for leaf in replica.record.leaves]
 
     def combine(brought: list[Any]) -> Sequence[Any]:
+        if group.size == 1:
+            return [merge_fn(strategy, *args, **kwargs)]
         merged_args, merged_kwargs = _merge_present(brought)
-        finish_run(group.replicas)
         result = merge_fn(strategy, *merged_args, **merged_kwargs)
         parts = values.split(result, group.size)
         return [result] * group.size if parts is None else parts
 
+    return once_for_all(replica, "merge_call", (args, kwargs), combine)
+
+
+def once_for_all(replica: Replica, label: Hashable, value: Any, combine: Combine) -> Any:
+    """Wait for all replicas; call ``combine`` once, as `ReplicaGroup.rendezvous` does, on the caller's thread.
+
+    ``combine`` finds gradients and buffers on the central tensors and may write parameters: afterwards the leaves
+    join the run again.
+    """
+    group = replica.group
+    used = [] if replica.record is None else [leaf.managed for leaf in replica.record.leaves]
+
+    def on_centrals(brought: list[Any]) -> Sequence[Any]:
+        gradients.aggregate_pending(group)
+        finish_run(group.replicas)
+        return combine(brought)
+
     try:
-        if group.size == 1:
-            with context.entered(strategy, None):
-                finish_run(group.replicas)
-                return merge_fn(strategy, *args, **kwargs)
-        return group.rendezvous(replica.id, "merge_call", (args, kwargs), combine, on_caller=True)
+        return group.rendezvous(replica.id, label, value, on_centrals, on_caller=True)
     finally:
         for managed in used:
             managed.resolve()

@@ -24,6 +24,8 @@ class StrategyHooks(Protocol):
     """Members of a strategy that `_core` reads and calls."""
 
     _is_default: ClassVar[bool]
+    _steps_here: ClassVar[bool]
+    """Whether optimizers step in this process, not on parameter servers."""
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -62,6 +62,7 @@ class Strategy(Owner):
     """
 
     _is_default: ClassVar[bool] = False
+    _steps_here: ClassVar[bool] = True
     _slices: ClassVar[bool] = True
     _spread: ClassVar[bool] = False
     _between_graph: ClassVar[bool] = False

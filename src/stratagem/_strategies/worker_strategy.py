@@ -32,6 +32,8 @@ class WorkerStrategy(Strategy):
         steppers: for each rebuilt optimizer, by its id, the object that sends its steps to the servers.
     """
 
+    _steps_here = False
+
     def __init__(self, setup: PsWorkerSetup, variables: WorkerVariables, cache: ReadCache) -> None:
         self._setup = setup
         self._variables = variables

@@ -26,13 +26,15 @@ from typing_extensions import override
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
 from stratagem._core.managed import ManagedParameter, find_managed, write_grad
+from stratagem._core.replicas import once_for_all
 from stratagem._core.replicated_parameters import ReplicatedParameter
 from stratagem._core.strategy_hooks import StrategyHooks
-from stratagem._core.torch_patches import private_api
+from stratagem._core.torch_patches import closure_step, private_api
 from stratagem._core.torch_patches.autograd_engine import REMEDY, owner_of
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.module_members import ByContext
 from stratagem._core.torch_patches.schedulers import mean_arguments
+from stratagem._core.values import leaves
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 if TYPE_CHECKING:
@@ -200,6 +202,8 @@ def _adopt(optimizer: Optimizer) -> None:
     held = optimizer.__dict__
     if "step" not in held:
         held["step"] = types.MethodType(_step, optimizer)
+        for name in _own_methods(type(optimizer)):
+            held[name] = types.MethodType(_once(getattr(type(optimizer), name)), optimizer)
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
 
@@ -216,13 +220,10 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         real = _real_step(self, args, kwargs)
         return real() if keeper is None else keeper.step(self, real)
     group, me = replica.group, replica.id
-    if group.size > 1 and (callable(args[0] if args else None) or kwargs.get("closure")):
-        raise UnsupportedOptimizer(
-            f"{type(self).__name__}.step(closure) cannot run in {replica!r}: the closure would be "
-            "evaluated several times on one replica's rows only. Use OneDeviceStrategy for "
-            "optimizers that need a closure (LBFGS), or an optimizer without one."
-        )
+    closure = args[0] if args else kwargs.get("closure")
     _refuse_foreign(self, replica)
+    if group.size > 1 and callable(closure):
+        return _step_closure(self, replica, closure, args[1:] if args else None, kwargs)
 
     def once(brought: list[tuple[Optimizer, bool, Any] | None]) -> list[Any]:
         present = [i for i, each in enumerate(brought) if each is not None]
@@ -253,6 +254,67 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
 
 
 _BY_HAND = object()
+
+
+def _step_closure(
+    optimizer: Optimizer,
+    replica: Replica,
+    closure: Callable[[], Any],
+    others: Sequence[Any] | None,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a step with a closure; ``others`` are the arguments after it, None if it was given by name."""
+    if not replica.strategy._steps_here:
+        raise UnsupportedOptimizer(
+            f"{type(optimizer).__name__}.step(closure) cannot run on {replica.strategy!r}: parameter servers "
+            "step optimizers. Use a strategy of one machine, or an optimizer without a closure."
+        )
+    plain: Callable[..., Any] = type(optimizer).step
+
+    def step(closure: Callable[[], Any]) -> Any:
+        if others is None:
+            return plain(optimizer, **{**kwargs, "closure": closure})
+        return plain(optimizer, closure, *others, **kwargs)
+
+    label = f"{type(optimizer).__name__}.step(closure)"
+    adds_up = replica.strategy.gradient_aggregation == "sum"
+    return closure_step.run(replica, label, step, closure, adds_up=adds_up)
+
+
+def _own_methods(kind: type[Optimizer]) -> set[str]:
+    """Return the names of the public methods that a user's optimizer class adds (SAM's ``first_step``)."""
+    found: set[str] = set()
+    for each in kind.__mro__[: kind.__mro__.index(Optimizer)]:
+        if not each.__module__.startswith("torch.optim"):
+            found.update(n for n, v in vars(each).items() if isinstance(v, types.FunctionType))
+    return {name for name in found if not name.startswith("_") and not hasattr(Optimizer, name)}
+
+
+def _once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that runs once for all replicas, on the central parameters, as ``step`` does."""
+
+    @eagerly
+    @functools.wraps(plain)
+    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        replica = current_replica()
+        given = [each for value in (*args, *kwargs.values()) for each in leaves(value)]
+        if (
+            replica is None
+            or not replica.strategy._steps_here
+            or not _replicated(self)
+            or any(callable(each) or isinstance(each, Tensor) for each in given)
+        ):
+            return plain(self, *args, **kwargs)
+        weights = replica.group.row_weights
+
+        def combine(brought: list[Any]) -> list[Any]:
+            given_args, given_kwargs = mean_arguments(brought, weights)
+            return [plain(self, *given_args, **given_kwargs)] * len(brought)
+
+        label = f"{type(self).__name__}.{plain.__name__}()"
+        return once_for_all(replica, label, (args, kwargs), combine)
+
+    return method
 
 
 def _real_step(

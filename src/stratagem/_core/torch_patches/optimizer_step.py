@@ -287,7 +287,7 @@ def _own_methods(kind: type[Optimizer]) -> set[str]:
     for each in kind.__mro__[: kind.__mro__.index(Optimizer)]:
         if not each.__module__.startswith("torch.optim"):
             found.update(n for n, v in vars(each).items() if isinstance(v, types.FunctionType))
-    return {name for name in found if not name.startswith("_") and not hasattr(Optimizer, name)}
+    return {name for name in found if not name.startswith("_")} - set(dir(Optimizer))
 
 
 def _once(plain: Callable[..., Any]) -> Callable[..., Any]:

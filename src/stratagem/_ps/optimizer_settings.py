@@ -68,22 +68,6 @@ def plain_settings(values: Mapping[str, Any]) -> dict[str, Setting]:
     return {key: _as_plain(value) for key, value in values.items() if _is_plain(value)}
 
 
-def are_unchanged(optimizer: Optimizer, sent: Settings) -> bool:
-    """Return whether every setting equals the one in `sent`. Called at every `schedule`: builds nothing."""
-    groups = optimizer.param_groups
-    if len(groups) != len(sent):
-        return False
-    for number, group in enumerate(groups):
-        known = sent[number]
-        # dict.items: a group that answers by context would look all its parameters up.
-        for key, value in dict.items(group):
-            if key in _NOT_SETTINGS:
-                continue
-            if key not in known or (known[key] is not value and known[key] != value):
-                return False
-    return True
-
-
 def changed_settings(optimizer: Optimizer, initial: Settings) -> dict[int, dict[str, Setting]]:
     """Return the settings that differ from `initial`, which servers use by default."""
     changed: dict[int, dict[str, Setting]] = {}

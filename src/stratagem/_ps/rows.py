@@ -1,7 +1,6 @@
-"""Moving rows of tables: which of them, out of a table, back into it, and summed where they repeat.
+"""Fast operations on rows of tables: sort ids, gather, scatter, and sum repeated rows.
 
-What workers (lookups and their gradients) and servers (steps on rows) both do all day, in the fastest
-ways found; figures are for 13 k rows of 16 numbers out of 500 k, one core. Knows tensors only.
+Workers use them for lookups, servers for steps on rows. Figures are for 13 k rows of 16 numbers out of 500 k, one core.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import torch
 from torch import Tensor
 
 _MANY = 4096
-"""Numbers to be moved from which the ways that cost more to begin with are worth it."""
+"""Numbers from which the kernels with a higher fixed cost are faster."""
 
 
 class SortedIds(NamedTuple):
-    """Ids as they were asked, and what there is to know about them once they are sorted.
+    """Sorted ids, and where each of them was asked.
 
     Attributes:
         unique: the ids, sorted, each once.
-        places: for every id asked, where it is in `unique`; in the shape asked.
-        order: the positions of the ids asked, sorted by id; equal ids stay in order.
-        starts: where in `order` each of `unique` begins.
+        places: position in `unique` of every id asked, in the shape asked.
+        order: positions of the ids asked, sorted by id; equal ids stay in order.
+        starts: position in `order` at which each of `unique` begins.
     """
 
     unique: Tensor
@@ -36,7 +35,7 @@ _counted = np.arange(1 << 10)
 
 
 def _count_to(size: int) -> np.ndarray[Any, Any]:
-    """0, 1, 2 … `size` - 1; not to be written to."""
+    """Return 0, 1, 2 … `size` - 1; the caller must not write to it."""
     global _counted
     counted = _counted
     if counted.size < size:
@@ -93,10 +92,10 @@ def sort_ids(ids: Tensor) -> SortedIds:
 
 
 def take_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows of a table, copied; as ``index_select(0, ids)``. The ids must have been checked.
+    """Return a copy of rows, as ``index_select(0, ids)``. The ids must have been checked.
 
-    For float32 a sum of bags of one row each: that kernel asks for rows before it needs them, so
-    that it waits less for memory (0.13 ms, `index_select` 0.36, NumPy 0.24).
+    For float32 a sum of bags of one row each: that kernel prefetches rows (0.13 ms, `index_select` 0.36,
+    NumPy 0.24).
     """
     plain = table.detach()
     if _sums_fast(plain, ids):
@@ -111,7 +110,7 @@ def take_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def put_rows(table: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Overwrites rows of a table; as ``index_copy_(0, ids, values)``. The ids must have been checked.
+    """Overwrite rows of a table, as ``index_copy_(0, ids, values)``. The ids must have been checked.
 
     0.15 ms; `index_copy_` takes 0.6, assignment to ``rows[ids]`` 0.24.
     """
@@ -123,10 +122,10 @@ def put_rows(table: Tensor, ids: Tensor, values: Tensor) -> None:
 
 
 def sum_rows(values: Tensor, found: SortedIds) -> Tensor:
-    """One row for each of ``found.unique``: the sum of the values at the positions of that id.
+    """Return one row for each of ``found.unique``: the sum of the values of that id.
 
-    As ``zeros.index_add_(0, found.places, values)``, and in the same order of additions (26 k rows:
-    0.11 ms against 0.47).
+    As ``zeros.index_add_(0, found.places, values)``, in the same order of additions (26 k rows: 0.11 ms
+    instead of 0.47).
     """
     plain = values.detach()
     if _sums_fast(plain, found.order):
@@ -149,9 +148,9 @@ def _sums_fast(rows: Tensor, ids: Tensor) -> bool:
 
 
 def as_pieces(table: Tensor) -> np.ndarray[Any, Any] | None:
-    """The same memory as one piece for each row; None if its rows are not such pieces.
+    """Return the same memory as an array with one item per row; None if rows are not contiguous.
 
-    NumPy moves a row as one piece of memory, torch as so many numbers.
+    NumPy copies a row as one item, torch number by number.
     """
     if table.dim() < 2 or not table.numel() or table.device.type != "cpu":
         return None

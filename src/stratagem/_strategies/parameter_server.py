@@ -1,9 +1,8 @@
-"""`ParameterServerStrategy`: variables on parameter servers, computation on workers that come and go.
+"""`ParameterServerStrategy`: variables on parameter servers, computation on workers.
 
-This is the coordinator's strategy. It checks the cluster, opens a session on the servers, decides where
-variables go and hands out homes for parameters. What functions see on a worker is `_ps/worker/worker_objects.py`;
-scheduling them is the `ClusterCoordinator`'s business, which finds the strategy's side of it through
-`_cluster_views` (contract 7).
+This is the coordinator's strategy. It checks the cluster, opens a session on the servers and places variables. The
+worker's side is in `_ps/worker/worker_objects.py`. `ClusterCoordinator` schedules functions; it reaches the strategy
+through `_cluster_views` (contract 7).
 """
 
 from __future__ import annotations
@@ -48,22 +47,22 @@ _JOBS = ("chief", "worker", "evaluator", "ps")
 
 @final
 class ParameterServerStrategy(Strategy):
-    """Variables live on parameter servers, functions run on workers, asynchronously.
+    """Strategy with variables on parameter servers and asynchronous functions on workers.
 
-    Models, optimizers and variables created under `scope` are placed on the servers in turn, cut into
+    Models, optimizers and variables created under `scope` are placed on the servers in turn, divided into
     shards as `variable_partitioner` says. Functions are scheduled with a `ClusterCoordinator`; in them
     the step is ordinary PyTorch.
 
     Args:
-        cluster_resolver: tells the cluster: at least one ``ps`` and one ``worker``.
+        cluster_resolver: describes the cluster: at least one ``ps`` and one ``worker``.
         variable_partitioner: a `partitioners.Partitioner`; None leaves variables in one piece.
         gradient_aggregation: how replicas within one worker combine gradients: ``"mean"`` over the
             rows of the batch, or ``"sum"``.
-        worker_devices: devices each worker computes on, one replica each; None: the accelerators the
-            resolver reports, else the CPU.
+        worker_devices: devices of each worker, one replica each; None: the accelerators that the resolver
+            reports, else the CPU.
 
     Raises:
-        ValueError: the cluster cannot serve, or an address is none.
+        ValueError: the cluster cannot be used, or an address is invalid.
         ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds).
 
     Example:
@@ -116,10 +115,10 @@ class ParameterServerStrategy(Strategy):
         self._variables = CoordinatorVariables(
             client, len(self._servers), variable_partitioner, weakref.ref(self)
         )
-        # A strategy that is simply forgotten ends its session when it is collected.
+        # A strategy that is not closed ends its session when it is collected.
         self._session_end = weakref.finalize(self, self._variables.close)
 
-    # -------------------------------------------------------------- what it is
+    # -------------------------------------------------------------- properties
 
     @property
     @override
@@ -129,12 +128,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def variable_partitioner(self) -> Partitioner | None:
-        """How variables are cut; None leaves them in one piece."""
+        """The partitioner given at construction."""
         return self._partitioner
 
     @contextmanager
     def cache_variable_reads(self) -> Iterator[None]:
-        """Within it the first read of a variable is kept, and later reads return it."""
+        """Keep the first value read of each variable while the context is open."""
         with caching(self._cache):
             yield
 
@@ -200,7 +199,7 @@ class ParameterServerStrategy(Strategy):
     # -------------------------------------------------------------- the coordinator's side
 
     def _cluster_views(self) -> ObjectHandles:
-        """What the `ClusterCoordinator` works with (contract 7)."""
+        """Return the strategy's interface for `ClusterCoordinator` (contract 7)."""
         if self._views is None:
             setup = PsWorkerSetup(
                 servers=self._servers,
@@ -216,7 +215,7 @@ class ParameterServerStrategy(Strategy):
     @override
     def _scope_entered(self) -> AbstractContextManager[object]:
         if self._cluster_coordinator is None:
-            # Made, not started (PSS-5): it connects to the workers when it is first used.
+            # Not started (PSS-5): it connects to the workers at its first use.
             _coordinator_class().of(self)
         return DeferredTables(config.remote_table_bytes())
 
@@ -248,7 +247,7 @@ class ParameterServerStrategy(Strategy):
 
     @contextmanager
     def _beside(self, variable: Any) -> Iterator[None]:
-        """New variables go to this one's server, in one piece."""
+        """Place new variables on the server of this one, undivided."""
         place = variable._storage
         assert isinstance(place, RemoteStorage)
         before, self._variables.beside = self._variables.beside, place.remote.description
@@ -304,8 +303,8 @@ def _coordinator_class() -> Any:
 class UnbuiltDataset:
     """A distributed dataset that only workers can build.
 
-    Hand it to ``coordinator.create_per_worker_dataset``; on a worker, calling it builds that worker's
-    share: of a dataset by its auto-shard policy, of a dataset function by the `InputContext` it gets.
+    Give it to ``coordinator.create_per_worker_dataset``. On a worker, calling it builds that worker's share: of a
+    dataset by its auto-shard policy, of a dataset function by its `InputContext`.
     """
 
     def __init__(
@@ -330,7 +329,7 @@ class UnbuiltDataset:
 
     @property
     def cardinality(self) -> int:
-        """Unknown until a worker has built it."""
+        """Raise: the size is known when a worker has built the dataset."""
         raise ValueError(f"{self._what()} has no known size here. {_HAND_IT_ON}")
 
     def _what(self) -> str:
@@ -345,7 +344,7 @@ _HAND_IT_ON = "Give it to coordinator.create_per_worker_dataset(), which builds 
 
 
 def check_cluster(resolver: Any) -> Any:
-    """The resolver's cluster, if a parameter-server strategy can work with it.
+    """Return the resolver's cluster, if a parameter-server strategy can use it.
 
     Raises:
         ValueError: it cannot; the message says which rule is broken.

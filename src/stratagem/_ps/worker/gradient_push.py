@@ -1,4 +1,4 @@
-"""Gradients of a worker's parameters, and how one optimizer step sends them to the servers.
+"""Dense parameters of a worker, and the batches that send their gradients to the servers.
 
 The gradient of a dense parameter has a slot in shared memory (`client/send_buffers.py`). A large gradient moves
 there as soon as autograd has accumulated it: ``parameter.grad`` then is a tensor over the slot, later backward
@@ -55,6 +55,7 @@ class DenseParameter:
 
     __slots__ = (
         "__weakref__",
+        "_address",
         "_data",
         "_generation",
         "_slot",
@@ -71,6 +72,7 @@ class DenseParameter:
         is_small = math.prod(remote.shape) <= COMPARED
         self.is_live = mapped is not None and (requires_grad or not is_small)
         self._data = mapped[0].tensor if mapped is not None and self.is_live else remote.read()
+        self._address = self._data.data_ptr()
         self.leaf = nn.Parameter(self._data, requires_grad=requires_grad)
         self.version = self.leaf._version
         self._start = None if self.is_live else self._sample().clone()
@@ -93,7 +95,7 @@ class DenseParameter:
     def is_written(self, *, thorough: bool) -> bool:
         """Return whether the function wrote the leaf; `thorough` asks the kernel about writes through ``.data``."""
         leaf = self.leaf
-        if leaf._version != self.version or leaf.data_ptr() != self._data.data_ptr():
+        if leaf._version != self.version or leaf.data_ptr() != self._address:
             return True
         if self._start is not None:
             return not torch.equal(self._sample(), self._start)
@@ -183,7 +185,7 @@ class DenseParameter:
             self._slot = None
 
     def gradients(self) -> Iterator[tuple[int, Gradient | SlotGradient]]:
-        """Yield what each server gets of the leaf's gradient."""
+        """Yield each server's part of the leaf's gradient."""
         grad, places = self.leaf.grad, self.remote.places
         assert grad is not None
         if grad.is_sparse:
@@ -244,9 +246,9 @@ class StepBuilder:
 
         Args:
             number: the optimizer's number on the servers.
-            optimizer: whose parameters' gradients are sent.
+            optimizer: the gradients of its parameters are sent.
             settings: those that differ from the servers', for this step.
-            alone: the caller adds nothing to the batch.
+            alone: whether the caller adds nothing to the batch.
         """
         if self._generation != self._client.outbox.buffers.generation:
             self._generation = self._client.outbox.buffers.generation
@@ -363,7 +365,7 @@ class StepBuilder:
 def table_gradients(
     table: TableParameter, remote: RemoteVariable
 ) -> Iterator[tuple[int, Gradient]]:
-    """Yield what each server gets of a table's gradient.
+    """Yield each server's part of a table's gradient.
 
     Shards without a row get an empty gradient: their optimizer's step count and moments move too.
     """
@@ -379,7 +381,7 @@ def table_gradients(
 def row_gradients(
     remote: RemoteVariable, ids: Tensor, values: Tensor, *, sparse: bool
 ) -> Iterator[tuple[int, Gradient]]:
-    """Yield sorted unique rows, cut along the shards."""
+    """Yield sorted unique rows, divided among the shards."""
     cuts = remote.layout.cut_sorted(ids)
     for place, offset, (begin, end) in zip(remote.places, remote.layout.offsets, cuts, strict=True):
         yield (

@@ -1,16 +1,15 @@
-"""A worker's side of the variables on parameter servers: what a step reads, what it sends.
+"""A worker's side of the variables on parameter servers.
 
-`WorkerVariables` gives the parameters and buffers a shipped function works with:
+`WorkerVariables` makes the parameters and buffers that a scheduled function uses:
 
-- a dense parameter is a plain ``nn.Parameter`` leaf. On the servers' host it lies over their shared
-  memory, so reading it costs nothing and shows every update at once; elsewhere, or when the variable
-  is in several shards, it is a copy that `refresh` brings up to date;
-- an embedding's weight, and every sharded variable, is a `TableParameter`;
-- a buffer is a copy of the worker's own, since layers write buffers in place: what a step changed is
-  sent with the step.
+- A dense parameter is a plain ``nn.Parameter`` leaf. On the servers' host it lies over their shared memory,
+  so that reading it costs nothing and shows every update at once. Elsewhere, and if the variable is in several
+  shards, it is a copy that `refresh` updates.
+- An embedding's weight, and every sharded matrix, is a `TableParameter`.
+- A buffer is a private copy, since layers write buffers in place. Changes are sent with the step.
 
-`push` sends the gradients of one optimizer step. Only servers write parameters; what a function writes
-into a leaf itself would be lost, so it is refused. One object per worker life, used by one thread.
+`push` sends the gradients of one optimizer step. A function that writes a trained parameter gets an error, because only
+servers write them. There is one object per worker incarnation, used by one thread.
 """
 
 from __future__ import annotations
@@ -37,44 +36,44 @@ from stratagem._ps.worker.worker_buffers import NewBuffers, WatchedBuffers, Work
 from stratagem.errors import ForeignParameterError, NotFoundError
 
 WATCHED = 16
-"""Variables by which staleness is measured: those of one step move together, so a few tell it."""
+"""Number of variables by which staleness is measured: the variables of one step are written together."""
 
 _NO_SCOPE = nullcontext()
 
 
 class WorkerVariables:
-    """Everything one worker has of a strategy's variables.
+    """The parameters, tables and buffers of one worker.
 
     Args:
         client: this worker's connections to the servers.
-        registry: where to count; staleness is the distribution ``ps.staleness``.
+        registry: of the metrics; staleness is the distribution ``ps.staleness``.
     """
 
     def __init__(self, client: PsClient, registry: metrics.Registry | None = None) -> None:
         self.client = client
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
-        self._copies: list[DenseParameter] = []  # those of them that must be refreshed
+        self._copies: list[DenseParameter] = []  # of these, those to refresh
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
         self._by_tensor: dict[int, WorkerBuffer] = {}
         self.new_buffers = NewBuffers()
-        self._turn = 0  # whose memory is looked at next for hidden writes
+        self._turn = 0  # parameter to search next for writes that torch did not count
         self._steps = StepBuilder(client, self._dense, self._tables)
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
         self._push_time = counting.timer("ps.push")
         self._refresh_time = counting.timer("ps.refresh")
 
-    # -------------------------------------------------------------- what functions work with
+    # -------------------------------------------------------------- parameters and buffers
 
     def remote(self, description: Description) -> RemoteVariable:
-        """A variable, to be read and written as one likes."""
+        """Return a variable."""
         return RemoteVariable(description, self.client)
 
     def parameter(
         self, description: Description, *, requires_grad: bool, as_table: bool
     ) -> nn.Parameter:
-        """The worker's parameter for a variable."""
+        """Return a new parameter for a variable."""
         remote = self.remote(description)
         if as_table:
             table = TableParameter.over(remote, requires_grad=requires_grad)
@@ -87,23 +86,23 @@ class WorkerVariables:
         return dense.leaf
 
     def keep_gradient_in_slot(self, parameter: nn.Parameter) -> None:
-        """Let a large gradient be accumulated in memory that servers read, if the parameter is dense.
+        """Accumulate a large gradient of a dense parameter in memory that servers read.
 
-        Not for parameters of several replicas, whose gradients come from the replicas' own leaves.
+        Not for parameters of several replicas: their gradients come from the replicas' leaves.
         """
         dense = self._dense.get(id(parameter))
         if dense is not None:
             dense.keep_gradient_in_slot()
 
     def buffer(self, description: Description, *, counts: bool) -> Tensor:
-        """The worker's copy of a buffer; `counts`: several workers' increases add up."""
+        """Return a new copy of a buffer; `counts`: increases of several workers add up."""
         made = WorkerBuffer(self.remote(description), counts=counts)
         self._buffers.append(made)
         self._by_tensor[id(made.tensor)] = made
         return made.tensor
 
     def watched(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        """A module's buffers, such that what is assigned to their names is sent as well."""
+        """Return a module's dict of buffers that also sends tensors assigned to their names."""
         found = {
             name: self._by_tensor[id(value)]
             for name, value in buffers.items()
@@ -121,13 +120,13 @@ class WorkerVariables:
         gathers: bool = False,
         scope: AbstractContextManager[Any] = _NO_SCOPE,
     ) -> WorkerClosure:
-        """Around one scheduled function: fresh values before, what it changed is sent after.
+        """Return a context around one scheduled function: it refreshes copies and sends changes.
 
         Args:
-            number: the closure's.
+            number: number of the closure.
             exactly_once: servers recognise its writes if another worker repeats them.
-            gathers: small writes may wait for more: the function is over in no time.
-            scope: entered around all of this, such as the strategy's.
+            gathers: small writes may wait for others, because the function is short.
+            scope: entered around everything else, such as the strategy's.
 
         Raises:
             ForeignParameterError: at the end, if the function wrote into a parameter.
@@ -137,7 +136,7 @@ class WorkerVariables:
 
     def _begin_closure(self) -> None:
         if self._dense or self._buffers:
-            self.client.wait_for_writes()  # what the last one wrote shows in what this one reads
+            self.client.wait_for_writes()  # this closure reads them
             self.refresh()
             self._note_reads()
             for dense in self._dense.values():
@@ -200,7 +199,7 @@ class WorkerVariables:
         ]
 
     def refresh(self) -> None:
-        """Bring copies up to date; what lies over shared memory is."""
+        """Update copies; parameters over shared memory are current."""
         if not self._copies and not self._buffers:
             return
         with self._refresh_time.measure(), torch.no_grad():
@@ -212,7 +211,7 @@ class WorkerVariables:
                     self._buffers.remove(buffer)
 
     def _refreshed(self, copy: DenseParameter | WorkerBuffer) -> bool:
-        """Bring one copy up to date; False if the coordinator has deleted the variable."""
+        """Update one copy; return False if the coordinator has deleted the variable."""
         try:
             copy.refresh()
         except NotFoundError:
@@ -223,12 +222,12 @@ class WorkerVariables:
     # -------------------------------------------------------------- an optimizer's step
 
     def push(self, number: int, optimizer: Optimizer, initial: Settings) -> None:
-        """Send the gradients of one step and the buffers it changed, and wait until it is applied.
+        """Send the gradients of one step and changed buffers, and wait until the step is applied.
 
         Args:
             number: the optimizer's number on the servers.
             optimizer: whose parameters' gradients are sent.
-            initial: settings the servers use; others are sent along, for this step.
+            initial: settings of the servers; different ones are sent with this step.
         """
         client, buffers = self.client, self.client.outbox.buffers
         with self._push_time.measure(), client.lock:
@@ -265,7 +264,7 @@ class WorkerVariables:
         self.client.outbox.buffers.retire()
 
     def forget(self, tensor: Tensor) -> None:
-        """Let go of one parameter or buffer."""
+        """Release one parameter or buffer."""
         dense = self._dense.pop(id(tensor), None)
         if dense is not None:
             dense.release()
@@ -277,7 +276,7 @@ class WorkerVariables:
         self._steps.forget()
 
     def close(self) -> None:
-        """Let go of every variable, and with them of the servers' memory."""
+        """Release every variable and the servers' memory."""
         self._dense.clear()
         self._copies.clear()
         self._tables.clear()
@@ -287,25 +286,24 @@ class WorkerVariables:
 
     def _send_changes(self) -> None:
         """Send the buffers and frozen parameters that the function wrote."""
-        if not self._buffers and not self._dense:
+        buffers = [buffer for buffer in self._buffers if buffer.is_changed()]
+        frozen = self._changed_frozen()
+        if not buffers and not frozen:
             return
         with self.client.lock:
             batch = self.client.batch()
-            for buffer in self._buffers:
-                if buffer.is_changed():
-                    buffer.add_change(batch)
-            frozen = self._changed_frozen()
+            for buffer in buffers:
+                buffer.add_change(batch)
             for dense in frozen:
                 dense.add_change(batch)
-            if not batch.is_empty:
-                self.client.send(batch)
-            for dense in frozen:
-                dense.undo_write()
+            self.client.send(batch)
+        for dense in frozen:
+            dense.undo_write()
 
     def _note_staleness(
         self, touched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]
     ) -> None:
-        """How many writes of others lay between this step's reads and its write, at most."""
+        """Record how many writes of others came between this step's reads and its write, at most."""
         worst = -1
         for remote in touched[:WATCHED]:
             for place, seen in zip(remote.places, remote.seen, strict=True):
@@ -316,7 +314,7 @@ class WorkerVariables:
             self._staleness.record(worst)
 
     def _note_reads(self) -> None:
-        """What lies over shared memory is read from now on: note the versions it has."""
+        """Note the versions of parameters over shared memory, which are read from now on."""
         for dense in itertools.islice(self._dense.values(), WATCHED):
             if dense.is_live:
                 dense.remote.seen = dense.remote.versions()
@@ -330,9 +328,9 @@ class WorkerVariables:
 
 
 class WorkerClosure:
-    """A scheduled function runs; made by `WorkerVariables.closure`.
+    """Context around one scheduled function; made by `WorkerVariables.closure`.
 
-    Written out, not an ``ExitStack``: this is around every closure, and some take 50 µs.
+    Not an ``ExitStack``: it is used for every closure, and some take 50 µs.
     """
 
     __slots__ = ("_exactly_once", "_gathers", "_number", "_scope", "_variables")
@@ -360,7 +358,7 @@ class WorkerClosure:
                 self._number, exactly_once=self._exactly_once, gathers=self._gathers
             )
             self._variables._begin_closure()
-        except BaseException as error:  # Ctrl-C included: what was entered is left, whatever came
+        except BaseException as error:  # Ctrl-C, too
             outbox.end_closure()
             self._scope.__exit__(type(error), error, error.__traceback__)
             raise

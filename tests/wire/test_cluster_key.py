@@ -7,11 +7,18 @@ import sys
 
 import pytest
 
-from stratagem import ClusterSpec, LocalCluster, Server, config
+from stratagem import (
+    ClusterCoordinator,
+    ClusterSpec,
+    LocalCluster,
+    ParameterServerStrategy,
+    Server,
+    config,
+)
 from stratagem._wire.cluster_key import cluster_key, user_key_path, user_key_text
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
-from stratagem.cluster_resolver import SimpleClusterResolver
+from stratagem.cluster_resolver import ClusterResolver, SimpleClusterResolver
 
 SECRET = "a secret of the cluster, 32 bytes"
 
@@ -126,3 +133,35 @@ def test_a_directory_of_the_users_choice(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert config.user_directory() == tmp_path / ".config" / "stratagem"
+
+
+class OwnResolver(ClusterResolver):
+    """A user's resolver, which keeps the key in an attribute of its own."""
+
+    def __init__(self, spec: ClusterSpec, secret: str) -> None:
+        super().__init__()
+        self.spec, self.secret = spec, secret
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self.spec
+
+    def cluster_key_text(self) -> str:
+        return self.secret
+
+
+def test_the_key_is_refused_in_everything_that_is_sent():
+    """Captured, passed, or copied from the environment, also within a large pickle."""
+    with LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        secret = cluster.resolver.cluster_key_text()
+        assert secret is not None
+        resolver = OwnResolver(cluster.cluster_spec, secret)
+        strategy = ParameterServerStrategy(resolver)
+        with strategy, ClusterCoordinator(strategy) as coordinator:
+            with pytest.raises(ValueError, match="contains the cluster key"):
+                coordinator.schedule(lambda: resolver)
+            for value in (resolver, {"KEY": secret}, [str(n) for n in range(10**6)] + [secret]):
+                with pytest.raises(ValueError, match="contains the cluster key"):
+                    coordinator.schedule(id, args=(value,))
+            simple = SimpleClusterResolver(cluster.cluster_spec, cluster_key=secret)
+            found = coordinator.schedule(lambda: simple.cluster_spec().num_tasks("worker"))
+            assert found.fetch(timeout_s=60) == 1

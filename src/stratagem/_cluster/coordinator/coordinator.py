@@ -411,14 +411,17 @@ def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
     tasks = spec.task_indices("worker")
     check_open_files(len(tasks))
     check_addresses((task, spec.task_address("worker", task)) for task in tasks)
+    key = cluster_key(resolver.cluster_key_text())
     settings = LinkSettings(
         options=options,
         setup=views.worker_setup,
         addresses=WorkerAddresses(resolver.cluster_spec, options.restart_pause_s),
-        key=cluster_key(resolver.cluster_key_text()),
+        key=key,
         seed=torch.initial_seed(),
     )
-    return Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
+    engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
+    engine.sender.keep_secret(key.text())
+    return engine
 
 
 def _closed_error(what: str) -> MisuseError:

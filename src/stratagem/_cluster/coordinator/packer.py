@@ -57,6 +57,7 @@ class Packer:
     Attributes:
         definitions: by token, the packed parts of a definition, each with the tokens that it names.
         evicted: digests of functions that workers may forget.
+        secret: the cluster key, which is never sent.
     """
 
     def __init__(self, views: StrategyOnCoordinator) -> None:
@@ -75,6 +76,7 @@ class Packer:
         self._packed_again = metrics.counter("coordinator.functions_packed_again")
         self.definitions: dict[Hashable, list[tuple[Encoded, tuple[Hashable, ...]]]] = {}
         self.evicted: list[bytes] = []
+        self.secret = b""
 
     def function(self, function: Callable[..., object]) -> tuple[PackedObject, Sequence[object]]:
         """Return the packed function: the same as before if nothing that it sees has changed.
@@ -186,6 +188,12 @@ class Packer:
         # The caller may change its tensors as soon as schedule() has returned.
         buffers = [bytes(buffer) for buffer in outgoing.buffers]
         check_size(buffers)
+        pickled = value.payload if value.body < 0 else buffers[value.body]
+        if self.secret and self.secret in pickled:
+            raise ValueError(
+                "a function, an argument or a model contains the cluster key, which is never sent: leave "
+                "it out. Workers have the key of their own environment."
+            )
         tokens = tuple(dict.fromkeys(self._tokens))
         packed = PackedObject(value, buffers, tokens, tuple(self._holds))
         self._holds, self._holding = [], False  # nothing is kept alive beyond its closure

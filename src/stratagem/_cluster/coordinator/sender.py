@@ -61,6 +61,10 @@ class Sender:
         self._version = 0
         self._updates: deque[tuple[int, PackedObject]] = deque()
 
+    def keep_secret(self, secret: str) -> None:
+        """Refuse to send anything that contains this text, the cluster key."""
+        self._packer.secret = secret.encode()
+
     def pack(
         self,
         function: Callable[..., Any],

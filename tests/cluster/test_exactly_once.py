@@ -122,7 +122,7 @@ def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -
                 return here
 
             values = [coordinator.schedule(freeze_then_add, args=(0,)) for _ in range(30)]
-            coordinator.join(timeout_s=40)
+            coordinator.join(timeout_s=120)
             assert {value.fetch() for value in values} == {1}
             assert float(total) == 30
             incarnation = coordinator.workers[0].incarnation
@@ -135,4 +135,4 @@ def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -
             # It wakes inside the closure, adds (refused), and is taken back with a new incarnation.
             wait_until(is_back)
             assert float(total) == 30
-            assert coordinator.schedule(lambda: 5).fetch(timeout_s=30) == 5
+            assert coordinator.schedule(lambda: 5).fetch(timeout_s=120) == 5

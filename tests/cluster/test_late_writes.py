@@ -76,7 +76,7 @@ def test_results_do_not_wait_for_a_closure_that_takes_long(strategy: Any, gate: 
     with sg.ClusterCoordinator(strategy) as coordinator:
         for _ in range(50):  # the function is known to be quick by now
             coordinator.schedule(step, args=("",))
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         quick = [coordinator.schedule(step, args=("",)) for _ in range(5)]
         long = coordinator.schedule(step, args=(gate.path,))
         assert [one.fetch(timeout_s=30) for one in quick] == [0.0] * 5
@@ -99,13 +99,13 @@ def test_a_write_that_fails_late_is_the_error_of_its_own_closure(
     with sg.ClusterCoordinator(strategy) as coordinator:
         for _ in range(20):
             coordinator.schedule(step)
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         index = int(v.device.split("task:")[1].split("/")[0])
         cluster.kill_ps(index)
         with pytest.raises(sg.errors.ParameterServerLost):
             for _ in range(20):
                 coordinator.schedule(step)
-            coordinator.join(timeout_s=30)
+            coordinator.join(timeout_s=120)
 
 
 def test_a_write_is_on_its_way_even_if_its_function_never_ends(strategy: Any, gate: Gate) -> None:
@@ -121,7 +121,7 @@ def test_a_write_is_on_its_way_even_if_its_function_never_ends(strategy: Any, ga
     with sg.ClusterCoordinator(strategy) as coordinator:
         for _ in range(20):
             coordinator.schedule(step, args=("",))
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         long = coordinator.schedule(step, args=(gate.path,))
         wait_until(lambda: float(v) >= 21)
         assert float(v) == 21

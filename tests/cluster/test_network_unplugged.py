@@ -149,7 +149,7 @@ def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(
         assert set(coordinator.fetch(values)) == {0, 1}
         values = [coordinator.schedule(where, args=(0.2,)) for _ in range(6)]
         cable.unplug()
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         assert len(coordinator.fetch(values)) == 6
         assert not coordinator.workers[1].connected
         check_found_by_silence(caplog.text)
@@ -245,7 +245,7 @@ if can_make_networks():
                 while not mark.exists():
                     values.append(coordinator.schedule(spin, args=(40.0, str(mark))))
                 ip("link", "set", cable, "down")
-                coordinator.join(timeout_s=30)
+                coordinator.join(timeout_s=120)
                 assert coordinator.fetch(values) == [0] * len(values)
                 assert not coordinator.workers[1].connected
                 check_found_by_silence(caplog.text)

@@ -34,12 +34,12 @@ def test_lost_server_is_raised_with_its_variables(number: signal.Signals) -> Non
 
             for _ in range(50):
                 coordinator.schedule(step)
-            coordinator.join(timeout_s=30)
+            coordinator.join(timeout_s=120)
             cluster.kill_ps(1, number)
             with pytest.raises(ParameterServerLost) as caught:
                 for _ in range(100_000):
                     coordinator.schedule(step)
-                    coordinator.join(timeout_s=30)
+                    coordinator.join(timeout_s=120)
             assert caught.value.task == "/job:ps/task:1"
             assert any("second" in name for name in caught.value.variables)
             assert not any("first" in name for name in caught.value.variables)

@@ -67,7 +67,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("_core/context.py", "_strategies"): "creates the default strategy on first use",
     ("_strategies/parameter_server.py", "_cluster"): "entering the scope creates the coordinator",
     # Until the packages are separated (issue 12):
-    ("_ps/worker/worker_hooks.py", "_ps/coordinator"): "data classes",
     ("_ps/worker/worker_objects.py", "_ps/coordinator"): "data classes",
 }
 

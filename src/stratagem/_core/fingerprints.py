@@ -76,19 +76,18 @@ def plain_fingerprint(value: Any) -> tuple[type, Hashable]:
     return (kind, repr(value)) if kind is float or kind is complex else (kind, value)
 
 
-def tensor_fingerprint(tensor: Tensor) -> Hashable:
-    """Return a hashable value that differs if a tensor was written, also through ``data`` or NumPy."""
-    state = version_of(tensor), tensor.requires_grad, tensor.shape, tensor.dtype
+def memory_of(tensor: Tensor) -> Hashable:
+    """Return the bytes of a small tensor in the processor's memory, parts of a large one, and its address."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return state
+        return None
     size = tensor.nbytes
     if not tensor.is_cpu or not size or not tensor.is_contiguous():
-        return state
+        return None
     start = tensor.data_ptr()
     if size <= MOST_BYTES:
-        return state, ctypes.string_at(start, size)
+        return ctypes.string_at(start, size)
     places = [start + number * (size - 64) // 7 for number in range(8)]
-    return state, start, *[ctypes.string_at(place, 64) for place in places]
+    return start, *[ctypes.string_at(place, 64) for place in places]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -206,7 +205,8 @@ class Fingerprint:
             return Identity(value)
         self.can_change = True
         if isinstance(value, Tensor):
-            return Identity(value), tensor_fingerprint(value)
+            state = version_of(value), value.requires_grad, value.shape, value.dtype
+            return Identity(value), state, memory_of(value)
         if not _is_ordinary(kind):  # type: ignore[arg-type]
             return self._packed(value)
         if id(value) in self._numbers:

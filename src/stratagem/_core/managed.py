@@ -109,6 +109,10 @@ class ManagedParameter(abc.ABC):
         """Let `find_managed` find this by ``tensor``, which must live as long as this object."""
         _BY_ID[id(tensor)] = self
 
+    def note_write(self, *, assigned: bool) -> bool:
+        """Handle an access to ``data`` of ``central``; return whether writes through it must count a version."""
+        return False
+
     @property
     def strategy(self) -> StrategyHooks | None:
         """The strategy of this parameter; None if it was collected or does not matter."""

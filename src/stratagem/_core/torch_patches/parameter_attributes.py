@@ -8,9 +8,17 @@ Those are the central parameters. Without the patch, clipping would act on the g
 clears the pointer and releases the interpreter lock in between: two threads that both run ``p.grad = None`` free it
 twice and corrupt memory. So replicas access it one at a time.
 
+@@A
 ``data`` is ``.detach()`` of the replica's leaf: the same memory with the leaf's version counter, by which writes are
 noticed (`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
 parameter once per replica, unnoticed. Assigning to ``.data`` is refused.
+@@B
+``data`` of a leaf is ``.detach()``: the same memory with the leaf's version counter, by which writes are noticed
+(`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
+parameter once per replica, unnoticed. Assigning to ``.data`` is refused: it would only last until the next run.
+The same holds for ``data`` of a parameter that is on parameter servers, on the coordinator: ``target.weight.data.copy_(…)``
+must reach the servers.
+@@C
 """
 
 from __future__ import annotations
@@ -80,6 +88,8 @@ def _managed_here(tensor: Tensor) -> ReplicatedParameter | None:
 def _get_data(tensor: nn.Parameter) -> Tensor:
     managed = _managed_here(tensor)
     if managed is None:
+        if _note_write(tensor, assigned=False):
+            return Tensor.detach(tensor)
         plain: Tensor = _plain_data.__get__(tensor)
         return plain
     return Tensor.detach(managed.resolve() if tensor is managed.central else tensor)
@@ -92,6 +102,12 @@ def _set_data(tensor: nn.Parameter, value: Tensor) -> None:
             f"the .data of {managed.describe()} was assigned inside {current_replica()!r}. {WRITE_ONCE}"
         )
     _plain_data.__set__(tensor, value)
+    _note_write(tensor, assigned=True)
+
+
+def _note_write(tensor: nn.Parameter, *, assigned: bool) -> bool:
+    managed = find_registered(tensor)
+    return managed is not None and managed.note_write(assigned=assigned)
 
 
 def apply_patch() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from stratagem._core import devices
+from stratagem._core.fingerprints import memory_of
 from stratagem._core.managed import ManagedParameter
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches.module_members import BuffersByReplica
@@ -32,6 +33,9 @@ from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
 from stratagem.errors import ConnectionLost, StratagemError
+
+_DATA: Any = Tensor.data
+"""Torch's own property: `nn.Parameter` has another one (`parameter_attributes`)."""
 
 TABLE_ROWS = 8192
 """Rows from which a matrix in a user's own module is treated as a table: below it a dense gradient of 16
@@ -49,6 +53,7 @@ class Kept:
         "_before",
         "_dtype",
         "_may_be_cut",
+        "_memory",
         "_name",
         "_pushed",
         "description",
@@ -71,6 +76,8 @@ class Kept:
         self._may_be_cut = may_be_cut
         self._pushed = -1
         self._dtype = tensor.dtype
+        # Of a buffer: `data` of a plain tensor counts no version, so its memory is compared.
+        self._memory: Hashable = None
         self._before: tuple[Callable[[], Tensor | None], int] = (_nothing, -1)
         # A table that is too large for this process has a plan instead of values.
         self.plan = planned_of(tensor)
@@ -102,7 +109,9 @@ class Kept:
         if self.plan is not None:
             return False
         # The dtype as well: converting a model goes through `.data`, which counts no version.
-        return version_of(self.tensor) != self._pushed or self.tensor.dtype is not self._dtype
+        if version_of(self.tensor) != self._pushed or self.tensor.dtype is not self._dtype:
+            return True
+        return self._memory is not None and memory_of(self.tensor) != self._memory
 
     def reach(self) -> list[tuple[ShardLocation, str, Sequence[InitOp]]]:
         """Return the shards to create on the servers; `send` sends values, unless there is a plan."""
@@ -123,6 +132,15 @@ class Kept:
         self.remote.put(self.tensor.detach())
         self._pushed = pushed
         self._before = _nothing, -1
+        self._note_memory()
+
+    def note_assigned(self) -> None:
+        """Note that the local tensor got other values without a new version."""
+        self._pushed = -1
+
+    def _note_memory(self) -> None:
+        if not isinstance(self.tensor, nn.Parameter):
+            self._memory = memory_of(self.tensor)
 
     def _refuse_another_kind(self) -> None:
         where = self.description
@@ -157,7 +175,8 @@ class Kept:
         if remote.versions() != remote.seen:
             # Through `.data`: the user changed nothing, so no version is counted. `read` returns each shard
             # as it was between two writes: checkpoints are made from this.
-            self.tensor.data.copy_(remote.read())
+            _DATA.__get__(self.tensor).copy_(remote.read())
+            self._note_memory()
 
 
 class Use(enum.Enum):
@@ -197,6 +216,12 @@ class CoordinatorParameter(ManagedParameter):
     def resolve(self) -> Tensor:
         self.kept.refresh()
         return self.central
+
+    @override
+    def note_write(self, *, assigned: bool) -> bool:
+        if assigned:
+            self.kept.note_assigned()
+        return self.kept.plan is None
 
     @property
     @override

@@ -173,7 +173,7 @@ class Fingerprint:
 
     def _part(self, value: Any, names: Sequence[str] = ()) -> Hashable:
         """Return the fingerprint of one variable or attribute: part by part, or by a digest if it is large."""
-        if type(value) is types.ModuleType:
+        if isinstance(value, types.ModuleType):
             return self._code(value, names)
         self._left = MOST_VALUES
         try:
@@ -187,7 +187,7 @@ class Fingerprint:
             return plain_fingerprint(value)
         if kind in _CONTAINERS:
             return self._container(kind, value)
-        if kind is types.FunctionType or kind is types.ModuleType or isinstance(value, type):
+        if kind is types.FunctionType or isinstance(value, (type, types.ModuleType)):
             return self._code(value)
         if kind is Identity or kind is types.CodeType:
             return kind, value
@@ -199,7 +199,7 @@ class Fingerprint:
             return kind, *[self._walk(one) for one in _WRAPPED[kind](value)]
         if kind is types.BuiltinFunctionType:
             owner = value.__self__
-            is_method = owner is not None and type(owner) is not types.ModuleType
+            is_method = owner is not None and not isinstance(owner, types.ModuleType)
             return (value.__name__, self._walk(owner)) if is_method else Identity(value)
         if isinstance(value, enum.Enum):
             return Identity(value)
@@ -230,7 +230,7 @@ class Fingerprint:
 
     def _code(self, value: Any, names: Sequence[str] = ()) -> Hashable:
         """Return installed code itself; a number for a function with variables, or code of the user."""
-        is_module = type(value) is types.ModuleType
+        is_module = isinstance(value, types.ModuleType)
         key: Hashable = (id(value), names) if is_module else id(value)
         if key not in self._numbers:
             own = value.__name__ if is_module else value.__module__
@@ -245,7 +245,7 @@ class Fingerprint:
         """Return the fingerprint of a function, of a class, or of these names in a module."""
         if type(value) is types.FunctionType:
             return self._function(value)
-        if type(value) is types.ModuleType:
+        if isinstance(value, types.ModuleType):
             held = vars(value)
             return Identity(value), *[(one, self._part(held[one])) for one in names if one in held]
         bases = [base for base in value.__mro__ if not is_installed(base.__module__)]

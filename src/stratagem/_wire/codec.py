@@ -8,6 +8,7 @@ never pickle, and are all that parameter servers use. Objects (functions, argume
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import math
 import pickle
@@ -196,6 +197,41 @@ _TENSOR = 0
 _HANDLE = 1
 
 
+def find_by_name(name: str) -> Any:
+    """Return a module, or an attribute of one, by its dotted name.
+
+    Example:
+        >>> find_by_name("torch.ops.aten") is torch.ops.aten
+        True
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    owner, _, last = name.rpartition(".")
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        if not owner:
+            raise
+    return getattr(find_by_name(owner), last)
+
+
+def _importable_name(obj: object) -> str | None:
+    """Return the name of an object that pickle does not find by name, but a worker does.
+
+    These are modules of a class of their own (``torch.ops``, ``torch.backends.cudnn``), and builtin functions whose
+    name the program has given to another function (``builtins.print = …``).
+    """
+    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        try:
+            return obj.__name__ if find_by_name(obj.__name__) is obj else None
+        except (ImportError, AttributeError):
+            return None
+    if type(obj) is types.BuiltinFunctionType and isinstance(obj.__self__, types.ModuleType):
+        is_replaced = getattr(obj.__self__, obj.__name__, obj) is not obj
+        return f"{obj.__self__.__name__}.{obj.__name__}" if is_replaced else None
+    return None
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
     """Pickles everything by value or name, except tensors (buffers) and handles (tokens)."""
 
@@ -218,6 +254,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.classes: list[type] = []  # those that are packed by value
 
     def reducer_override(self, obj: object) -> Any:
+        name = _importable_name(obj)
+        if name is not None:
+            return find_by_name, (name,)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and reduced is not NotImplemented:
             self.classes.append(obj)

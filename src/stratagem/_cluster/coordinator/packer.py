@@ -19,9 +19,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from torch import nn
+
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
+from stratagem._cluster.coordinator.unpicklable import path_to
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
 from stratagem._core.fingerprints import PLAIN, Fingerprint, plain_fingerprint
@@ -113,10 +116,11 @@ class Packer:
         except (ValueError, OSError, StratagemError):  # no file descriptor is left
             raise
         except Exception as error:  # pickling runs the users' own code
+            path = self._path_to(kwargs if args == () else (*args, *kwargs.values()), "arguments")
             raise TypeError(
-                f"the arguments cannot be sent to the workers: {error}. Pass tensors and other values "
-                "that can be pickled; make the rest with create_per_worker_resource, or inside the "
-                "function."
+                f"the arguments cannot be sent to the workers: {error}, at {path}. Pass tensors and other "
+                "values that can be pickled; make the rest with create_per_worker_resource, or inside "
+                "the function."
             ) from error
         finally:
             self._holding = False
@@ -143,11 +147,28 @@ class Packer:
             if isinstance(own, ValueError | OSError | StratagemError):
                 own.add_note(f"This is about {what} which workers must get.")
                 raise own from None
+            name = str(getattr(update, "entry", "change"))
+            path = self._path_to(getattr(update, "value", update), name)
             raise TypeError(
-                f"{what} cannot be sent to the workers: {own}. Functions scheduled from now on would "
-                "not see it. Set it to something that can be pickled, or delete it; what belongs to "
-                "this process alone is better kept outside the module."
+                f"{what} cannot be sent to the workers: {own}, at {path}. Functions scheduled from now on "
+                "would not see it. Set it to something that can be pickled, or delete it; keep objects "
+                "that belong to this process outside the module."
             ) from error
+
+    def _path_to(self, root: object, name: str) -> str:
+        """Return the path to the object that cannot be pickled. Modules are followed, managed or not."""
+
+        def token_of(obj: object) -> object | None:
+            return None if isinstance(obj, nn.Module) else self._token_or_none(obj)
+
+        def can_pack(obj: object) -> bool:
+            try:
+                pack(obj, Outgoing(), describe=token_of)
+            except Exception:  # noqa: BLE001 - the user's own code
+                return False
+            return True
+
+        return path_to(root, name, can_pack)
 
     def _pack_function(
         self, function: Callable[..., object]
@@ -159,10 +180,11 @@ class Packer:
         except (ValueError, OSError, StratagemError):  # no file descriptor is left
             raise
         except Exception as error:  # pickling runs the users' own code
+            name = getattr(function, "__name__", type(function).__name__)
             raise TypeError(
-                f"{describe_function(function)} cannot be sent to the workers: {error}. It, or "
-                "something it captures, cannot be pickled; create that thing inside the function, "
-                "or with create_per_worker_resource."
+                f"{describe_function(function)} cannot be sent to the workers: {error}, at "
+                f"{self._path_to(function, name)}. Create that object inside the function, or with "
+                "create_per_worker_resource."
             ) from error
         finally:
             self._holding = False

@@ -1,0 +1,103 @@
+"""Modules, builtins and objects that a scheduled function may name, and the error about those it may not (issue 20, 10 and 15)."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+
+pytestmark = pytest.mark.process
+
+WAIT_S = 60.0
+
+
+def run(coordinator: sg.ClusterCoordinator, function: Callable[..., Any]) -> Any:
+    return coordinator.schedule(function).fetch(timeout_s=WAIT_S)
+
+
+def test_modules_with_a_class_of_their_own_are_sent_by_name(alone: sg.ClusterCoordinator) -> None:
+    ops, aten, cudnn, mkldnn = (
+        torch.ops,
+        torch.ops.aten,
+        torch.backends.cudnn,
+        torch.backends.mkldnn,
+    )
+
+    def use() -> tuple[float, float, bool, bool]:
+        x = torch.tensor(-2.0)
+        found = float(ops.aten.abs(x)), float(aten.neg(x))
+        return *found, cudnn.is_available(), mkldnn.is_available()
+
+    assert run(alone, use) == (2.0, 2.0, cudnn.is_available(), mkldnn.is_available())
+
+
+def test_a_builtin_that_the_program_replaced_is_sent_by_name(
+    alone: sg.ClusterCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As programs do that print on one rank only."""
+    plain = builtins.abs
+    monkeypatch.setattr(builtins, "abs", lambda x: 100)
+
+    def use() -> int:
+        return plain(-3)
+
+    assert run(alone, use) == 3
+
+
+class Holder:
+    """Has something that stays in its process."""
+
+    def __init__(self) -> None:
+        self.tools = {"lock": threading.Lock()}
+
+
+def test_the_path_to_what_cannot_be_pickled_is_named(alone: sg.ClusterCoordinator) -> None:
+    holder = Holder()
+    helper = functools.partial(lambda held, x: x, holder)
+
+    def step() -> Any:
+        return helper(1)
+
+    expected = r"cannot pickle '_thread.lock' object, at step → helper → \[0\] → tools → \['lock'\]"
+    with pytest.raises(TypeError, match=expected):
+        alone.schedule(step)
+
+
+def test_the_path_leads_through_modules_and_hooks(alone: sg.ClusterCoordinator) -> None:
+    lock = threading.Lock()
+    with alone.strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+
+    def watch(*args: Any) -> None:
+        with lock:
+            pass
+
+    model[0].register_forward_hook(watch)
+
+    def step() -> Any:
+        return model(torch.ones(1, 1))
+
+    with pytest.raises(TypeError, match=r"at step → model → 0 → forward_hooks\[0\] → lock\."):
+        alone.schedule(step)
+
+
+def test_the_path_to_an_argument_is_named(alone: sg.ClusterCoordinator) -> None:
+    with pytest.raises(TypeError, match=r"at arguments → \[1\] → tools → \['lock'\]\."):
+        alone.schedule(print, args=(1, Holder()))
+
+
+def test_an_attribute_set_later_is_named_with_the_path(alone: sg.ClusterCoordinator) -> None:
+    with alone.strategy.scope():
+        model = nn.Linear(1, 1)
+    assert run(alone, lambda: model.training)
+    model.holder = Holder()  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"'holder' of Linear.*at holder → tools → \['lock'\]\."):
+        alone.schedule(lambda: model.training)

@@ -18,10 +18,8 @@ P = sg.partitioners
 @pytest.fixture(scope="module")
 def cluster():
     """Two workers and two parameter servers, each a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRATAGEM_OPTIMIZER_MODULES", "own_optimizer")
-        with sg.LocalCluster(workers=2, ps=2) as made:
-            yield made
+    with sg.LocalCluster(workers=2, ps=2) as made:
+        yield made
 
 
 def training(model, optimizer):
@@ -126,7 +124,7 @@ def test_an_optimizer_from_elsewhere_is_refused_by_name(cluster):
             model = nn.Linear(2, 1)
             optimizer = Local(model.parameters(), lr=0.1)
         with sg.ClusterCoordinator(strategy) as coordinator:
-            with pytest.raises(UnsupportedOptimizer, match="STRATAGEM_OPTIMIZER_MODULES"):
+            with pytest.raises(UnsupportedOptimizer, match="cannot import"):
                 coordinator.schedule(lambda: optimizer.zero_grad())
 
 

@@ -21,6 +21,7 @@ class TaskOrder:
     key: str = ""  # of the cluster
     threads: int = 1  # of torch
     environment: Mapping[str, str] = field(default_factory=dict)  # set for this task only
+    any_optimizer: bool = False  # of any module: the coordinator is a program of the same user
     stopped_limit_s: float = 0.0  # kill the task when it was stopped (SIGSTOP) so long; 0: never
 
     @property

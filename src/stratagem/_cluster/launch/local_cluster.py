@@ -73,6 +73,7 @@ class LocalCluster(Owner):
                     index=index,
                     key=self._key,
                     threads=int(threads),
+                    any_optimizer=True,
                     stopped_limit_s=stopped_limit_s if job == "worker" else 0.0,
                 )
                 for job, count in (("ps", ps), ("worker", workers))

@@ -14,7 +14,8 @@ from stratagem import config
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.worker.worker import Worker
 from stratagem._ps.malloc import keep_freed_memory
-from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.shard_optimizer import ANY_MODULE
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import split_address
 from stratagem._wire.handshake import ClusterKey
@@ -40,9 +41,15 @@ class Task(Protocol):
 
 
 def make_task(
-    job: str, index: int, address: str, *, key: str | None = None, forward_output: bool = True
+    job: str,
+    index: int,
+    address: str,
+    *,
+    key: str | None = None,
+    forward_output: bool = True,
+    any_optimizer: bool = False,
 ) -> Task:
-    """Make a task that listens on `address`.
+    """Make a task that listens on `address`; with `any_optimizer` a server imports any module for one.
 
     Raises:
         ValueError: a job that is neither ``worker`` nor ``ps``.
@@ -52,7 +59,9 @@ def make_task(
         proof = _task_key(key, address)
         return Worker(address, index=index, key=proof, forward_output=forward_output)
     if job == "ps":
-        return ParameterServer(address, task=f"/job:ps/task:{index}", key=_task_key(key, address))
+        options = ServerOptions(optimizer_modules=(ANY_MODULE,) if any_optimizer else None)
+        proof = _task_key(key, address)
+        return ParameterServer(address, task=f"/job:ps/task:{index}", key=proof, options=options)
     raise ValueError(
         f"job {job!r} needs no server: expected 'worker' or 'ps'. The chief runs your program, an "
         f"evaluator reads checkpoints."
@@ -64,7 +73,13 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()
-    with make_task(order.job, order.index, order.address, key=order.key or None) as task:
+    with make_task(
+        order.job,
+        order.index,
+        order.address,
+        key=order.key or None,
+        any_optimizer=order.any_optimizer,
+    ) as task:
         ready(task.address)
         task.serve()
 

@@ -32,7 +32,12 @@ class ThreadLauncher(Owner):
     def spawn(self, order: TaskOrder) -> None:
         """Start a task."""
         task = make_task(
-            order.job, order.index, order.address, key=order.key or None, forward_output=False
+            order.job,
+            order.index,
+            order.address,
+            key=order.key or None,
+            forward_output=False,
+            any_optimizer=order.any_optimizer,
         )
         thread = threading.Thread(
             target=task.serve, name=f"stratagem-{order.job}-{order.index}", daemon=True

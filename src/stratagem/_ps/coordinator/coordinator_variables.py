@@ -221,7 +221,7 @@ class CoordinatorParameter(ManagedParameter):
     def note_write(self, *, assigned: bool) -> bool:
         if assigned:
             self.kept.note_assigned()
-        return self.kept.plan is None
+        return self.kept.plan is None and self.kept.description is not None
 
     @property
     @override

@@ -60,6 +60,9 @@ from stratagem.errors import UnsupportedOptimizer
 
 _ABSENT = object()
 
+ANY_MODULE = "*"
+"""In a list of optimizer modules: every module. For a server whose clients are programs of the same user."""
+
 
 def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> type[Optimizer]:
     """Return the class of a dotted name, if its module may be imported here.
@@ -73,15 +76,26 @@ def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> typ
     """
     module_name, _, name = class_name.rpartition(".")
     allowed = ("torch.optim", *modules)
-    if not any(module_name == one or module_name.startswith(one + ".") for one in allowed):
+    is_allowed = any(module_name == one or module_name.startswith(one + ".") for one in allowed)
+    if not is_allowed and ANY_MODULE not in modules:
         raise UnsupportedOptimizer(
             f"parameter servers may not import {class_name!r}: only optimizers from "
-            f"{', '.join(allowed)} are allowed. Start the servers with the module on their list of "
-            "optimizer modules (STRATAGEM_OPTIMIZER_MODULES)."
+            f"{', '.join(allowed)} are allowed. Start the servers with "
+            f"STRATAGEM_OPTIMIZER_MODULES={','.join((*modules, module_name))}."
         )
-    found = getattr(importlib.import_module(module_name), name, None)
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise UnsupportedOptimizer(
+            f"a parameter server cannot import {class_name!r}: {error}. Install the module there, or put "
+            "it on the server's PYTHONPATH."
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise UnsupportedOptimizer(f"{class_name!r} is not a torch.optim.Optimizer class.")
+        main = module_name == "__main__"
+        raise UnsupportedOptimizer(
+            f"{class_name!r} is not a torch.optim.Optimizer class that a parameter server can import."
+            + (" Move the class from the main script to a module of its own." if main else "")
+        )
     return found
 
 

@@ -56,6 +56,7 @@ class ParameterDefinition:
     description: Description
     requires_grad: bool
     as_table: bool
+    channels_last: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,21 @@ class HasBuffers(Protocol):
         """Memory of one buffer."""
 
 
+def is_channels_last(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory is in the channels-last format, and in no other.
+
+    Example:
+        >>> images = torch.zeros(2, 3, 4, 4)
+        >>> is_channels_last(images), is_channels_last(images.to(memory_format=torch.channels_last))
+        (False, True)
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = formats.get(tensor.dim()) if tensor.layout is torch.strided else None
+    if wanted is None or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=wanted)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype, without a copy.
 
@@ -283,11 +298,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             number = len(self.tensors)
             self._numbers[id(tensor)] = number
             self._kept.append(tensor)
+            channels_last = is_channels_last(tensor)
+            stored = tensor.detach().movedim(1, -1) if channels_last else tensor
             self.tensors.append(
                 PackedTensor(
-                    self._outgoing.add_any(tensor),
+                    self._outgoing.add_any(stored),
                     tensor.requires_grad,
                     type(tensor) is nn.Parameter,
+                    channels_last,
                 )
             )
         return _TENSOR, number
@@ -424,6 +442,8 @@ def digest(obj: object, describe: Describe | None = None) -> tuple[bytes, int]:
 
 def _revive(packed: PackedTensor, frame: HasBuffers) -> Tensor:
     tensor = any_tensor_from(packed.ref, frame)
+    if packed.channels_last:
+        tensor = tensor.movedim(-1, 1)
     if packed.is_parameter:
         return nn.Parameter(tensor, requires_grad=packed.requires_grad)
     return tensor.requires_grad_() if packed.requires_grad else tensor

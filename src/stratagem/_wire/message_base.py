@@ -95,3 +95,4 @@ class PackedTensor(Record, frozen=True, tag="p"):
     ref: AnyTensorRef
     requires_grad: bool = False
     is_parameter: bool = False
+    channels_last: bool = False  # the bytes are those of the tensor with its channels moved last

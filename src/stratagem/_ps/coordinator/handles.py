@@ -34,6 +34,7 @@ from stratagem._ps.coordinator.object_entries import Tracked, define_module, ent
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
 from stratagem._ps.definitions import ATTRIBUTES, HOOKS, Token
+from stratagem._wire.codec import is_channels_last
 from stratagem.config import ClusterOptions
 from stratagem.errors import ForeignParameterError, StratagemError
 
@@ -217,7 +218,10 @@ class ObjectHandles:
         if managed.as_table:
             self._tables.add(token)
         made = definitions.ParameterDefinition(
-            description, managed.central.requires_grad, managed.as_table
+            description,
+            managed.central.requires_grad,
+            managed.as_table,
+            channels_last=managed.kept.plan is None and is_channels_last(managed.central),
         )
         return made, *_hook_entries(token, managed)
 

@@ -66,12 +66,16 @@ class DenseParameter:
         "version",
     )
 
-    def __init__(self, remote: RemoteVariable, *, requires_grad: bool) -> None:
+    def __init__(
+        self, remote: RemoteVariable, *, requires_grad: bool, channels_last: bool = False
+    ) -> None:
         self.remote = remote
         mapped = remote.mapped if len(remote.places) == 1 else None
         is_small = math.prod(remote.shape) <= COMPARED
-        self.is_live = mapped is not None and (requires_grad or not is_small)
+        self.is_live = mapped is not None and (requires_grad or not is_small) and not channels_last
         self._data = mapped[0].tensor if mapped is not None and self.is_live else remote.read()
+        if channels_last:  # servers keep the dimensions in order
+            self._data = self._data.movedim(1, -1).contiguous().movedim(-1, 1)
         self._address = self._data.data_ptr()
         self.leaf = nn.Parameter(self._data, requires_grad=requires_grad)
         self.version = self.leaf._version
@@ -84,7 +88,10 @@ class DenseParameter:
         if not self.is_live and self.remote.versions() != self.remote.seen:
             if self.is_written(thorough=False):
                 self.version = -1  # stays written until `undo_write`
-            self.remote.read_into(self.leaf.data)
+            if self.leaf.is_contiguous():
+                self.remote.read_into(self.leaf.data)
+            else:
+                self.leaf.data.copy_(self.remote.read())
             self._start = self._sample().clone()
 
     def _sample(self) -> Tensor:

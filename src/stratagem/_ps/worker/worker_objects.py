@@ -200,6 +200,7 @@ class WorkerObjects:
             definition.description,
             requires_grad=definition.requires_grad,
             as_table=definition.as_table,
+            channels_last=definition.channels_last,
         )
         if self._strategy.num_replicas_in_sync == 1:
             self._variables.keep_gradient_in_slot(parameter)

@@ -71,7 +71,12 @@ class WorkerVariables:
         return RemoteVariable(description, self.client)
 
     def parameter(
-        self, description: Description, *, requires_grad: bool, as_table: bool
+        self,
+        description: Description,
+        *,
+        requires_grad: bool,
+        as_table: bool,
+        channels_last: bool = False,
     ) -> nn.Parameter:
         """Return a new parameter for a variable."""
         remote = self.remote(description)
@@ -79,7 +84,7 @@ class WorkerVariables:
             table = TableParameter.over(remote, requires_grad=requires_grad)
             self._tables[id(table)] = (table, remote)
             return table
-        dense = DenseParameter(remote, requires_grad=requires_grad)
+        dense = DenseParameter(remote, requires_grad=requires_grad, channels_last=channels_last)
         self._dense[id(dense.leaf)] = dense
         if not dense.is_live:
             self._copies.append(dense)

@@ -8,10 +8,10 @@ never pickle, and are all that parameter servers use. Objects (functions, argume
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import math
 import pickle
+import pkgutil
 import re
 import sys
 import types
@@ -219,15 +219,8 @@ def find_by_name(name: str) -> Any:
         >>> find_by_name("torch.ops.aten") is torch.ops.aten
         True
     """
-    if name in sys.modules:
-        return sys.modules[name]
-    owner, _, last = name.rpartition(".")
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        if not owner:
-            raise
-    return getattr(find_by_name(owner), last)
+    found = sys.modules.get(name)
+    return pkgutil.resolve_name(name) if found is None else found
 
 
 def _importable_name(obj: object) -> str | None:
@@ -239,7 +232,7 @@ def _importable_name(obj: object) -> str | None:
     if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
         try:
             return obj.__name__ if find_by_name(obj.__name__) is obj else None
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError, ValueError):  # it has no such name, or no valid one
             return None
     if type(obj) is types.BuiltinFunctionType and isinstance(obj.__self__, types.ModuleType):
         is_replaced = getattr(obj.__self__, obj.__name__, obj) is not obj

@@ -69,8 +69,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", value) for key, value in dict.items(obj))
     elif isinstance(obj, list | tuple | set | frozenset):
         yield from ((f"[{number}]", value) for number, value in enumerate(obj))
-    elif kind not in (types.ModuleType, property) and hasattr(obj, "__dict__"):
-        for name, value in list(vars(obj).items()):
+    elif not isinstance(obj, types.ModuleType):
+        for name, value in list(getattr(obj, "__dict__", {}).items()):
             if name in _MEMBERS:
                 yield from dict.items(value)
             elif name.endswith("_hooks") and isinstance(value, dict):

@@ -34,9 +34,7 @@ from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
 from stratagem.errors import ConnectionLost, StratagemError
 
-_DATA: Any = Tensor.data
-"""Torch's own property: `nn.Parameter` has another one (`parameter_attributes`)."""
-
+_DATA: Any = Tensor.data  # torch's own: `nn.Parameter` has another one (`parameter_attributes`)
 TABLE_ROWS = 8192
 """Rows from which a matrix in a user's own module is treated as a table: below it a dense gradient of 16
 columns (512 KiB) costs less than looking up rows."""
@@ -134,8 +132,8 @@ class Kept:
         self._before = _nothing, -1
         self._note_memory()
 
-    def note_assigned(self) -> None:
-        """Note that the local tensor got other values without a new version."""
+    def forget_pushed(self) -> None:
+        """Let the next `flush` send the local values."""
         self._pushed = -1
 
     def _note_memory(self) -> None:
@@ -220,7 +218,7 @@ class CoordinatorParameter(ManagedParameter):
     @override
     def note_write(self, *, assigned: bool) -> bool:
         if assigned:
-            self.kept.note_assigned()
+            self.kept.forget_pushed()
         return self.kept.plan is None and self.kept.description is not None
 
     @property

@@ -288,6 +288,42 @@ def test_the_loss_of_another_replica_is_refused(pair):
         train(pair, program)
 
 
+def test_learning_rates_that_differ_between_replicas_are_refused(pair):
+    """A counter that every replica moves gives each of them another learning rate."""
+
+    def program(build, once):
+        model = build(mlp)
+        trainer = Trainer(model, sgd(model))
+
+        def step(x, y):
+            F.mse_loss(model(x), y).backward()
+            trainer.scheduled_step()
+
+        return step, model
+
+    with pytest.raises(ReplicaError, match=r"'lr' to 0\.\d+.*merge_call"):
+        train(pair, program)
+
+
+def test_learning_rates_that_agree_are_kept(pair):
+    """A rule that depends on values from outside ``run`` sets the same number in every replica."""
+
+    def program(build, once):
+        model = build(mlp)
+        optimizer = sgd(model)
+
+        def step(x, y):
+            for factor in (1.0, 0.5):
+                optimizer.param_groups[0]["lr"] = 0.1 * factor
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+        return step, model
+
+    assert_same(pair, program)
+
+
 def test_counters_move_once_in_merge_call(pair):
     """A hand-written learning-rate rule counts steps in Python; in merge_call it runs once."""
 

@@ -419,7 +419,6 @@ class Strategy(Owner):
             )
 
     def _colocated(self, variable: variables.Variable) -> AbstractContextManager[object]:
-        """Return a context manager held by ``colocate_vars_with``; with one device there is nothing to do."""
         return nullcontext()
 
     @property
@@ -456,17 +455,14 @@ class Strategy(Owner):
     def _adopt_parameter(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
     ) -> ManagedParameter | None:
-        """Take over a parameter registered under the scope; None leaves it an ordinary one."""
         return module_members.adopt_parameter(self, name, parameter, self._central_device)
 
     def _adopt_buffer(
         self, module: torch.nn.Module, name: str, buffer: torch.Tensor
     ) -> ManagedBuffer | None:
-        """Take over a buffer registered under the scope; None leaves it an ordinary one."""
         return module_members.adopt_buffer(self, buffer, self._central_device)
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
-        """Run an optimizer's own step once for all replicas."""
         return step()
 
 

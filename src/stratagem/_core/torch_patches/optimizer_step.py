@@ -35,7 +35,7 @@ from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.module_members import ByContext
 from stratagem._core.torch_patches.schedulers import mean_arguments
 from stratagem._core.values import leaves
-from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
+from stratagem.errors import ForeignParameterError, ReplicaError, UnsupportedOptimizer
 
 if TYPE_CHECKING:
     from stratagem._core.replicas import ReplicaGroup
@@ -97,7 +97,25 @@ class GroupByReplica(ByContext):
         if key == "params":
             value = list(value)
             self._find_managed(value)
+        elif (replica := current_replica()) is not None and isinstance(value, int | float):
+            self._compare(replica, key, value)
         dict.__setitem__(self, key, value)
+
+    def _compare(self, replica: Replica, key: str, value: float) -> None:
+        """Refuse a setting that the replicas set to different numbers: a counter of theirs moves once per replica."""
+        name = ("setting", id(self), key)
+        written: list[tuple[int, float]] = replica.group.shared.setdefault(name, [])
+        written.append((replica.id, value))
+        count = sum(i == replica.id for i, _ in written)
+        for other in range(replica.group.size):
+            theirs = [each for i, each in written if i == other]
+            if len(theirs) >= count and theirs[count - 1] != value:
+                raise ReplicaError(
+                    f"replica {replica.id} set the optimizer's {key!r} to {value!r}, replica {other} to "
+                    f"{theirs[count - 1]!r}. Replicas share Python objects: a counter in the step (self.steps += 1) "
+                    "moves once per replica. Count outside the function given to run(), or in a function given to "
+                    "sg.get_replica_context().merge_call(...), which runs once for all replicas."
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(dict.items(self)), memo)

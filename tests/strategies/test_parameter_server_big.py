@@ -146,7 +146,7 @@ def test_whole_values_can_be_loaded(strategy):
     layer(torch.tensor([0]))
     layer.load_state_dict({"weight": value})
     assert torch.equal(layer(torch.tensor([3, 998])).detach(), value[[3, 998]])
-    with pytest.raises(ForeignParameterError, match="live on parameter servers already"):
+    with pytest.raises(ForeignParameterError, match="are on parameter servers already"):
         nn.init.zeros_(layer.weight)
 
 

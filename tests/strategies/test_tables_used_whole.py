@@ -115,7 +115,7 @@ def cluster() -> Iterator[sg.LocalCluster]:
 def assert_equals_plain_pytorch(
     cluster: sg.LocalCluster, make: Any, optimizer: Any, run: Any, shards: int = 1
 ) -> None:
-    """Compare two scheduled functions, whose gradients live on between them or not, with plain PyTorch."""
+    """Compare two scheduled functions, with gradients kept between them or not, with plain PyTorch."""
     torch.manual_seed(2)
     plain = make()
     partitioner = sg.partitioners.FixedShardsPartitioner(shards) if shards > 1 else None

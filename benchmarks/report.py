@@ -102,9 +102,9 @@ def markdown(rows: tuple[Row, ...], results: Results) -> str:
     machine = results.machine
     text.append("")
     text.append(
-        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}) in one run of `make bench`, the "
-        "sides of each row in turns; median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and `add_`. *Bound*: "
-        "the bare work on all cores at once, without communication. *Missing*: not measured."
+        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}) in one run of `make bench`. "
+        "The systems in each row take turns. Figures: median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and "
+        "`add_`. *Bound*: the bare work on all cores at once, without communication. *Missing*: not measured."
     )
     return "\n".join(text)
 

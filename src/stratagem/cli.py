@@ -187,12 +187,24 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--cluster", help="JSON object of jobs and addresses; default: TF_CONFIG's cluster"
     )
+    parser.add_argument(
+        "--checkpoint-dir",
+        action="append",
+        default=[],
+        metavar="DIRECTORY",
+        help="let a parameter server write and read its part of checkpoints below it; repeatable",
+    )
 
 
 def _server(options: argparse.Namespace) -> int:
     from stratagem._commands.serve import serve
 
-    return serve(job=options.job, index=options.index, cluster=options.cluster)
+    return serve(
+        job=options.job,
+        index=options.index,
+        cluster=options.cluster,
+        checkpoint_directories=options.checkpoint_dir,
+    )
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:

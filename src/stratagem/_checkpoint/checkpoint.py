@@ -21,7 +21,12 @@ from stratagem._checkpoint.block_reader import (
     check_frames,
     naming_the_file,
 )
-from stratagem._checkpoint.checkpoint_writer import LocalWriter, SaveOrder, write_checkpoint
+from stratagem._checkpoint.checkpoint_writer import (
+    LocalWriter,
+    PartWriter,
+    SaveOrder,
+    write_checkpoint,
+)
 from stratagem._checkpoint.directory import (
     CheckpointDirectory,
     SavedCheckpoint,
@@ -29,10 +34,18 @@ from stratagem._checkpoint.directory import (
     load,
 )
 from stratagem._checkpoint.encoding import TakenApart, from_torch_bytes, torch_bytes
-from stratagem._checkpoint.live_state import Match, check_objects, collect
+from stratagem._checkpoint.live_state import (
+    Match,
+    check_objects,
+    collect,
+    live_in,
+)
 from stratagem._checkpoint.manifest import COORDINATOR, NAME, Manifest, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
+from stratagem._checkpoint.server_parts import ServerCut, make_cuts
+from stratagem._checkpoint.server_reads import ServerReads
+from stratagem._checkpoint.server_state import remote_tensors
 from stratagem._core.context import current_replica
 from stratagem.errors import CheckpointError, ContextError
 
@@ -130,7 +143,7 @@ class Checkpoint:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{path.parent} cannot be created: {error}.") from error
-        snapshot = ObjectSnapshot.take(self, None, allow_pickle=allow_pickle)
+        snapshot = ObjectSnapshot.take(self, None, path.parent, allow_pickle=allow_pickle)
         order = SaveOrder(step=step, serial=1, metrics=metrics, name=path.name)
         return snapshot.write(CheckpointDirectory(path.parent), order, show=True)
 
@@ -229,37 +242,67 @@ class ObjectSnapshot:
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     random: Mapping[str, Any]
+    cuts: Sequence[ServerCut] = ()
 
     @classmethod
     def take(
-        cls, checkpoint: Checkpoint, copies: HostCopies | None, *, allow_pickle: bool
+        cls,
+        checkpoint: Checkpoint,
+        copies: HostCopies | None,
+        directory: Path,
+        *,
+        allow_pickle: bool,
     ) -> ObjectSnapshot:
-        """Collect the state; with `copies` training may go on afterwards, else it must wait."""
+        """Collect the state; with `copies` training may go on afterwards, else it must wait.
+
+        Parameter servers that may use `directory` keep their rows as they are now. `write` must follow.
+        """
         if current_replica() is not None:
             raise ContextError(
                 "a checkpoint was saved inside a replica. Save outside the function given to run()."
             )
-        apart = collect(checkpoint._objects, allow_pickle=allow_pickle)
-        own, aliases = _without_twins(apart.tensors)
-        if copies is not None:
-            held = copies.of(own)
-        else:
-            held = {name: _in_host_memory(tensor) for name, tensor in own.items()}
-        return cls(apart, held, aliases, read_random_state())
+        live = [value for _, value in live_in(checkpoint._objects)]
+        cuts = make_cuts(live, directory, lambda group: remote_tensors(live, group))
+        try:
+            apart = collect(checkpoint._objects, allow_pickle=allow_pickle, cuts=cuts)
+            own, aliases = _without_twins(apart.tensors)
+            if copies is not None:
+                held = copies.of(own)
+            else:
+                held = {name: _in_host_memory(tensor) for name, tensor in own.items()}
+            return cls(apart, held, aliases, read_random_state(), cuts)
+        except BaseException:
+            for cut in cuts:
+                cut.close()
+            raise
 
     def write(
         self, directory: CheckpointDirectory, order: SaveOrder, *, show: bool
     ) -> SavedCheckpoint:
-        """Write a checkpoint and commit it."""
+        """Write a checkpoint and commit it; servers write their own rows."""
+        try:
+            return self._write(directory, order, show=show)
+        finally:
+            for cut in self.cuts:
+                cut.close()
+
+    def _write(
+        self, directory: CheckpointDirectory, order: SaveOrder, *, show: bool
+    ) -> SavedCheckpoint:
         parts = [part_of(name, tensor) for name, tensor in self.tensors.items()]
-        writer = LocalWriter(parts, aliases=self.aliases, blobs=self.apart.blobs())
+        writers: list[PartWriter] = []
+        for cut in self.cuts:
+            parts += cut.local_parts(self.apart.elsewhere)
+            writers += cut.writers(self.apart.elsewhere)
+        writers.insert(0, LocalWriter(parts, aliases=self.aliases, blobs=self.apart.blobs()))
         content = {"objects": self.apart.skeleton, "random": dict(self.random)}
         label = f"saving step {order.step}"
-        with shown_progress(label, writer.bytes) if show else nullcontext() as progress:
+        total = sum(writer.bytes for writer in writers)
+        with shown_progress(label, total) if show else nullcontext() as progress:
             return write_checkpoint(
                 directory,
                 order,
-                writers=[writer],
+                writers=writers,
                 coordinator=torch_bytes(content),
                 paths=self.apart.paths,
                 progress=progress,
@@ -307,10 +350,16 @@ def restore_objects(
     for path, manifest in chain:
         check_frames(path, manifest)
     content = read_content(saved.path, allow_pickle=allow_pickle)
-    match = Match(objects, content["objects"], saved.manifest.tensors, partial=partial)
-    match.check(str(saved.path), strict=strict)
-    tensors = read_tensors(chain, match.needed, f"restoring step {saved.step}")
-    match.apply(tensors, strict=strict)
+    live = [value for _, value in live_in(objects)]
+    with ServerReads(live, saved.path) as servers:
+        match = Match(
+            objects, content["objects"], saved.manifest.tensors, partial=partial, servers=servers
+        )
+        match.check(str(saved.path), strict=strict)
+        servers.verify(chain)
+        tensors = read_tensors(chain, match.needed, f"restoring step {saved.step}")
+        match.apply(tensors, strict=strict)
+        servers.read(chain)
     if random:
         set_random_state(content["random"])
     return Restored(

@@ -53,6 +53,10 @@ BLOB_LIMIT: Final = 1000
 Objects with more are in ``coordinator.pt`` only."""
 
 
+class StoredElsewhere:
+    """Base of objects that stand in a nest for a tensor that another process stores."""
+
+
 @dataclass
 class TakenApart:
     """The contents of a checkpoint, taken apart.
@@ -60,6 +64,7 @@ class TakenApart:
     Attributes:
         skeleton: the nest without its tensors.
         tensors: the tensors by name, as they are.
+        elsewhere: tensors that other processes store, by name.
         plain: values that are no tensors, by name, for torch's index.
         paths: the place of all of these in the nest.
         allow_pickle: accept values of any class in the skeleton.
@@ -68,6 +73,7 @@ class TakenApart:
     allow_pickle: bool = False
     skeleton: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    elsewhere: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
 
@@ -75,6 +81,10 @@ class TakenApart:
         """Return the skeleton of a nest; its tensors and plain values are noted."""
         if isinstance(value, Tensor):
             return self._tensor(value, path)
+        if isinstance(value, StoredElsewhere):
+            name = self._free_name(path)
+            self.elsewhere[name] = value
+            return {"$tensor": name}
         if type(value) is np.ndarray and value.dtype.kind in "biufcSUmM":
             return self._array(value, path)
         if type(value) in _MAPPINGS:
@@ -162,7 +172,7 @@ class TakenApart:
 def _holds_more(values: Iterable[Any]) -> bool:
     """Return True for a list with tensors or dictionaries in it; torch names its items one by one."""
     return any(
-        isinstance(each, Tensor | Mapping | np.ndarray)
+        isinstance(each, Tensor | Mapping | np.ndarray | StoredElsewhere)
         or (type(each) in (list, tuple) and _holds_more(each))
         for each in values
     )

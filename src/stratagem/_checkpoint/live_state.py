@@ -10,7 +10,8 @@ missing names, unexpected names and the tensors to read. `Match.apply` then puts
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -21,8 +22,19 @@ from torch.optim import Optimizer
 from stratagem._checkpoint import optimizer_names
 from stratagem._checkpoint.encoding import Path, TakenApart, decode, tensor_names
 from stratagem._checkpoint.manifest import StoredTensor
+from stratagem._checkpoint.server_group import is_plain_module
+from stratagem._checkpoint.server_parts import ServerCut
+from stratagem._checkpoint.server_reads import ServerReads
+from stratagem._checkpoint.server_state import (
+    kept_state,
+    note_server_state,
+    on_servers,
+    take_state,
+    without_rows,
+)
 from stratagem._core.values import Convertible, convert_to_tensor
 from stratagem._core.variables import Variable, VariableAggregation, VariableSynchronization
+from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem.errors import CheckpointMismatch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -112,26 +124,34 @@ def modules_in(objects: Mapping[str, Any]) -> dict[str, nn.Module]:
 # ------------------------------------------------------------------ collecting
 
 
-def collect(objects: Mapping[str, Any], *, allow_pickle: bool) -> TakenApart:
-    """Return the state of objects, taken apart; tensors are the objects' own, not copies."""
+def collect(
+    objects: Mapping[str, Any], *, allow_pickle: bool, cuts: Sequence[ServerCut] = ()
+) -> TakenApart:
+    """Return the state of objects, taken apart: tensors not copied, or left on servers with a cut."""
     apart = TakenApart(allow_pickle)
     modules = modules_in(objects)
     for name, value in objects.items():
-        apart.skeleton[name] = _collect(value, (name,), apart, modules)
+        apart.skeleton[name] = _collect(value, (name,), apart, modules, cuts)
     return apart
 
 
-def _collect(value: Any, path: Path, apart: TakenApart, modules: Mapping[str, nn.Module]) -> Any:
+def _collect(
+    value: Any,
+    path: Path,
+    apart: TakenApart,
+    modules: Mapping[str, nn.Module],
+    cuts: Sequence[ServerCut],
+) -> Any:
     kind = kind_of(value)
     if kind:
-        state, extra = _state_of(kind, value, modules)
+        state, extra = _state_of(kind, value, modules, cuts)
         entry = {"$object": kind, "class": _class_name(value), **extra}
         return {**entry, "state": apart.encode(state, path)}
     if next(live_in(value), None) is None:
         return apart.encode(_plain_containers(value), path)
     if isinstance(value, dict):
-        return {k: _collect(v, (*path, str(k)), apart, modules) for k, v in value.items()}
-    made = (_collect(v, (*path, i), apart, modules) for i, v in enumerate(value))
+        return {k: _collect(v, (*path, str(k)), apart, modules, cuts) for k, v in value.items()}
+    made = (_collect(v, (*path, i), apart, modules, cuts) for i, v in enumerate(value))
     return list(made) if isinstance(value, list) else tuple(made)
 
 
@@ -145,16 +165,30 @@ def _plain_containers(value: Any) -> Any:
 
 
 def _state_of(
-    kind: str, value: Any, modules: Mapping[str, nn.Module]
+    kind: str, value: Any, modules: Mapping[str, nn.Module], cuts: Sequence[ServerCut]
 ) -> tuple[Any, dict[str, Any]]:
     """Return an object's state, and further facts that restoring it needs."""
+    if kind in ("variable", "assignable"):
+        remote = on_servers(value, cuts)
+        if remote is not None:
+            return remote, {}
     if kind == "variable":
         return _variable_state(value), {}
     if kind == "assignable":
         return convert_to_tensor(value).detach(), {}
     if kind == "generator":
         return value.get_state(), {}
-    state = value.state_dict()
+    plain_module = kind == "module" and bool(cuts) and is_plain_module(value)
+    with ExitStack() as frozen:
+        for cut in cuts if kind == "optimizer" or plain_module else ():
+            frozen.enter_context(cut.group.frozen())
+        state: Any
+        if plain_module:
+            state = without_rows(kept_state(value), cuts)
+        else:
+            state = value.state_dict()
+    if kind == "optimizer":
+        note_server_state(value, state, cuts)
     if kind == "module":
         # Versions of the modules' state, by which they read older ones. torch keeps it as an attribute.
         versions = vars(state).get("_metadata", {}) if isinstance(state, OrderedDict) else {}
@@ -190,6 +224,7 @@ class Match:
         skeleton: of the checkpoint.
         tensors: of the checkpoint, by name.
         partial: ignore objects that only the checkpoint has.
+        servers: parameter servers that read their tensors by themselves.
 
     Attributes:
         missing: names that the objects have and the checkpoint lacks.
@@ -207,8 +242,10 @@ class Match:
         tensors: Mapping[str, StoredTensor],
         *,
         partial: bool = False,
+        servers: ServerReads | None = None,
     ) -> None:
         self._stored = tensors
+        self._servers = servers
         self._modules = modules_in(objects)
         self._actions: list[Callable[[Mapping[str, Tensor], bool], None]] = []
         self.missing: list[str] = []
@@ -223,6 +260,9 @@ class Match:
                 self._compare(objects, name, skeleton[name], (name,))
         if not partial:
             self.unexpected.extend(name for name in skeleton if name not in objects)
+        if servers is not None:
+            elsewhere = servers.names
+            self.needed = [name for name in self.needed if name not in elsewhere]
 
     def check(self, path: str, *, strict: bool) -> None:
         """Raise if the two do not fit.
@@ -294,18 +334,27 @@ class Match:
             self._other(value, skeleton, path)
 
     def _module(self, module: nn.Module, skeleton: Any, path: Path) -> None:
-        current, saved = module.state_dict(), skeleton["state"]
+        saved = skeleton["state"]
+        servers = self._servers if is_plain_module(module) else None
+        with nullcontext() if servers is None else servers.frozen():
+            current: Mapping[str, Any]
+            current = module.state_dict() if servers is None else kept_state(module)
+        elsewhere: set[str] = set()
         self.missing.extend(_shown((*path, key)) for key in current if key not in saved)
         self.unexpected.extend(_shown((*path, key)) for key in saved if key not in current)
         for key, value in current.items():
             if key in saved and isinstance(value, Tensor) and not is_lazy(value):
                 self._fits(value, saved[key], (*path, key))
+                if servers is not None and self._take(value, saved[key]):
+                    elsewhere.add(key)
 
         def load(tensors: Mapping[str, Tensor], strict: bool) -> None:
-            state = decode(saved, tensors)
+            own = type(saved)((key, each) for key, each in saved.items() if key not in elsewhere)
+            state = decode(own, tensors)
             if isinstance(state, OrderedDict):
                 vars(state)["_metadata"] = OrderedDict(skeleton["versions"])
-            module.load_state_dict(state, strict=strict)
+            # What is missing in the checkpoint was found before.
+            module.load_state_dict(state, strict=strict and not elsewhere)
 
         self._actions.append(load)
 
@@ -322,15 +371,36 @@ class Match:
         missing, unexpected = optimizer_names.differences(saved, names)
         self.missing.extend(f"{_shown(path)}: parameter {name}" for name in missing)
         self.unexpected.extend(f"{_shown(path)}: state of {name}" for name in unexpected)
+        elsewhere: set[str] = set()
+        if self._servers is not None:
+            elsewhere = take_state(self._servers, optimizer, saved["state"], names, self._stored)
 
         def load(tensors: Mapping[str, Tensor], strict: bool) -> None:
-            state = decode(saved, tensors)
-            numbered = optimizer_names.to_numbers(state, names, optimizer.state_dict())
+            kept = {key: each for key, each in saved["state"].items() if key not in elsewhere}
+            state = decode({**saved, "state": kept}, tensors)
+            with nullcontext() if self._servers is None else self._servers.frozen():
+                current = optimizer.state_dict()
+            numbered = optimizer_names.to_numbers(state, names, current)
             optimizer.load_state_dict(numbered)
 
         self._actions.append(load)
 
+    def _take(self, value: Any, entry: Any) -> bool:
+        """Let servers read a tensor; False if it is not theirs, or not of their kind."""
+        name = entry.get("$tensor", "") if isinstance(entry, dict) else ""
+        stored = self._stored.get(name)
+        return (
+            self._servers is not None
+            and stored is not None
+            and self._servers.take(value, name, stored)
+        )
+
     def _other(self, value: Any, skeleton: Any, path: Path) -> None:
+        saved_entry = skeleton["state"]
+        if isinstance(value, Variable | ShardedVariable) and self._take(value, saved_entry):
+            self._fits(value, saved_entry, path)
+            return
+
         def load(tensors: Mapping[str, Tensor], strict: bool) -> None:
             state = decode(skeleton["state"], tensors)
             if isinstance(value, Variable):

@@ -292,7 +292,10 @@ class CheckpointManager(Owner):
         numbers = {name: float(value) for name, value in metrics.items()}
         order = SaveOrder(step=step, serial=self._serial + 1, metrics=numbers, final=final)
         snapshot = ObjectSnapshot.take(
-            self._checkpoint, None if wait else self._copies, allow_pickle=self._allow_pickle
+            self._checkpoint,
+            None if wait else self._copies,
+            self.directory,
+            allow_pickle=self._allow_pickle,
         )
         handle.paused_s = time.monotonic() - handle._began
         self._serial += 1

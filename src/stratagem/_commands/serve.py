@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
 from stratagem import config
 
 __all__ = ["cluster_from", "serve"]
 
 
-def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
+def serve(
+    *,
+    job: str | None,
+    index: int | None,
+    cluster: str | None,
+    checkpoint_directories: Sequence[str] = (),
+) -> int:
     """Run the task until it is stopped (Ctrl-C, SIGTERM)."""
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec
     from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
@@ -24,7 +31,12 @@ def serve(*, job: str | None, index: int | None, cluster: str | None) -> int:
         raise ValueError(
             f"unknown task: job={job!r}. Give --job worker or --job ps, or set TF_CONFIG's task."
         )
-    with Server(spec, job_name=job, task_index=index) as server:
+    with Server(
+        spec,
+        job_name=job,
+        task_index=index,
+        checkpoint_directories=checkpoint_directories,
+    ) as server:
         # The program that started us may wait for this line: the port is open now.
         sys.stdout.write(f"serving /job:{job}/task:{index} at {server.target}\n")
         sys.stdout.flush()

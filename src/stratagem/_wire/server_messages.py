@@ -305,6 +305,114 @@ class State(Message, frozen=True):
     items: tuple[StateItem, ...]
 
 
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+class MakeCut(Message, frozen=True):
+    """Keep the rows of these variables, and of optimizer state for them, as they are now, until EndCut.
+
+    `probe`: a file that the sender made in `directory`. A server that does not see it does not share the file
+    system and makes no cut.
+    """
+
+    variables: tuple[int, ...]
+    directory: str
+    probe: str
+
+
+class CutItem(Record, frozen=True):
+    """State that an optimizer keeps for a variable: a tensor (with a dtype), or a plain value."""
+
+    optimizer: int
+    variable: int
+    key: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    value: bool | int | float | None = None
+
+
+class CutMade(Message, frozen=True):
+    """Answer to MakeCut; with `refused`, why no cut was made. `facts`: versions and applied writes, for JSON."""
+
+    cut: int = 0
+    items: tuple[CutItem, ...] = ()
+    facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    refused: str = ""
+
+
+class PartRef(Record, frozen=True):
+    """Rows of one tensor of a checkpoint that a server holds: a variable's, or optimizer state's with a `key`.
+
+    `shape` is that of the whole tensor, `start` the first row here, `rows` their number. `per_shard`: a number that
+    every shard has; the rows are those of the shard.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    start: int
+    rows: int
+    variable: int
+    optimizer: int = 0
+    key: str = ""
+    per_shard: bool = False
+
+
+class WriteCut(Message, frozen=True):
+    """Write the parts of a cut to a file. The answer comes at once; AskTransfer asks for the result."""
+
+    cut: int
+    path: str
+    parts: tuple[PartRef, ...]
+
+
+class EndCut(Message, frozen=True):
+    """Give up a cut. One that is being written is given up, too."""
+
+    cut: int
+
+
+class ReadParts(Message, frozen=True):
+    """Read parts from a checkpoint into the variables and optimizer state here, or verify them only.
+
+    `chain`: directory and identity of the checkpoint, then of its parents. `state`: plain values of optimizer
+    state. The answer comes at once; AskTransfer asks for the result.
+    """
+
+    chain: tuple[tuple[str, str], ...]
+    parts: tuple[PartRef, ...]
+    state: tuple[CutItem, ...] = ()
+    verify: bool = False
+
+
+class AskTransfer(Message, frozen=True):
+    """Ask how far WriteCut or ReadParts of this session has come."""
+
+
+class BlockRef(Record, frozen=True):
+    """A written block: number of its part, place in the file, rows and checksum."""
+
+    part: int
+    offset: int
+    start: int
+    rows: int
+    crc32: int
+
+
+class Transfer(Message, frozen=True):
+    """Answer to AskTransfer. `size`, `crc32` and `blocks` describe a file that is complete.
+
+    `failure`: why it ended badly; `damaged`: the file that is to blame, if one is.
+    """
+
+    moved: int
+    done: bool = False
+    failure: str = ""
+    damaged: str = ""
+    size: int = 0
+    crc32: int = 0
+    blocks: tuple[BlockRef, ...] = ()
+
+
 # -- statistics --------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ A launcher starts one process (or thread) per order and reports what happens to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -22,6 +22,7 @@ class TaskOrder:
     threads: int = 1  # of torch
     environment: Mapping[str, str] = field(default_factory=dict)  # set for this task only
     any_optimizer: bool = False  # of any module: the coordinator is a program of the same user
+    checkpoint_directories: Sequence[str] = ()  # below which a parameter server may write
     stopped_limit_s: float = 0.0  # kill the task when it was stopped (SIGSTOP) so long; 0: never
 
     @property

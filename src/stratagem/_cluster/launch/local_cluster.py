@@ -74,6 +74,8 @@ class LocalCluster(Owner):
                     key=self._key,
                     threads=int(threads),
                     any_optimizer=True,
+                    # The tasks belong to the user of this process, who may write anywhere anyway.
+                    checkpoint_directories=("/",),
                     stopped_limit_s=stopped_limit_s if job == "worker" else 0.0,
                 )
                 for job, count in (("ps", ps), ("worker", workers))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self, final
 
 from typing_extensions import override
@@ -48,6 +48,8 @@ class Server(Owner):
         key: the cluster key; by default from the environment (``STRATAGEM_CLUSTER_KEY``).
         advertised_address: host, or ``host:port``, by which others reach this task, if that is not the
             address in the cluster specification (behind NAT, in a container).
+        checkpoint_directories: a parameter server writes and reads its part of a checkpoint only below
+            these. Without any, its rows pass through the coordinator.
 
     Raises:
         TypeError: not a cluster.
@@ -73,6 +75,7 @@ class Server(Owner):
         *,
         key: str | None = None,
         advertised_address: str | None = None,
+        checkpoint_directories: Sequence[str] = (),
     ) -> None:
         log_as_environment_says()
         spec = ClusterSpec(server_or_cluster_def)
@@ -86,6 +89,7 @@ class Server(Owner):
             raise TypeError(f"config={config!r}: expected ClusterOptions or None.")
         self.cluster_spec = spec
         self._key = key
+        self._checkpoint_directories = tuple(checkpoint_directories)
         address = spec.task_address(self.job_name, self.task_index)
         self._advertised = _split(advertised_address or address)
         self._bind = _bind_address(address)
@@ -103,7 +107,12 @@ class Server(Owner):
         warm_up()
         role = "ps" if self.job_name == "ps" else "worker"
         self._task = make_task(
-            role, self.task_index, self._bind, key=self._key, forward_output=False
+            role,
+            self.task_index,
+            self._bind,
+            key=self._key,
+            forward_output=False,
+            checkpoint_directories=self._checkpoint_directories,
         )
         self._thread = threading.Thread(
             target=self._serve,

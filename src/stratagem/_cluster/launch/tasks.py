@@ -5,12 +5,13 @@ Used by `Server` and by every launcher, so that all of them run the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import torch
 
 from stratagem import config
+from stratagem._checkpoint.server_files import access_to
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.worker.worker import Worker
 from stratagem._ps.malloc import keep_freed_memory
@@ -48,8 +49,11 @@ def make_task(
     key: str | None = None,
     forward_output: bool = True,
     any_optimizer: bool = False,
+    checkpoint_directories: Sequence[str] = (),
 ) -> Task:
     """Make a task that listens on `address`; with `any_optimizer` a server imports any module for one.
+
+    A parameter server writes and reads checkpoints only below `checkpoint_directories`.
 
     Raises:
         ValueError: a job that is neither ``worker`` nor ``ps``.
@@ -59,7 +63,10 @@ def make_task(
         proof = _task_key(key, address)
         return Worker(address, index=index, key=proof, forward_output=forward_output)
     if job == "ps":
-        options = ServerOptions(optimizer_modules=(ANY_MODULE,) if any_optimizer else None)
+        options = ServerOptions(
+            optimizer_modules=(ANY_MODULE,) if any_optimizer else None,
+            checkpoints=access_to(checkpoint_directories),
+        )
         proof = _task_key(key, address)
         return ParameterServer(address, task=f"/job:ps/task:{index}", key=proof, options=options)
     raise ValueError(
@@ -79,6 +86,7 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
         order.address,
         key=order.key or None,
         any_optimizer=order.any_optimizer,
+        checkpoint_directories=order.checkpoint_directories,
     ) as task:
         ready(task.address)
         task.serve()

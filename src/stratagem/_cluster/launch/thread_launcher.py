@@ -38,6 +38,7 @@ class ThreadLauncher(Owner):
             key=order.key or None,
             forward_output=False,
             any_optimizer=order.any_optimizer,
+            checkpoint_directories=order.checkpoint_directories,
         )
         thread = threading.Thread(
             target=task.serve, name=f"stratagem-{order.job}-{order.index}", daemon=True

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, final
 
@@ -388,6 +389,14 @@ class PsClient(Owner):
         """
         present = [server for server, one in enumerate(self._connections) if one.is_open]
         self._control.await_answers(options, of=present)
+
+    def connect_beside(self, server: int, *, timeout_s: float = 10.0) -> ServerConnection:
+        """Return another connection to a server, for a thread of its own; the caller closes it."""
+        known = self._connections[server]
+        beside = replace(self._membership, is_owner=False)
+        connection = ServerConnection(known.task, known.find_address, beside)
+        connection.open(timeout_s=timeout_s)
+        return connection
 
     @property
     def tasks(self) -> list[str]:

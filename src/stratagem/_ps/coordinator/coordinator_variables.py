@@ -168,7 +168,7 @@ class Kept:
                 f"session ended ({self.not_fetched}). The value here is an older one, so that it cannot be "
                 "read or saved. Restore a checkpoint into a new model under a new strategy."
             ) from self.not_fetched
-        if remote is None or self.plan is not None or self.is_changed() or self.owner.closed:
+        if remote is None or self.plan is not None or self.owner.is_frozen or self.is_changed():
             return
         if remote.versions() != remote.seen:
             # Through `.data`: the user changed nothing, so no version is counted. `read` returns each shard
@@ -319,6 +319,7 @@ class CoordinatorVariables:
         self.partitioner = partitioner
         self.closed = False
         self._fetched = False  # whether the last values were fetched
+        self.is_frozen = False  # while a checkpoint is described
         self.beside: Description | None = None  # while colocate_vars_with is in force
         self._placement = Placement(servers)
         # Modules own the entries.

@@ -68,6 +68,11 @@ class ObjectHandles:
 
     # -------------------------------------------------------------- handles
 
+    @property
+    def optimizers(self) -> OptimizersOnServers:
+        """The strategy's optimizers on the servers."""
+        return self._optimizers
+
     def describe(self, obj: object) -> Token | None:
         """Return a token if `obj` belongs to the strategy, else None."""
         known = self._tokens.get(id(obj))

@@ -96,13 +96,17 @@ class OptimizersOnServers:
             self._watch(optimizer)
         return number
 
+    def number_of(self, optimizer: Optimizer) -> int | None:
+        """Return the number of an optimizer that was set up on the servers; None for others."""
+        return self._numbers.get(optimizer)
+
     def initial_settings(self, optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
         """Return the settings that servers use unless a step brings others."""
         return {group: dict(values) for group, values in self._initial[optimizer].items()}
 
     def bring(self, optimizer: Optimizer) -> None:
         """Fetch the servers' state; after the session the state that `fetch_all` fetched stays."""
-        if not self._variables.closed:
+        if not (self._variables.closed or self._variables.is_frozen):
             self._fetch_state(optimizer, _all_managed(optimizer))
             return
         why = self._not_fetched.get(optimizer)

@@ -25,6 +25,7 @@ from stratagem import config
 from stratagem._owner import Owner
 from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.server.acceptor import Acceptor
+from stratagem._ps.server.checkpoint_parts import CheckpointAccess
 from stratagem._ps.server.client_memory import ClientMemory
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
@@ -75,6 +76,9 @@ class ServerOptions:
 
     shared_memory: bool | None = None
     """False sends bytes even to tasks on this host; by default `config.shared_memory_allowed()`."""
+
+    checkpoints: CheckpointAccess | None = None
+    """Directories below which checkpoints may be written and read; by default none."""
 
     limits: Limits = field(default_factory=lambda: Limits(frame_bytes=config.frame_bytes()))
     """Of what one connection sends; by default `config.frame_bytes()` in one message."""
@@ -137,7 +141,11 @@ class ParameterServer(Owner):
         self._arrivals: deque[_Connection] = deque()
         self._connections: set[_Connection] = set()
         self._sessions = SessionTable(
-            self.task, self._budget, optimizer_modules, shared_memory=self._shared
+            self.task,
+            self._budget,
+            optimizer_modules,
+            shared_memory=self._shared,
+            access=self._options.checkpoints,
         )
         self._thread: threading.Thread | None = None
         self._stopping = False

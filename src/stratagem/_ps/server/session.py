@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps import types
+from stratagem._ps.server.checkpoint_parts import CheckpointAccess, SessionCheckpoints
 from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.store import VariableStore
@@ -54,6 +55,7 @@ class Session:
         budget: Budget,
         optimizer_modules: Sequence[str] = (),
         shared_memory: bool = True,
+        access: CheckpointAccess | None = None,
     ) -> None:
         self.name = name
         self._shared_memory = shared_memory
@@ -63,6 +65,7 @@ class Session:
         self.store = VariableStore(
             self._allocate, budget=budget, optimizer_modules=optimizer_modules
         )
+        self._checkpoints = SessionCheckpoints(self.store, access or CheckpointAccess())
         self._handlers: dict[type[Message], Callable[[Any, Frame, ClientMemory], Reply]] = {
             messages.Write: self._write,
             messages.Read: self._read,
@@ -76,6 +79,11 @@ class Session:
             messages.CreateOptimizer: self._create_optimizer,
             messages.ReadState: self._read_state,
             messages.WriteState: self._write_state,
+            messages.MakeCut: self._make_cut,
+            messages.WriteCut: self._write_cut,
+            messages.EndCut: self._end_cut,
+            messages.ReadParts: self._read_parts,
+            messages.AskTransfer: self._ask_transfer,
         }
 
     @property
@@ -104,6 +112,7 @@ class Session:
 
     def close(self) -> None:
         """Free everything. May be called again."""
+        self._checkpoints.close()
         self._places.clear()
         self.store.close()
         self._arena.close()
@@ -279,6 +288,28 @@ class Session:
     ) -> Reply:
         self.store.finish_closures(message.ranges)
         return _OK
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def _make_cut(self, message: messages.MakeCut, _: Frame, __: ClientMemory) -> Reply:
+        return self._checkpoints.make_cut(message), ()
+
+    def _write_cut(self, message: messages.WriteCut, _: Frame, __: ClientMemory) -> Reply:
+        self._checkpoints.write_cut(message)
+        return _OK
+
+    def _end_cut(self, _: messages.EndCut, __: Frame, ___: ClientMemory) -> Reply:
+        self._checkpoints.end_cut()
+        return _OK
+
+    def _read_parts(self, message: messages.ReadParts, _: Frame, __: ClientMemory) -> Reply:
+        self._checkpoints.begin_read(message)
+        return _OK
+
+    def _ask_transfer(self, _: messages.AskTransfer, __: Frame, ___: ClientMemory) -> Reply:
+        transfer, touched = self._checkpoints.progress()
+        self._publish({variable: self.store.touch(variable) for variable in touched})
+        return transfer, ()
 
     # -- optimizers ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Final, final
 
 from typing_extensions import override
 
+from stratagem._ps.server.checkpoint_parts import CheckpointAccess
 from stratagem._ps.server.session import Session
 from stratagem._wire import messages
 from stratagem._wire.arenas import Budget
@@ -54,11 +55,13 @@ class SessionTable:
         optimizer_modules: Sequence[str] = (),
         *,
         shared_memory: bool = True,
+        access: CheckpointAccess | None = None,
     ) -> None:
         self._task = task
         self._budget = budget
         self._optimizer_modules = optimizer_modules
         self._shared_memory = shared_memory
+        self._access = access
         self._leases: dict[str, _Lease] = {}
 
     def open(self, message: messages.OpenSession, *, owner: Hashable) -> Session:
@@ -79,6 +82,7 @@ class SessionTable:
                 budget=self._budget,
                 optimizer_modules=self._optimizer_modules,
                 shared_memory=self._shared_memory,
+                access=self._access,
             )
             lease = self._leases[message.session] = _Lease(session, message.lease_s)
         lease.owners.add(owner)

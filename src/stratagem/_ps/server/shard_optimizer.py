@@ -217,6 +217,12 @@ class ServerOptimizer:
         if self._unstepped:
             self._unstepped.difference_update(gradient.variable for gradient in gradients)
 
+    def touches_rows_only(self, gradient: Gradient) -> bool:
+        """Return whether a step with this gradient changes no other rows than those it names."""
+        self._find(gradient.variable)
+        group = self._optimizer.param_groups[self._group_of[gradient.variable]]
+        return gradient.ids is not None and self._rows_suffice(group)
+
     # State.
 
     def forget(self, variable: int) -> int:

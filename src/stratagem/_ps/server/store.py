@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from stratagem._ps.init_ops import initialise
 from stratagem._ps.rows import take_rows
+from stratagem._ps.server.cut import Cut, Key
 from stratagem._ps.server.ledger import Admission, WriteLedger
 from stratagem._ps.server.row_operations import (
     check_ids,
@@ -109,6 +110,7 @@ class VariableStore:
         self._variables: dict[int, StoredVariable] = {}
         self._optimizers: dict[int, ServerOptimizer] = {}
         self._ledger = WriteLedger()
+        self._cut: Cut | None = None
 
     # Which writes are applied.
 
@@ -150,6 +152,7 @@ class VariableStore:
 
     def delete(self, variable: int) -> None:
         """Free a variable and its optimizer state; an unknown one was freed before."""
+        self._before_write(variable)
         self._variables.pop(variable, None)
         for number, optimizer in list(self._optimizers.items()):
             self._count_state(number, -optimizer.forget(variable))
@@ -159,6 +162,7 @@ class VariableStore:
     def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
         """Run in-place initialisations in order; return the new version."""
         stored = self._find(variable)
+        self._before_write(variable)
         for operation in operations:
             initialise(stored.tensor, operation)
         return self._count_write(stored)
@@ -166,6 +170,7 @@ class VariableStore:
     def write_rows(self, variable: int, start: int, values: Tensor) -> int:
         """Write consecutive rows from `start`; return the new version."""
         stored = self._find(variable)
+        self._before_write(variable)
         copy_rows(values, stored.tensor, start, repr(stored.name))
         return self._count_write(stored)
 
@@ -197,6 +202,7 @@ class VariableStore:
                 f"cannot {operation} a value of shape {tuple(value.shape)!r} to {stored.name!r}: "
                 f"expected shape {tuple(stored.tensor.shape)!r}."
             )
+        self._before_write(variable)
         if operation == "set":
             stored.tensor.copy_(value)
         elif operation == "add":
@@ -217,6 +223,8 @@ class VariableStore:
         check_ids(ids, stored.tensor, stored.name)
         values = expand_values(values, ids, stored.tensor, stored.name)
         if ids.numel():
+            if self._cut is not None:
+                self._before_write(variable, torch.unique(ids))
             scatter_rows(stored.tensor, operation, ids, values)
         return self._count_write(stored)
 
@@ -272,6 +280,10 @@ class VariableStore:
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
                 check_ids(gradient.ids, variable.tensor, variable.name)
+        if self._cut is not None:
+            for gradient in gradients:
+                rows_only = stepper.touches_rows_only(gradient)
+                self._before_write(gradient.variable, gradient.ids if rows_only else None)
         with stepper.settings(settings) if settings else nullcontext():
             first = stepper.unstepped(gradients)
             if first:
@@ -297,6 +309,21 @@ class VariableStore:
         found.load_state(entries)
         self._count_state(optimizer, found.state_bytes(variables) - before)
 
+    def tensor_of(self, variable: int, optimizer: int, key: str) -> Tensor:
+        """Return a variable's value (without a key), or a tensor of optimizer state for it."""
+        if not key:
+            return self.read(variable)
+        found = self._find_optimizer(optimizer).state_of(variable, key)
+        if not isinstance(found, Tensor):
+            raise ValueError(f"there is no tensor {key!r} of variable {variable!r}.")
+        return found
+
+    def touch(self, variable: int) -> int:
+        """Prepare for a write of the whole variable from outside; count and return its version."""
+        stored = self._find(variable)
+        self._before_write(variable)
+        return self._count_write(stored)
+
     def write_optimizer_rows(self, optimizer: int, entry: StateEntry, start: int) -> None:
         """Write consecutive rows from `start` of state that `load_optimizer_state` allocated."""
         target = self._find_optimizer(optimizer).state_of(entry.variable, entry.key)
@@ -304,9 +331,35 @@ class VariableStore:
             raise ValueError(
                 f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
             )
+        self._before_write(entry.variable)
         copy_rows(entry.value, target, start, f"{entry.key!r} of variable {entry.variable!r}")
 
     # Everything in, everything out.
+
+    def begin_cut(self, variables: Iterable[int]) -> Cut:
+        """Keep these variables, and optimizer state for them, as they are now; `end_cut` ends it.
+
+        A cut that was made before is closed.
+        """
+        self.end_cut()
+        wanted = set(variables)
+        tensors: dict[Key, Tensor] = {(one, 0, ""): self._find(one).tensor for one in wanted}
+        for number, optimizer in self._optimizers.items():
+            for entry in optimizer.state_entries():
+                if entry.variable in wanted and isinstance(entry.value, Tensor):
+                    tensors[entry.variable, number, entry.key] = entry.value
+        self._cut = Cut(tensors)
+        return self._cut
+
+    def end_cut(self) -> None:
+        """Close the cut, if there is one."""
+        if self._cut is not None:
+            self._cut.close()
+            self._cut = None
+
+    def _before_write(self, variable: int, ids: Tensor | None = None) -> None:
+        if self._cut is not None:
+            self._cut.before_write(variable, ids)
 
     def describe(self) -> StoreManifest:
         """Return everything the store holds but the rows of its tensors."""

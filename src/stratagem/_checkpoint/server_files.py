@@ -1,0 +1,97 @@
+"""Files of checkpoints as parameter servers write and read them (`BlockFiles` of `_ps/server`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
+
+from torch import Tensor
+
+from stratagem._checkpoint.block_file import BlockFileWriter, TensorPart
+from stratagem._checkpoint.block_reader import BlockReader, RowsWanted
+from stratagem._checkpoint.directory import load
+from stratagem._checkpoint.manifest import Manifest
+from stratagem._ps.server.checkpoint_parts import CheckpointAccess, RowsToRead, RowsToWrite
+from stratagem._wire.messages import BlockRef
+from stratagem.errors import CheckpointCorrupt
+
+
+@final
+class ServerFiles:
+    """Writes one block file, and reads rows from the block files of a checkpoint."""
+
+    def write(
+        self, path: Path, parts: Sequence[RowsToWrite], progress: Callable[[int], None]
+    ) -> tuple[int, int, Sequence[BlockRef]]:
+        """Write a file and flush it; return its size, its checksum, and its blocks."""
+        blocks = []
+        with BlockFileWriter(path, progress) as file:
+            for number, part in enumerate(parts):
+                first = len(file.blocks)
+                file.add(_tensor_part(part))
+                blocks += [
+                    BlockRef(number, one.offset, one.start, one.rows, one.crc32)
+                    for one in file.blocks[first:]
+                ]
+            stored = file.finish()
+        return stored.bytes, stored.crc32, blocks
+
+    def read(
+        self,
+        chain: Sequence[tuple[str, str]],
+        parts: Sequence[RowsToRead],
+        progress: Callable[[int], None],
+    ) -> None:
+        """Read or verify rows of a checkpoint.
+
+        Raises:
+            CheckpointCorrupt: a file is missing or damaged, or the checkpoint was replaced.
+        """
+        opened = [
+            (Path(directory), _manifest(directory, identity)) for directory, identity in chain
+        ]
+        with BlockReader(opened, progress) as reader:
+            rows: list[RowsWanted] = []
+            for part in parts:
+                if part.per_shard:
+                    number = reader.read_number(part.tensor, part.start, part.rows)
+                    if part.into is not None:
+                        part.into.copy_(number)
+                elif part.into is not None:
+                    rows.append(RowsWanted(part.tensor, part.start, part.into))
+                else:
+                    reader.verify_rows(part.tensor, part.start, part.rows)
+            reader.read(rows)
+
+
+def access_to(directories: Sequence[str]) -> CheckpointAccess:
+    """Return the access of a server to checkpoints below these directories."""
+    return CheckpointAccess(tuple(directories), ServerFiles())
+
+
+def _tensor_part(part: RowsToWrite) -> TensorPart:
+    def read(first: int, last: int) -> Tensor:
+        if part.per_shard:
+            return part.read(0, 1)
+        return part.read(first - part.start, last - part.start)
+
+    return TensorPart(
+        tensor=part.tensor,
+        dtype=part.dtype,
+        shape=() if part.per_shard else part.shape,
+        start=part.start,
+        rows=part.rows,
+        read=read,
+        per_shard=part.per_shard,
+    )
+
+
+def _manifest(directory: str, identity: str) -> Manifest:
+    manifest = load(Path(directory)).manifest
+    if manifest.identity != identity:
+        raise CheckpointCorrupt(
+            f"{directory} is another checkpoint than the one to restore: it was replaced meanwhile.",
+            path=directory,
+        )
+    return manifest

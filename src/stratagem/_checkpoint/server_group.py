@@ -1,0 +1,268 @@
+"""The parameter servers of a strategy as checkpoints see them: which rows are where, and connections to ask.
+
+A checkpoint has connections of its own, so that a save does not wait for training and training not for a save.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem._checkpoint.block_file import Progress
+from stratagem._checkpoint.encoding import StoredElsewhere
+from stratagem._core.managed import find_managed
+from stratagem._core.variables import Variable
+from stratagem._owner import Owner
+from stratagem._ps.client.server_connection import ServerConnection
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
+from stratagem._ps.coordinator.remote_storage import RemoteStorage
+from stratagem._ps.placement import Description
+from stratagem._ps.tables.sharded_variable import ShardedVariable
+from stratagem._wire import messages
+from stratagem._wire.messages import Message, PartRef
+from stratagem.errors import CheckpointCorrupt, CheckpointError, ParameterServerLost, WireError
+
+_log = logging.getLogger("stratagem.checkpoint")
+
+_FIRST_POLL_S: Final = 0.002
+_LONGEST_POLL_S: Final = 0.05
+"""Between two questions to a server that writes or reads."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a tensor on one server."""
+
+    server: int
+    variable: int
+    start: int
+    rows: int
+    optimizer: int = 0
+    key: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteTensor(StoredElsewhere):
+    """A tensor on parameter servers; stands in a state dict in place of the tensor."""
+
+    servers: ServerGroup
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    per_shard: bool = False
+
+    def parts_on(self, server: int, name: str) -> Iterator[PartRef]:
+        """Yield the parts that one server has."""
+        for one in self.pieces:
+            if one.server == server:
+                yield PartRef(
+                    name,
+                    self.shape,
+                    one.start,
+                    one.rows,
+                    one.variable,
+                    one.optimizer,
+                    one.key,
+                    self.per_shard,
+                )
+
+
+def is_plain_module(module: nn.Module) -> bool:
+    """Return whether a module saves and loads its state as torch's modules do, without hooks."""
+    for one in module.modules():
+        hooks = (
+            one._state_dict_hooks,
+            one._state_dict_pre_hooks,
+            one._load_state_dict_pre_hooks,
+            one._load_state_dict_post_hooks,
+        )
+        kind = type(one)
+        if any(hooks) or (
+            not kind.__module__.startswith("torch.nn.")
+            and any(getattr(kind, name) is not getattr(nn.Module, name) for name in _OVERRIDABLE)
+        ):
+            return False
+    return True
+
+
+_OVERRIDABLE: Final = (
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+)
+
+
+@final
+class ServerGroup(Owner):
+    """The parameter servers of one strategy, with a connection of its own to each.
+
+    Args:
+        strategy: the strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self.variables = strategy._variables
+        self._strategy = strategy
+        self.connections: dict[int, ServerConnection] = {}
+
+    @property
+    def optimizers(self) -> Any:
+        """The optimizers of the strategy on the servers."""
+        return self._strategy._cluster_views().optimizers
+
+    def number_of(self, optimizer: Optimizer) -> int | None:
+        """Return the number of an optimizer on the servers, or None."""
+        return None if self._strategy._views is None else self.optimizers.number_of(optimizer)
+
+    def find(self, value: Any) -> Description | None:
+        """Return where a parameter, buffer or variable is, if it is on these servers."""
+        if isinstance(value, Variable):
+            storage = value._storage
+            return storage.remote.description if isinstance(storage, RemoteStorage) else None
+        kept: Any = None
+        managed = find_managed(value) if isinstance(value, nn.Parameter) else None
+        if isinstance(managed, CoordinatorParameter):
+            kept = managed.kept
+        elif isinstance(value, Tensor):
+            buffer = self.variables.managed_buffer(value)
+            kept = buffer.kept if buffer is not None else None
+        if kept is None or kept.owner is not self.variables or kept.remote is None:
+            return None
+        where: Description | None = kept.description
+        return where
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Fetch nothing from the servers while state dicts are made."""
+        self.variables.is_frozen = True
+        try:
+            yield
+        finally:
+            self.variables.is_frozen = False
+
+    def prepare(self, directory: Path, probe: str) -> str:
+        """Send what was changed here; connect; return why a server cannot use the directory, or ""."""
+        self.variables.flush()
+        client = self.variables.client
+        client.wait_for_writes()
+        try:
+            for server in range(len(client.tasks)):
+                self.connections[server] = client.connect_beside(server)
+            asked = messages.MakeCut(variables=(), directory=str(directory), probe=probe)
+            made = self.ask(dict.fromkeys(self.connections, asked))
+        except (WireError, ParameterServerLost) as error:
+            raise CheckpointError(f"a parameter server cannot be reached: {error}") from error
+        for server, answer in made.items():
+            if answer.refused:
+                return f"{client.tasks[server]}: {answer.refused}"
+        return ""
+
+    def ask(self, wanted: Mapping[int, Message]) -> dict[int, Any]:
+        """Send one request to each server, all at once; return the answers."""
+        calls = {server: self.connections[server].begin(one) for server, one in wanted.items()}
+        return {
+            server: self.connections[server].collect(call).message for server, call in calls.items()
+        }
+
+    def follow(self, server: int, progress: Progress | None = None) -> messages.Transfer:
+        """Wait until a server has written or read its rows; return its report.
+
+        Raises:
+            CheckpointCorrupt: a file is missing or damaged.
+            CheckpointError: it failed.
+        """
+        connection, pause_s, moved = self.connections[server], _FIRST_POLL_S, 0
+        while True:
+            answer = connection.request(messages.AskTransfer()).message
+            assert isinstance(answer, messages.Transfer)
+            if progress is not None:
+                progress(answer.moved - moved)
+            moved = answer.moved
+            if answer.damaged:
+                raise CheckpointCorrupt(answer.failure, path=answer.damaged)
+            if answer.failure:
+                raise CheckpointError(f"{connection.task} failed: {answer.failure}")
+            if answer.done:
+                return answer
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+
+    @override
+    def close(self) -> None:
+        """Close the connections. May be called again."""
+        while self.connections:
+            self.connections.popitem()[1].close()
+
+
+def strategies_of(values: Sequence[Any]) -> list[Any]:
+    """Return the open parameter-server strategies whose servers hold some of the objects."""
+    found: dict[int, Any] = {}
+    for value in values:
+        for strategy in _strategies_of(value):
+            if strategy is not None and not strategy._variables.closed:
+                found[id(strategy)] = strategy
+    return list(found.values())
+
+
+def _strategies_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, nn.Module):
+        for parameter in value.parameters():
+            yield from _strategies_of(parameter)
+    elif isinstance(value, Optimizer):
+        for group in value.param_groups:
+            for parameter in group["params"]:
+                yield from _strategies_of(parameter)
+    elif isinstance(value, ShardedVariable):
+        for shard in value.variables:
+            yield from _strategies_of(shard)
+    elif isinstance(value, Variable):
+        if isinstance(value._storage, RemoteStorage):
+            yield value._storage._strategy
+    elif isinstance(value, nn.Parameter):
+        managed = find_managed(value)
+        if isinstance(managed, CoordinatorParameter):
+            yield managed.strategy
+
+
+def layout_of(group: ServerGroup, value: Any) -> RemoteTensor | None:
+    """Return a parameter, buffer or variable as a tensor on servers; None if it is none."""
+    if isinstance(value, ShardedVariable):
+        pieces: list[Piece] = []
+        start = 0
+        for shard in value.variables:
+            where = group.find(shard)
+            if where is None:
+                return None
+            pieces.append(
+                Piece(where.shards[0].server, where.shards[0].number, start, shard.shape[0])
+            )
+            start += shard.shape[0]
+        return RemoteTensor(group, value.dtype, tuple(value.shape), tuple(pieces))
+    where = group.find(value)
+    if where is None:
+        return None
+    return RemoteTensor(group, where.dtype, where.shape, tuple(pieces_of(where)))
+
+
+def pieces_of(where: Description, optimizer: int = 0, key: str = "") -> Iterator[Piece]:
+    """Yield the pieces of a variable, or of optimizer state with its shape."""
+    for shard, start in zip(where.shards, where.layout.offsets, strict=True):
+        yield Piece(shard.server, shard.number, int(start), shard.rows, optimizer, key)
+
+
+def say_once(strategy: Any, what: str, refused: str) -> None:
+    """Log, once per strategy, that rows pass through the coordinator."""
+    if not vars(strategy).get("_said_checkpoints_pass"):
+        vars(strategy)["_said_checkpoints_pass"] = True
+        _log.warning("checkpoints are %s through the coordinator: %s", what, refused)

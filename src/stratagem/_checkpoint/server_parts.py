@@ -1,0 +1,289 @@
+"""The rows of a checkpoint that are on parameter servers: written and read by the servers themselves.
+
+The coordinator only knows which rows are where. A save begins with a cut on all servers (`ServerCut`); each server
+then writes its own file, and the coordinator writes the manifest when all have reported. For restoring, see
+`server_reads.py`.
+
+Servers that may not use the directory, or do not see it, cannot do that: then the rows pass through the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from stratagem._checkpoint.block_file import Progress, TensorPart
+from stratagem._checkpoint.checkpoint_writer import FileReport
+from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredTensor
+from stratagem._checkpoint.server_group import (
+    Piece,
+    RemoteTensor,
+    ServerGroup,
+    pieces_of,
+    say_once,
+    strategies_of,
+)
+from stratagem._owner import Owner
+from stratagem._ps.placement import Description
+from stratagem._wire import messages
+from stratagem._wire.codec import dtype_from
+from stratagem._wire.messages import CutItem, PartRef
+from stratagem.errors import CheckpointError, ParameterServerLost, WireError
+
+_log = logging.getLogger("stratagem.checkpoint")
+
+
+@final
+class ServerCut(Owner):
+    """The rows on the servers of one strategy at one moment, to be written by the servers.
+
+    Args:
+        group: the servers, prepared.
+        variables: numbers of the variables, by server.
+        directory: directory of the checkpoints.
+        probe: a file in it.
+    """
+
+    def __init__(
+        self,
+        group: ServerGroup,
+        variables: Mapping[int, Sequence[int]],
+        directory: Path,
+        probe: str,
+    ) -> None:
+        self.group = group
+        self._made: dict[int, messages.CutMade] = group.ask(
+            {
+                server: messages.MakeCut(
+                    variables=tuple(variables.get(server, ())),
+                    directory=str(directory),
+                    probe=probe,
+                )
+                for server in group.connections
+            }
+        )
+        self._items: dict[tuple[int, int], list[CutItem]] = {}
+        for made in self._made.values():
+            for item in made.items:
+                self._items.setdefault((item.optimizer, item.variable), []).append(item)
+        self.zeros: list[tuple[RemoteTensor, int, int]] = []
+
+    def optimizer_state(self, where: Description, optimizer: int) -> dict[str, Any]:
+        """Return the state of a variable: tensors on servers, and plain values."""
+        by_shard = [
+            {item.key: item for item in self._items.get((optimizer, shard.number), ())}
+            for shard in where.shards
+        ]
+        keys = dict.fromkeys(key for items in by_shard for key in items)
+        return {key: self._state(where, optimizer, key, by_shard) for key in keys}
+
+    def _state(
+        self,
+        where: Description,
+        optimizer: int,
+        key: str,
+        by_shard: Sequence[Mapping[str, CutItem]],
+    ) -> Any:
+        first = next(items[key] for items in by_shard if key in items)
+        if not first.dtype:
+            values = [items[key].value for items in by_shard if key in items]
+            numbers = [one for one in values if type(one) in (int, float)]
+            return max(numbers) if numbers else first.value  # type: ignore[type-var]
+        has = [key in items for items in by_shard]
+        pieces = list(pieces_of(where, optimizer, key))
+        of_rows = bool(first.shape) and first.shape[1:] == where.shape[1:]
+        present = tuple(one for one, here in zip(pieces, has, strict=True) if here)
+        dtype = dtype_from(first.dtype)
+        if where.is_sharded and of_rows:
+            made = RemoteTensor(self.group, dtype, where.shape, present)
+        elif where.is_sharded:
+            made = RemoteTensor(self.group, dtype, (), present, per_shard=True)
+        else:
+            rows = first.shape[0] if first.shape else 1
+            whole = Piece(pieces[0].server, pieces[0].variable, 0, rows, optimizer, key)
+            return RemoteTensor(self.group, dtype, first.shape, (whole,))
+        for one, here in zip(pieces, has, strict=True):
+            if not here:  # no gradient has reached this shard yet: its state would be zeros
+                self.zeros.append((made, one.start, one.rows))
+        return made
+
+    def local_parts(self, remote: Mapping[str, RemoteTensor]) -> list[TensorPart]:
+        """Return rows that no server has: state of shards without any."""
+        name_of = {id(tensor): name for name, tensor in remote.items()}
+        return [
+            _zeros(name_of[id(tensor)], tensor, start, rows)
+            for tensor, start, rows in self.zeros
+            if id(tensor) in name_of
+        ]
+
+    def writers(self, remote: Mapping[str, RemoteTensor]) -> list[ServerWriter]:
+        """Return one writer for every server that has rows of these tensors."""
+        own = {name: one for name, one in remote.items() if one.servers is self.group}
+        first: dict[Any, str] = {}
+        aliases = {}
+        for name, tensor in own.items():
+            other = first.setdefault(tensor.pieces, name)
+            if other != name:
+                aliases[name] = other
+        writers = []
+        for server, made in self._made.items():
+            parts = [
+                part
+                for name, tensor in own.items()
+                if name not in aliases
+                for part in tensor.parts_on(server, name)
+            ]
+            if parts:
+                writers.append(ServerWriter(self.group, server, made, parts, own, aliases))
+        return writers
+
+    @override
+    def close(self) -> None:
+        """End the cut on all servers. May be called again."""
+        for server, connection in self.group.connections.items():
+            try:
+                connection.request(messages.EndCut(cut=self._made[server].cut))
+            except (WireError, ParameterServerLost) as error:
+                _log.debug("%s did not end its cut: %s", connection.task, error)
+        self.group.close()
+
+
+def _zeros(name: str, tensor: RemoteTensor, start: int, rows: int) -> TensorPart:
+    shape = tensor.shape[1:]
+    return TensorPart(
+        tensor=name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        start=start,
+        rows=rows,
+        read=lambda first, last: torch.zeros((last - first, *shape), dtype=tensor.dtype),
+        per_shard=tensor.per_shard,
+    )
+
+
+@final
+class ServerWriter:
+    """Writer of the rows that one server has (a `PartWriter`)."""
+
+    def __init__(
+        self,
+        group: ServerGroup,
+        server: int,
+        made: messages.CutMade,
+        parts: Sequence[PartRef],
+        tensors: Mapping[str, RemoteTensor],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self._group = group
+        self._server = server
+        self._made = made
+        self._parts = tuple(parts)
+        self._tensors = {name: _described(tensors[name]) for name in {one.tensor for one in parts}}
+        for name, other in aliases.items():
+            twin = _described(tensors[other])
+            self._tensors[name] = StoredTensor(twin.dtype, twin.shape, same_as=other)
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors it has rows of."""
+        return self._tensors
+
+    @property
+    def bytes(self) -> int:
+        """About how much it will write."""
+        return sum(
+            self._tensors[part.tensor].row_bytes * (1 if part.per_shard else part.rows)
+            for part in self._parts
+        )
+
+    def write(self, path: Path, progress: Progress | None) -> FileReport:
+        """Have the server write a block file and flush it to disk."""
+        connection = self._group.connections[self._server]
+        try:
+            order = messages.WriteCut(
+                cut=self._made.cut, path=str(path.resolve()), parts=self._parts
+            )
+            connection.request(order)
+            report = self._group.follow(self._server, progress)
+        except (WireError, ParameterServerLost) as error:
+            raise CheckpointError(f"{connection.task} did not write its rows: {error}") from error
+        size = path.stat().st_size
+        if size != report.size:
+            raise CheckpointError(
+                f"{connection.task} wrote {report.size} bytes to {path}, but {size} are here: the "
+                "directory is not the same file system on both machines."
+            )
+        facts = {**self._made.facts, "task": connection.task}
+        return FileReport(
+            StoredFile(report.size, report.crc32, facts),
+            tuple(
+                StoredBlock(
+                    self._parts[one.part].tensor,
+                    path.name,
+                    one.offset,
+                    one.start,
+                    one.rows,
+                    one.crc32,
+                )
+                for one in report.blocks
+            ),
+        )
+
+
+def _described(tensor: RemoteTensor) -> StoredTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return StoredTensor(dtype, tensor.shape, per_shard=tensor.per_shard)
+
+
+@contextmanager
+def probe_in(directory: Path) -> Iterator[str]:
+    """Make a file by which servers recognise a directory; remove it in the end."""
+    name = f".probe-{secrets.token_hex(8)}"
+    (directory / name).touch(exist_ok=False)
+    try:
+        yield name
+    finally:
+        (directory / name).unlink(missing_ok=True)
+
+
+def make_cuts(
+    values: Sequence[Any],
+    directory: Path,
+    wanted: Callable[[ServerGroup], Sequence[RemoteTensor]],
+) -> list[ServerCut]:
+    """Make a cut on the servers of all strategies that hold some of the objects.
+
+    Args:
+        values: the live objects of a checkpoint.
+        directory: directory of the checkpoints.
+        wanted: returns the tensors of a group's servers that are to be saved.
+    """
+    directory = directory.resolve()
+    cuts: list[ServerCut] = []
+    for strategy in strategies_of(values):
+        group = ServerGroup(strategy)
+        try:
+            with probe_in(directory) as probe:
+                refused = group.prepare(directory, probe)
+                if refused:
+                    say_once(strategy, "saved", refused)
+                    group.close()
+                    continue
+                variables: dict[int, list[int]] = {}
+                for tensor in wanted(group):
+                    for piece in tensor.pieces:
+                        variables.setdefault(piece.server, []).append(piece.variable)
+                cuts.append(ServerCut(group, variables, directory, probe))
+        except BaseException:
+            group.close()
+            for cut in cuts:
+                cut.close()
+            raise
+    return cuts

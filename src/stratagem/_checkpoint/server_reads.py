@@ -1,0 +1,203 @@
+"""Restoring rows on parameter servers: each server verifies the rows it needs, and then reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem._checkpoint.manifest import NAME, Manifest, StoredTensor
+from stratagem._checkpoint.server_group import (
+    RemoteTensor,
+    ServerGroup,
+    layout_of,
+    pieces_of,
+    say_once,
+    strategies_of,
+)
+from stratagem._owner import Owner
+from stratagem._ps.placement import Description
+from stratagem._wire import messages
+from stratagem._wire.messages import CutItem, Message, PartRef
+from stratagem.errors import CheckpointError, ParameterServerLost, WireError
+
+
+@final
+class ServerReads(Owner):
+    """Tensors of a checkpoint that servers read by themselves.
+
+    Args:
+        values: the live objects to restore.
+        path: the checkpoint.
+    """
+
+    def __init__(self, values: Sequence[Any], path: Path) -> None:
+        self._groups: list[ServerGroup] = []
+        self._wanted: list[tuple[RemoteTensor, str]] = []
+        self._states: list[_StateWanted] = []
+        try:
+            for strategy in strategies_of(values):
+                group = ServerGroup(strategy)
+                self._groups.append(group)
+                refused = group.prepare(path.resolve(), NAME)
+                if refused:
+                    say_once(strategy, "restored", refused)
+                    self._groups.remove(group)
+                    group.close()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Fetch nothing from the servers while state dicts are made."""
+        for group in self._groups:
+            group.variables.is_frozen = True
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.variables.is_frozen = False
+
+    def take(self, value: Any, name: str, stored: StoredTensor) -> bool:
+        """Note that servers are to read a tensor into `value`; False if they cannot."""
+        for group in self._groups:
+            tensor = layout_of(group, value)
+            if tensor is not None and (tensor.shape, tensor.dtype) == (
+                stored.shape,
+                stored.torch_dtype,
+            ):
+                self._wanted.append((tensor, name))
+                return True
+        return False
+
+    def take_state(
+        self,
+        optimizer: Optimizer,
+        parameter: Tensor,
+        name: str,
+        state: Mapping[str, tuple[str, StoredTensor]],
+        plain: Mapping[str, Any],
+    ) -> set[str]:
+        """Note that servers are to read the tensors of an optimizer's state of one parameter.
+
+        Args:
+            optimizer: the optimizer; `read` sets it up on the servers if it is not there yet.
+            parameter: the parameter.
+            name: its name in the checkpoint.
+            state: key → name and description of the tensor in the checkpoint.
+            plain: the values of the state that are no tensors.
+
+        Returns:
+            The name; nothing if servers cannot read it because the state does not fit the shards.
+        """
+        for group in self._groups:
+            where = group.find(parameter)
+            if where is None:
+                continue
+            fits = all(
+                one.per_shard or not one.shape or one.shape == where.shape or not where.is_sharded
+                for _, one in state.values()
+            )
+            if fits:
+                self._states.append(_StateWanted(group, optimizer, where, state, plain))
+                return {name}
+        return set()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors that servers read."""
+        found = {name for _, name in self._wanted}
+        return found.union(*(one.names() for one in self._states))
+
+    def verify(self, chain: Sequence[tuple[Path, Manifest]]) -> None:
+        """Have every server check the rows it needs.
+
+        Raises:
+            CheckpointCorrupt: a file is missing or damaged.
+        """
+        self._run(chain, verify=True)
+
+    def read(self, chain: Sequence[tuple[Path, Manifest]]) -> None:
+        """Have every server read its rows."""
+        for one in self._states:
+            if one.group.number_of(one.optimizer) is None:
+                one.group.optimizers.create(one.optimizer)
+        self._run(chain, verify=False)
+
+    def _run(self, chain: Sequence[tuple[Path, Manifest]], *, verify: bool) -> None:
+        places = tuple((str(path.resolve()), manifest.identity) for path, manifest in chain)
+        for group in self._groups:
+            orders: dict[int, Message] = {}
+            for server in group.connections:
+                parts = [
+                    part
+                    for tensor, name in self._wanted
+                    if tensor.servers is group
+                    for part in tensor.parts_on(server, name)
+                ]
+                items: list[CutItem] = []
+                for one in self._states:
+                    if one.group is group:
+                        more, made = one.on(server)
+                        parts += more
+                        items += made
+                if parts or items:
+                    orders[server] = messages.ReadParts(
+                        chain=places, parts=tuple(parts), state=tuple(items), verify=verify
+                    )
+            try:
+                group.ask(orders)
+                for server in orders:
+                    group.follow(server)
+            except (WireError, ParameterServerLost) as error:
+                raise CheckpointError(
+                    f"a parameter server did not read its rows: {error}"
+                ) from error
+
+    @override
+    def close(self) -> None:
+        """Close the connections. May be called again."""
+        for group in self._groups:
+            group.close()
+
+
+@dataclass
+class _StateWanted:
+    """State of one parameter that servers are to read."""
+
+    group: ServerGroup
+    optimizer: Optimizer
+    where: Description
+    tensors: Mapping[str, tuple[str, StoredTensor]]
+    plain: Mapping[str, Any]
+
+    def names(self) -> set[str]:
+        return {name for name, _ in self.tensors.values()}
+
+    def on(self, server: int) -> tuple[list[PartRef], list[CutItem]]:
+        """Return the tensors to read on one server, and the state to make there."""
+        number = self.group.number_of(self.optimizer) or 0
+        parts, items = [], []
+        for piece in pieces_of(self.where):
+            if piece.server != server:
+                continue
+            for key, value in self.plain.items():
+                items.append(CutItem(number, piece.variable, key, value=value))
+            for key, (name, stored) in self.tensors.items():
+                per_shard = not stored.shape
+                of_rows = self.where.is_sharded and not per_shard
+                rows = stored.rows if not (of_rows or per_shard) else piece.rows
+                shape = (piece.rows, *stored.shape[1:]) if of_rows else stored.shape
+                start = piece.start if of_rows or per_shard else 0
+                parts.append(
+                    PartRef(name, stored.shape, start, rows, piece.variable, number, key, per_shard)
+                )
+                items.append(CutItem(number, piece.variable, key, stored.dtype, shape))
+        return parts, items

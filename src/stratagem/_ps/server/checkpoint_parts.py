@@ -1,0 +1,320 @@
+"""One session's part of a checkpoint: the server writes its rows to a file, and reads them from files.
+
+`SessionCheckpoints` answers the messages. Files are written and read by a thread, while the working thread serves
+requests; one transfer of a session runs at a time. The format is the business of `BlockFiles`, which the
+starter of the server provides: checkpoints are a higher layer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._owner import Owner
+from stratagem._ps.server.cut import Cut
+from stratagem._ps.server.store import VariableStore
+from stratagem._ps.store_records import LedgerRecord
+from stratagem._ps.types import StateEntry
+from stratagem._wire import codec, messages
+from stratagem._wire.messages import CutItem, PartRef
+from stratagem.errors import CheckpointCorrupt, CheckpointError
+
+_BLOCK_FILE: Final = re.compile(r"__[0-9]+_0\.distcp")
+
+
+@dataclass(frozen=True)
+class RowsToWrite:
+    """Rows of one tensor that go into a file; ``read(first, last)`` counts rows of the shard."""
+
+    tensor: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    rows: int
+    per_shard: bool
+    read: Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class RowsToRead:
+    """Rows of one tensor that a file holds, and the memory they go into; None to verify them only.
+
+    A number kept per shard (`per_shard`) is read into a tensor without axes.
+    """
+
+    tensor: str
+    start: int
+    rows: int
+    per_shard: bool
+    into: Tensor | None
+
+
+class BlockFiles(Protocol):
+    """Writes and reads the files of checkpoints."""
+
+    def write(
+        self, path: Path, parts: Sequence[RowsToWrite], progress: Callable[[int], None]
+    ) -> tuple[int, int, Sequence[messages.BlockRef]]:
+        """Write a file and flush it; return its size, its checksum, and its blocks."""
+
+    def read(
+        self,
+        chain: Sequence[tuple[str, str]],
+        parts: Sequence[RowsToRead],
+        progress: Callable[[int], None],
+    ) -> None:
+        """Read rows of a checkpoint, given by the directories and identities of it and its parents."""
+
+
+@dataclass(frozen=True)
+class CheckpointAccess:
+    """Directories below which checkpoints may be written and read, and how."""
+
+    directories: tuple[str, ...] = ()
+    files: BlockFiles | None = None
+
+    def refusal(self, directory: str) -> str:
+        """Return why a directory may not be used; empty if it may."""
+        if self.files is None or not self.directories:
+            return "no directory for checkpoints was allowed when the server was started"
+        place = os.path.realpath(directory)
+        for allowed in map(os.path.realpath, self.directories):
+            if os.path.commonpath([place, allowed]) == allowed:
+                return ""
+        return f"{directory!r} is not below {', '.join(self.directories)}"
+
+
+@final
+class SessionCheckpoints(Owner):
+    """Saves and restores of one session. All methods are called by the working thread."""
+
+    def __init__(self, store: VariableStore, access: CheckpointAccess) -> None:
+        self._store = store
+        self._access = access
+        self._cut: Cut | None = None
+        self._number = 0
+        self._transfer: _Transfer | None = None
+
+    def make_cut(self, message: messages.MakeCut) -> messages.CutMade:
+        """Make a cut, or say why not."""
+        refused = self._access.refusal(message.directory)
+        if not refused and not (Path(message.directory) / message.probe).exists():
+            refused = f"{message.directory!r} is not on a file system shared with the coordinator"
+        if refused:
+            return messages.CutMade(refused=refused)
+        self.end_cut()
+        wanted = set(message.variables)
+        self._cut = self._store.begin_cut(wanted)
+        self._number += 1
+        described = self._store.describe()
+        items = tuple(
+            CutItem(one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value)
+            for one in described.state
+            if one.variable in wanted
+        )
+        facts = {
+            "versions": {str(number): v for number, v in self._store.versions(wanted).items()},
+            "ledger": plain_ledger(described.ledger),
+        }
+        return messages.CutMade(cut=self._number, items=items, facts=facts)
+
+    def write_cut(self, message: messages.WriteCut) -> None:
+        """Begin to write a cut.
+
+        Raises:
+            CheckpointError: the cut was given up, or the path is not allowed.
+        """
+        if self._cut is None or message.cut != self._number or self._transfer is not None:
+            raise CheckpointError(f"cut {message.cut} is not open here: save again.")
+        path = Path(message.path)
+        self._check(str(path.parent))
+        if not _BLOCK_FILE.fullmatch(path.name):
+            raise CheckpointError(f"{path.name!r} is no name of a block file of a checkpoint.")
+        files, cut = self._access.files, self._cut
+        assert files is not None
+        parts = []
+        for part in message.parts:
+            one = cut.tensors[part.variable, part.optimizer, part.key]
+            parts.append(
+                RowsToWrite(
+                    part.tensor,
+                    one.dtype,
+                    part.shape,
+                    part.start,
+                    part.rows,
+                    part.per_shard,
+                    one.read,
+                )
+            )
+        cut.begin_reading()
+
+        def write(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
+            try:
+                return files.write(path, parts, progress)
+            finally:
+                cut.close()  # writes that wait go on
+
+        self._transfer = _Transfer(write)
+
+    def end_cut(self) -> None:
+        """Give up the cut, if there is one."""
+        if self._cut is not None:
+            self._store.end_cut()
+            self._cut = None
+            if self._transfer is not None:
+                self._transfer.give_up()
+                self._transfer = None
+
+    def begin_read(self, message: messages.ReadParts) -> None:
+        """Begin to read (or verify) rows of a checkpoint.
+
+        Raises:
+            CheckpointError: a directory is not allowed.
+        """
+        for directory, _ in message.chain:
+            self._check(directory)
+        if self._transfer is not None:
+            self._transfer.give_up()
+        files = self._access.files
+        assert files is not None
+        if message.verify:
+            parts = [self._to_read(part, into=False) for part in message.parts]
+        else:
+            self._make_state(message.parts, message.state)
+            parts = [self._to_read(part, into=True) for part in message.parts]
+        chain = message.chain
+
+        def read(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
+            files.read(chain, parts, progress)
+            return 0, 0, ()
+
+        touched = [] if message.verify else [part.variable for part in message.parts]
+        for variable in touched:
+            self._store.touch(variable)
+        self._transfer = _Transfer(read, dict.fromkeys(touched))
+
+    def progress(self) -> tuple[messages.Transfer, list[int]]:
+        """Return how far the transfer is, and the variables whose rows have just been read."""
+        transfer = self._transfer
+        if transfer is None:
+            return messages.Transfer(moved=0, done=True, failure="there is no transfer"), []
+        if not transfer.is_done:
+            return messages.Transfer(moved=transfer.moved), []
+        self._transfer = None
+        self.end_cut()
+        return transfer.result(), [*transfer.touched]
+
+    @override
+    def close(self) -> None:
+        """Give everything up. May be called again."""
+        self.end_cut()
+        if self._transfer is not None:
+            self._transfer.give_up()
+            self._transfer = None
+
+    def _check(self, directory: str) -> None:
+        refused = self._access.refusal(directory)
+        if refused:
+            raise CheckpointError(
+                f"this parameter server may not use {directory!r}: {refused}. Start it with "
+                "--checkpoint-dir."
+            )
+
+    def _to_read(self, part: PartRef, *, into: bool) -> RowsToRead:
+        memory: Tensor | None = None
+        if into:
+            memory = self._store.tensor_of(part.variable, part.optimizer, part.key)
+            rows = memory.shape[0] if memory.dim() else 1
+            if rows != part.rows and not part.per_shard:
+                raise ValueError(
+                    f"{part.rows} rows are to be read into {part.tensor!r}, which has {rows} here."
+                )
+        return RowsToRead(part.tensor, part.start, part.rows, part.per_shard, memory)
+
+    def _make_state(self, parts: Sequence[PartRef], plain: Sequence[CutItem]) -> None:
+        """Replace optimizer state by the state that is to be read, its tensors empty."""
+        entries: dict[int, list[StateEntry]] = {}
+        for item in plain:
+            value: Any = item.value
+            if item.dtype:
+                dtype = codec.dtype_from(item.dtype)
+                value = torch.empty(item.shape, dtype=dtype, device="meta")  # stands for zeros
+            entry = StateEntry(variable=item.variable, key=item.key, value=value)
+            entries.setdefault(item.optimizer, []).append(entry)
+        for optimizer, some in entries.items():
+            self._store.load_optimizer_state(optimizer, some)
+        for part in parts:
+            self._store.tensor_of(
+                part.variable, part.optimizer, part.key
+            )  # raises if one is missing
+
+
+@final
+class _Transfer:
+    """A thread that writes or reads files."""
+
+    def __init__(
+        self,
+        work: Callable[[Callable[[int], None]], tuple[int, int, Sequence[messages.BlockRef]]],
+        touched: dict[int, None] | None = None,
+    ) -> None:
+        self.moved = 0
+        self.touched = touched or {}
+        self._work = work
+        self._given_up = False
+        self._result: messages.Transfer | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="stratagem-ps-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> messages.Transfer:
+        assert self._result is not None
+        return self._result
+
+    def give_up(self) -> None:
+        self._given_up = True
+        self._thread.join()
+
+    def _progress(self, nbytes: int) -> None:
+        self.moved += nbytes
+        if self._given_up:
+            raise CheckpointError("the coordinator gave the transfer up")
+
+    def _run(self) -> None:
+        try:
+            size, crc32, blocks = self._work(self._progress)
+        except Exception as error:  # noqa: BLE001 - sent to the coordinator
+            damaged = error.path if isinstance(error, CheckpointCorrupt) else ""
+            text = str(error) or type(error).__name__
+            self._result = messages.Transfer(
+                moved=self.moved, done=True, failure=text, damaged=damaged
+            )
+        else:
+            self._result = messages.Transfer(
+                moved=self.moved, done=True, size=size, crc32=crc32, blocks=tuple(blocks)
+            )
+
+
+def plain_ledger(record: LedgerRecord) -> dict[str, Any]:
+    """Return a ledger's record as JSON can hold it."""
+    return {
+        "last": {worker: list(pair) for worker, pair in record.last.items()},
+        "lowest": dict(record.lowest),
+        "closures": [[closure, block, bits.hex()] for closure, block, bits in record.closures],
+        "finished": [list(one) for one in record.finished],
+        "counts": list(record.counts),
+    }

@@ -1,0 +1,142 @@
+"""A cut of a store keeps rows as they were, whatever is written while they are read."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem._ps.server import cut as cuts
+from stratagem._ps.server.cut import Cut
+from stratagem._ps.server.store import VariableStore
+from stratagem._ps.types import Gradient, GroupSpec
+
+ROWS = 1000
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "_BUCKET_BYTES", 1000)
+    monkeypatch.setattr(cuts, "_MERGE_AFTER", 2)
+
+
+def filled_store(columns: int) -> VariableStore:
+    store = VariableStore()
+    store.create(1, "table", (ROWS, columns), torch.float32).normal_()
+    store.create(2, "dense", (7, 3), torch.float32).normal_()
+    groups = [GroupSpec(variables=(1, 2), settings={"lr": 0.1})]
+    store.create_optimizer(1, "torch.optim.Adagrad", groups)
+    push(store, random.Random(0))
+    return store
+
+
+def push(store: VariableStore, chance: random.Random) -> None:
+    ids = torch.tensor(sorted(chance.sample(range(ROWS), 50)))
+    columns = store.read(1).shape[1]
+    sparse = Gradient(variable=1, values=torch.randn(50, columns), ids=ids)
+    store.push(1, [sparse, Gradient(variable=2, values=torch.randn(7, 3))])
+
+
+def state_of(store: VariableStore) -> dict[tuple[int, int, str], Tensor]:
+    found = {(number, 0, ""): store.read(number).clone() for number in (1, 2)}
+    for entry in store.optimizer_state(1):
+        assert isinstance(entry.value, Tensor)
+        found[entry.variable, 1, entry.key] = entry.value.clone()
+    return found
+
+
+@pytest.mark.parametrize("columns", [1, 3, 16, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_those_of_the_cut(small_buckets: None, columns: int, seed: int) -> None:
+    """Sparse pushes, scatters, whole assignments and row writes between reads: none shows."""
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    store = filled_store(columns)
+    expected = state_of(store)
+    cut = store.begin_cut([1, 2])
+    writes = [
+        lambda: push(store, chance),
+        lambda: push(store, chance),
+        lambda: store.scatter(1, "add", torch.tensor([5, 999, 5]), torch.ones(3, columns)),
+        lambda: store.write_rows(1, 10, torch.zeros(4, columns)),
+        lambda: store.assign(1, "add", torch.ones(ROWS, columns)),
+    ]
+    # A whole assignment copies everything at once: let most runs be sparse for long.
+    weights = [20, 20, 20, 0, 0] if seed % 2 else [20, 20, 20, 1, 1]
+    for key, tensor in cut.tensors.items():
+        count = tensor.shape[0] if tensor.shape else 1
+        first = 0
+        while first < count:
+            for _ in range(chance.randrange(4)):
+                chance.choices(writes, weights)[0]()
+            last = min(count, first + chance.randrange(1, 120))
+            rows = tensor.read(first, last).clone()
+            want = expected[key] if expected[key].dim() else expected[key].reshape(1)
+            assert torch.equal(rows, want[first:last]), (key, first, last)
+            first = last
+    assert not torch.equal(store.read(1), expected[1, 0, ""])
+    store.end_cut()
+
+
+def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch, small_buckets: None) -> None:
+    """Beyond the limit a write waits for the thread that reads; copies are freed as it goes on."""
+    monkeypatch.setattr(cuts, "LEAST_ASIDE_BYTES", 0)
+    value = torch.zeros(100_000, 4)
+    cut = Cut({(1, 0, ""): value})
+    cut.begin_reading()
+    done = threading.Event()
+
+    def write() -> None:
+        for start in range(98_000, -1, -2000):
+            ids = torch.arange(start, start + 2000)
+            cut.before_write(1, ids)
+            value[ids] += 1
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    tensor = cut.tensors[1, 0, ""]
+    assert not done.wait(0.2)  # most rows must be read first
+    for first in range(0, 100_000, 1000):
+        assert not tensor.read(first, first + 1000).any()
+    writer.join(60)
+    assert done.is_set()
+    assert 0 < cut.most_aside_bytes <= value.nbytes // 10
+    assert bool((value == 1).all())
+
+
+def test_closing_lets_a_waiting_write_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "LEAST_ASIDE_BYTES", 0)
+    cut = Cut({(1, 0, ""): torch.zeros(1000, 4)})
+    cut.begin_reading()
+    writer = threading.Thread(target=cut.before_write, args=(1, None))
+    writer.start()
+    writer.join(0.1)
+    assert writer.is_alive()
+    cut.close()
+    writer.join(60)
+    assert not writer.is_alive()
+
+
+def test_before_a_thread_reads_no_write_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message that starts the thread comes after the writes: waiting would never end."""
+    monkeypatch.setattr(cuts, "LEAST_ASIDE_BYTES", 0)
+    value = torch.zeros(1000, 4)
+    cut = Cut({(1, 0, ""): value})
+    cut.before_write(1, None)
+    value.fill_(1.0)
+    assert not cut.tensors[1, 0, ""].read(0, 1000).any()
+
+
+def test_a_deleted_variable_is_still_saved() -> None:
+    store = filled_store(4)
+    expected = state_of(store)
+    cut = store.begin_cut([1, 2])
+    value = store.read(1)
+    store.delete(1)
+    value.zero_()  # its memory is used again
+    assert torch.equal(cut.tensors[1, 0, ""].read(0, ROWS), expected[1, 0, ""])
+    assert torch.equal(cut.tensors[1, 1, "sum"].read(0, ROWS), expected[1, 1, "sum"])

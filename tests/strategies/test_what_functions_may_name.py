@@ -101,3 +101,30 @@ def test_an_attribute_set_later_is_named_with_the_path(alone: sg.ClusterCoordina
     model.holder = Holder()  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"'holder' of Linear.*at holder → tools → \['lock'\]\."):
         alone.schedule(lambda: model.training)
+
+
+def test_a_scripted_module_is_refused_by_name(alone: sg.ClusterCoordinator) -> None:
+    with alone.strategy.scope():
+        scripted = torch.jit.script(nn.Linear(2, 1))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a torch.jit.script module was captured"):
+            alone.schedule(lambda: scripted(torch.ones(1, 2)))
+
+
+def test_publishing_sends_changes_that_were_made_behind_torch(
+    alone: sg.ClusterCoordinator,
+) -> None:
+    with alone.strategy.scope():
+        model = nn.Dropout(0.5)
+        weight = nn.Linear(1, 1)
+        both = nn.Sequential(model, weight)
+
+    def read() -> float:
+        return float(both[0].p)
+
+    assert run(alone, read) == 0.5
+    vars(model)["p"] = 0.25
+    alone.strategy.publish(both)
+    assert run(alone, read) == 0.25
+    with pytest.raises(sg.errors.ForeignParameterError, match="publish got ReLU"):
+        alone.strategy.publish(nn.ReLU())

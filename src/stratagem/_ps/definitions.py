@@ -106,7 +106,7 @@ class OptimizerDefinition:
 
 
 class EntryChange(NamedTuple):
-    """One entry of an object has a new value, or does not exist any more."""
+    """New value of one entry of an object, or the end of the entry."""
 
     token: Token
     entry: Entry

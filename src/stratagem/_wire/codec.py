@@ -1,6 +1,6 @@
 """Messages with tensors, and Python objects, to bytes and back.
 
-The only door to pickle. Tensors: `Outgoing.add` on the sending side, `tensor_from` on the receiving one; these
+All use of pickle is here. Tensors: `Outgoing.add` on the sending side, `tensor_from` on the receiving one; these
 never pickle, and are all that parameter servers use. Objects (functions, arguments, results): `pack` and
 `unpack`, for coordinators and workers only.
 """
@@ -65,7 +65,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from(name: str) -> torch.dtype:
-    """The dtype of this name; ProtocolError if there is none."""
+    """Return the dtype of this name; raise ProtocolError if there is none."""
     dtype = _DTYPES.get(name)
     if dtype is None:
         raise ProtocolError(f"{name!r} is not a dtype this process knows")
@@ -95,7 +95,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of any dtype, without a copy.
+    """Return the memory of a contiguous CPU tensor of any dtype, without a copy.
 
     Example:
         >>> import torch
@@ -131,7 +131,7 @@ class Outgoing:
         self.buffers: list[Buffer] = []
 
     def add(self, tensor: Tensor) -> TensorRef:
-        """Puts a dense tensor beside the message. It must not change until it is sent."""
+        """Put a dense tensor beside the message. It must not change until it is sent."""
         if tensor.device.type != "cpu":
             tensor = tensor.detach().cpu()
         shape = tuple(tensor.shape)
@@ -139,7 +139,7 @@ class Outgoing:
         return TensorRef(dtype_name(tensor.dtype), shape, len(self.buffers) - 1)
 
     def add_any(self, tensor: Tensor) -> AnyTensorRef:
-        """Puts a dense or sparse tensor beside the message."""
+        """Put a dense or sparse tensor beside the message."""
         if tensor.layout == torch.strided:
             return self.add(tensor)
         if tensor.layout == torch.sparse_coo:
@@ -156,13 +156,13 @@ class Outgoing:
         )
 
     def add_bytes(self, data: Buffer) -> int:
-        """Puts raw bytes beside the message; gives their buffer number."""
+        """Put raw bytes beside the message; return their buffer number."""
         self.buffers.append(data)
         return len(self.buffers) - 1
 
 
 def tensor_from(ref: TensorRef, frame: HasBuffers) -> Tensor:
-    """The dense tensor a message refers to, over the received memory: no copy.
+    """Return the dense tensor a message refers to, over the received memory: no copy.
 
     Raises:
         ProtocolError: the reference does not fit its buffer.
@@ -188,7 +188,7 @@ def tensor_over(ref: TensorRef, memory: memoryview) -> Tensor:
 
 
 def any_tensor_from(ref: AnyTensorRef, frame: HasBuffers) -> Tensor:
-    """The dense or sparse tensor a message refers to."""
+    """Return the dense or sparse tensor a message refers to."""
     if isinstance(ref, TensorRef):
         return tensor_from(ref, frame)
     return torch.sparse_coo_tensor(
@@ -203,10 +203,10 @@ def any_tensor_from(ref: AnyTensorRef, frame: HasBuffers) -> Tensor:
 # -- objects -----------------------------------------------------------------------------------
 
 Describe = Callable[[object], object | None]
-"""Gives the token of an object that must arrive as a handle, None for every other object."""
+"""Returns the token of an object that must arrive as a handle, None for every other object."""
 
 Rebuild = Callable[[Any], object]
-"""Gives the receiver's own object for a token."""
+"""Returns the receiver's own object for a token."""
 
 _TENSOR = 0
 _HANDLE = 1
@@ -334,7 +334,7 @@ def pack(
     describe: Describe | None = None,
     classes: list[type] | None = None,
 ) -> Packed:
-    """Turns any object into a message part; its tensors become buffers of `outgoing`.
+    """Turn any object into a message part; its tensors become buffers of `outgoing`.
 
     Functions travel by value if their module cannot be imported elsewhere (``__main__``, lambdas). An
     object for which `describe` gives a token travels as that token. Classes that travel by value are added
@@ -362,7 +362,7 @@ def pack(
 
 
 def unpack(packed: Packed, frame: HasBuffers, *, rebuild: Rebuild | None = None) -> Any:
-    """The object again. Runs code of the sender: never call it on what a stranger sent."""
+    """Return the object. Runs code of the sender: never call it on data of a stranger."""
     tensors = [_revive(one, frame) for one in packed.tensors]
     raw = [frame.buffer(index) for index in packed.raw]
     payload = packed.payload if packed.body < 0 else frame.buffer(packed.body)
@@ -443,7 +443,7 @@ def _revive(packed: PackedTensor, frame: HasBuffers) -> Tensor:
 
 
 def pickle_exception(error: BaseException) -> bytes:
-    """The exception pickled, if it comes back as it was; else nothing."""
+    """Return the pickled exception if it can be unpickled unchanged, else nothing."""
     for form in (error, _InParts(error)):
         try:
             data: bytes = cloudpickle.dumps(form)
@@ -475,7 +475,7 @@ def _exception_from_parts(
 
 
 def unpickle_exception(data: bytes) -> BaseException | None:
-    """What `pickle_exception` made; None if its class cannot be had here."""
+    """Return the exception of `pickle_exception`; None if its class cannot be imported here."""
     try:
         back = pickle.loads(data)
     except Exception:  # noqa: BLE001 - a module this process lacks, or any error of user code

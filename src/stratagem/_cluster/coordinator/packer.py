@@ -303,7 +303,7 @@ class Packer:
             return None  # packing refuses it
 
     def describe(self, obj: object) -> tuple[str, Hashable] | None:
-        """The codec's handle hook."""
+        """Return the handle of an object that is sent by token, None for others. The codec calls it."""
         if isinstance(obj, PerWorkerValues):
             self._holds.append(obj)
             return "r", obj._resource

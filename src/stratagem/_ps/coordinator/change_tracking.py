@@ -50,7 +50,7 @@ _Seen = tuple[type, Hashable] | Fingerprint
 
 
 class _Known:
-    """What workers know of one object."""
+    """State of one object as workers know it."""
 
     def __init__(self, obj: Tracked) -> None:
         self.reference: weakref.ref[Any] = weakref.ref(obj)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -42,7 +43,7 @@ _log = logging.getLogger("stratagem.ps")
 
 
 class ObjectHandles:
-    """What `ClusterCoordinator` asks of a parameter-server strategy.
+    """The strategy as `ClusterCoordinator` uses it.
 
     Args:
         strategy: the strategy whose objects these are.
@@ -64,7 +65,7 @@ class ObjectHandles:
         self._gone: deque[tuple[int, Token]] = deque()
         self._tracker = ChangeTracker(self._token_or_none, self._name_parts)
         self._tables: set[Token] = set()  # parameters that are tables of rows on workers
-        self._unsent: list[Token] = []  # objects that are gone, until workers are told
+        self._unsent: list[Token] = []  # objects that are gone, until an update says so
 
     # -------------------------------------------------------------- handles
 
@@ -163,6 +164,12 @@ class ObjectHandles:
         return None if buffer is None else self._token_of(buffer, "buffer")
 
     def _describe_new(self, obj: Any) -> Token | None:
+        if isinstance(obj, torch.jit.ScriptModule):
+            raise ValueError(
+                "a torch.jit.script module was captured by or passed to a scheduled function: it cannot be "
+                "pickled, and its parameters are not on the parameter servers. Use the Python module, and "
+                "torch.compile if speed matters; or load the scripted module inside the function."
+            )
         if isinstance(obj, nn.Module):
             if next(self._missing(obj, ()), None) is None:
                 return None
@@ -171,7 +178,7 @@ class ObjectHandles:
         if isinstance(obj, Optimizer):
             ours = (self._describe_tensor(p) for group in obj.param_groups for p in group["params"])
             if not any(ours):
-                # A worker would train a copy of its own, and nobody would ever see the result.
+                # A worker would train a copy of its own, and the result would be lost.
                 raise ForeignParameterError(
                     f"{type(obj).__name__} was captured by or passed to a scheduled function, but none "
                     "of its parameters belongs to this strategy: workers would train copies, and the "
@@ -315,16 +322,16 @@ class ObjectHandles:
     # -------------------------------------------------------------- workers and servers
 
     def worker_setup(self) -> object:
-        """What a worker needs to build its views."""
+        """Return the object that connects a worker."""
         return self._setup()
 
     def fence(self, worker_index: int, incarnation: int) -> None:
-        """Makes every server refuse writes of this incarnation and older ones."""
+        """Make every server refuse writes of this incarnation and older ones."""
         if not self._variables.closed:  # else there is nothing left to write to
             self._variables.client.fence(f"/job:worker/task:{worker_index}", incarnation)
 
     def check_servers(self, options: ClusterOptions) -> None:
-        """One look at every server; raises ParameterServerLost if one counts as lost."""
+        """Check every server once; raise ParameterServerLost if one is lost."""
         self._variables.client.check_servers(options)
 
     def reaches(self, task: str) -> bool:
@@ -337,7 +344,7 @@ class ObjectHandles:
             self._variables.client.finish_closures(closures)
 
     def close(self, options: ClusterOptions | None = None) -> None:
-        """Ends the session on the servers; models keep their last values.
+        """End the session on the servers; models keep their last values.
 
         Servers that hang are waited for once, all together, before anything is asked of them.
         """

@@ -38,7 +38,7 @@ from stratagem.errors import NotFoundError
 
 @dataclass(frozen=True, kw_only=True)
 class PsWorkerSetup:
-    """What a worker needs to join a strategy's session."""
+    """Data with which a worker joins a strategy's session."""
 
     servers: tuple[tuple[str, str], ...]
     workers: tuple[int, ...]
@@ -52,14 +52,14 @@ class PsWorkerSetup:
     def connect(
         self, *, worker_index: int, incarnation: int, key: ClusterKey | None
     ) -> WorkerObjects:
-        """Builds the views on the worker. The key is the worker's own: it never travels."""
+        """Build the worker's objects. The key is the worker's own: it is never sent."""
         membership = Membership(
             session=self.session, task=f"/job:worker/task:{worker_index}", key=key
         )
         client = PsClient(self.servers, membership, incarnation=incarnation)
         try:
             return WorkerObjects(self, client, worker_index)
-        except BaseException:  # Ctrl-C too: nobody else could close it
+        except BaseException:  # Ctrl-C too: no other code could close it
             client.close()
             raise
 
@@ -80,7 +80,7 @@ class WorkerObjects:
         self._waiting: dict[Hashable, dict[definitions.Entry, definitions.EntryChange]] = {}
         self._steppers: dict[Hashable, OptimizerStepper] = {}
         self._writer = EntryWriter(self._put_buffer)
-        # Homes of parameters seen from several replicas; modules hold them only by name.
+        # Parameters of several replicas; modules hold them only by name.
         self._all_managed: list[ReplicatedParameter] = []
 
     # -------------------------------------------------------------- contract 7
@@ -111,7 +111,7 @@ class WorkerObjects:
         return self._variable(definition)
 
     def rebuild(self, token: Hashable) -> object:
-        """The worker's view of `token`: the same object at every call."""
+        """Return the worker's object for `token`, the same at every call."""
         found = self._objects.get(token)
         if found is None:
             raise NotFoundError(
@@ -154,18 +154,18 @@ class WorkerObjects:
             self._writer.set(obj, change)
 
     def closure(self, number: int, *, exactly_once: bool, quick: bool) -> WorkerClosure:
-        """Surrounds one closure: fresh values, the strategy's scope."""
+        """Return a context manager around one closure: fresh values, the strategy's scope."""
         scope = self._strategy.scope()
         return self._variables.closure(
             number, exactly_once=exactly_once, gathers=quick, scope=scope
         )
 
     def written(self) -> int:
-        """How many writes have been made so far."""
+        """Return how many writes have been made so far."""
         return self._client.outbox.sent
 
     def acknowledged(self, *, wait: bool) -> int:
-        """How many of them are done with, in the order they were made; all of them after `wait`."""
+        """Return how many writes, from the first on, are acknowledged; all of them after `wait`."""
         if wait:
             self._client.wait_for_writes()
         elif not self._client.outbox.is_idle:
@@ -177,11 +177,11 @@ class WorkerObjects:
         return self._client.is_connected(task)
 
     def late_failure(self, number: int) -> Exception | None:
-        """What went wrong with a closure's writes after it was left; taken out."""
+        """Return, once, the error of a closure's write that failed after the closure ended."""
         return self._client.outbox.failures.pop(number, None)
 
     def close(self) -> None:
-        """Lets go of the servers."""
+        """End the connections to the servers."""
         self._strategy.close()
         self._strategy.steppers.clear()
         self._objects.clear()
@@ -248,7 +248,7 @@ class WorkerObjects:
         module._buffers = buffers
 
     def _optimizer(self, token: Hashable, definition: definitions.OptimizerDefinition) -> Optimizer:
-        # Not the class's own __init__: it may allocate state, which lives on the servers.
+        # Not the class's own __init__: it may allocate state, which is on the servers.
         made: Optimizer = definition.kind.__new__(definition.kind)
         groups = [dict(group) for group in definition.groups]
         Optimizer.__init__(made, groups, dict(definition.defaults))
@@ -289,7 +289,9 @@ class WorkerObjects:
         index = self._place if definition.per_worker else 0
         remote = self._variables.remote(definition.descriptions[index])
         if definition.per_worker:
-            remote.put(definition.request.initial_tensor())  # a new life starts anew (PSS-13)
+            remote.put(
+                definition.request.initial_tensor()
+            )  # a new incarnation starts anew (PSS-13)
         place = RemoteStorage(
             remote,
             tracks=definition.request.tracks_gradient() and not definition.per_worker,
@@ -314,7 +316,7 @@ class OptimizerStepper:
         self.settings = {group: dict(values) for group, values in settings.items()}
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """One step at the variables' home, between the hooks; returns what the closure returned."""
+        """Send one step to the servers, between the hooks; return the result of the closure."""
         arguments = (optimizer,) if closure is None else (optimizer, closure)
         for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
             before(optimizer, arguments, {})

@@ -66,7 +66,6 @@ SIBLINGS: dict[str, set[str]] = {
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("_core/context.py", "_strategies"): "creates the default strategy on first use",
     ("_strategies/parameter_server.py", "_cluster"): "entering the scope creates the coordinator",
-    # Until the packages are separated (issue 12):
     ("_ps/worker/worker_objects.py", "_ps/coordinator"): "data classes",
 }
 
@@ -129,10 +128,6 @@ GATES: dict[str, set[str]] = {
 }
 
 MOST_LINES = 500
-# Files that are longer until they are split (issue 12).
-LONG: set[str] = {
-    "_strategies/base.py",
-}
 
 
 @functools.cache
@@ -306,11 +301,7 @@ def line_count(name: str) -> int:
 
 def test_no_file_is_too_long() -> None:
     """Comments and docstrings count: a reader reads them too."""
-    too_long = {
-        name: line_count(name)
-        for name in NAMES
-        if line_count(name) > MOST_LINES and name not in LONG
-    }
+    too_long = {name: line_count(name) for name in NAMES if line_count(name) > MOST_LINES}
     assert too_long == {}, f"split these into files of at most {MOST_LINES} lines"
 
 

@@ -90,7 +90,7 @@ def test_training_on_a_bad_network(delay_s: float, loss: float) -> None:
     with ExitStack() as stack:
         network = Network(stack, delay_s=delay_s, loss=loss)
         training = Training(network, stack)
-        training.run(30)
+        training.run(6)
         training.check()
 
 
@@ -135,7 +135,7 @@ def test_a_cut_that_lasts_too_long_is_a_lost_server() -> None:
 def test_one_workers_bad_path_to_one_server_is_that_workers_failure() -> None:
     """The worker is set aside and named, the run goes on, and the worker returns with its path."""
     with ExitStack() as stack:
-        stack.enter_context(setting("STRATAGEM_WIRE_TIMEOUT_S", "2"))
+        stack.enter_context(setting("STRATAGEM_WIRE_TIMEOUT_S", "5"))
         network = Network(stack)
         training = Training(network, stack, heartbeat_s=0.2, restart_pause_s=0.1)
         coordinator = training.coordinator
@@ -179,14 +179,14 @@ def test_a_bad_path_at_the_start_is_that_workers_failure() -> None:
 def test_a_server_that_no_worker_reaches_is_lost() -> None:
     """Though the coordinator reaches it: a majority decides, after `partition_limit_s`."""
     with ExitStack() as stack:
-        stack.enter_context(setting("STRATAGEM_WIRE_TIMEOUT_S", "2"))
+        stack.enter_context(setting("STRATAGEM_WIRE_TIMEOUT_S", "5"))
         network = Network(stack)
         training = Training(network, stack, heartbeat_s=0.2, partition_limit_s=1.0)
         training.run(4)
         training.check()
         network.relays["ps"][1].cut("/job:worker/")
-        training.run(4)
         with pytest.raises(ParameterServerLost, match="/job:ps/task:1"):
+            training.run(4)
             training.coordinator.join(timeout_s=300)
 
 

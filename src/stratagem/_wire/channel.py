@@ -42,26 +42,7 @@ _TCP_INFO = struct.Struct("=2xB21xI28xI")
 
 @final
 class Channel(Owner):
-    """One authenticated connection.
-
-    Example:
-        >>> from stratagem._wire.connecting import connect
-        >>> from stratagem._wire.listener import Listener
-        >>> from stratagem._wire.messages import Ping
-        >>> import threading
-        >>> with Listener("127.0.0.1:0") as listener:
-        ...     accepted = []
-        ...     thread = threading.Thread(
-        ...         target=lambda: accepted.append(listener.accept(timeout_s=5))
-        ...     )
-        ...     thread.start()
-        ...     with connect(listener.address, timeout_s=5) as client:
-        ...         thread.join()
-        ...         client.notify(Ping())
-        ...         with accepted[0] as server:
-        ...             print(server.receive(timeout_s=5).message)
-        Ping()
-    """
+    """One authenticated connection."""
 
     def __init__(
         self,

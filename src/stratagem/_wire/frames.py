@@ -132,7 +132,6 @@ class FrameParser:
     frames are copied out of a fixed input buffer; the buffers of a large frame are received into their final memory.
 
     Example:
-        >>> from stratagem._wire.frames import FrameParser, NOTIFY, encode_frame
         >>> parser = FrameParser()
         >>> data = b"".join(encode_frame(NOTIFY, 0, b"hello", [b"xy"]))
         >>> parser.space()[: len(data)] = data

@@ -143,7 +143,6 @@ class ServerHandshake(Handshake):
     """The accepting side.
 
     Example:
-        >>> from stratagem._wire.handshake import ClientHandshake, ServerHandshake
         >>> client, server = (
         ...     ClientHandshake(None, who="server"),
         ...     ServerHandshake(None, who="client"),

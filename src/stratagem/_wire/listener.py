@@ -100,7 +100,7 @@ class _Handshaking:
 
 @final
 class Listener(Owner):
-    """A listening socket that returns authenticated channels. See `Channel` for an example.
+    """A listening socket that returns authenticated channels.
 
     Use `accept`; or, in an event loop, put it in a selector and call `progress` when it is readable, and about once a
     second.

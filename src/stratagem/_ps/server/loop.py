@@ -62,7 +62,6 @@ class ServerOptions:
     """Limits and permissions of one parameter server.
 
     Example:
-        >>> from stratagem._ps.server.loop import ServerOptions
         >>> ServerOptions(memory_limit_bytes=1 << 30).memory_limit_bytes
         1073741824
     """
@@ -102,7 +101,6 @@ class ParameterServer(Owner):
     """One parameter server: it listens at once and serves when `start` or `serve` is called.
 
     Example:
-        >>> from stratagem._ps.server.loop import ParameterServer
         >>> with ParameterServer("127.0.0.1:0", task="/job:ps/task:0").start() as server:
         ...     print(server.address.startswith("127.0.0.1:"), server.session_count)
         True 0

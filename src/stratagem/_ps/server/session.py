@@ -40,8 +40,6 @@ class Session:
     """The variables of one strategy on this server, in shared memory.
 
     Example:
-        >>> from stratagem._ps.server.session import Session
-        >>> from stratagem._wire.arenas import Budget
         >>> session = Session("s1", budget=Budget(1 << 20))
         >>> session
         <Session 's1': 0 variables, 0 bytes, 0 writes>

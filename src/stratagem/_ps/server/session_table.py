@@ -36,8 +36,6 @@ class SessionTable:
     """The sessions of one server by name.
 
     Example:
-        >>> from stratagem._ps.server.session_table import SessionTable
-        >>> from stratagem._wire.arenas import Budget
         >>> from stratagem._wire.messages import OpenSession
         >>> sessions = SessionTable("/job:ps/task:0", Budget(1 << 20))
         >>> sessions.open(OpenSession(session="s", lease_s=5.0), owner="chief")

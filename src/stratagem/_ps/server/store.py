@@ -288,7 +288,7 @@ class VariableStore:
             first = stepper.unstepped(gradients)
             if first:
                 self._budget.check(stepper.expected_bytes(first))
-            before = stepper.state_bytes(first)
+            before = stepper.state_bytes(first) if first else 0
             try:
                 stepper.step(gradients)
             finally:

@@ -304,7 +304,9 @@ def test_a_listener_that_dies_while_somebody_connects_is_gone(
 
         monkeypatch.setattr(connecting, "prepare", die)
         address = f"127.0.0.1:{dying.getsockname()[1]}"
-        with pytest.raises(ConnectionLost, match=f"/job:ps/task:0 at '{address}' hung up"):
+        with pytest.raises(
+            ConnectionLost, match=f"/job:ps/task:0 at '{address}' closed the connection"
+        ):
             connect(address, timeout_s=LIMIT_S, peer="/job:ps/task:0")
 
 

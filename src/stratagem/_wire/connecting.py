@@ -190,7 +190,9 @@ def connect(
         if isinstance(error, OSError) and not isinstance(error, WireError):
             # A process that ends closes its connections before it stops listening: a new connection is
             # queued and then reset.
-            raise ConnectionLost(f"{name} at {address!r} hung up at once: {error}") from error
+            raise ConnectionLost(
+                f"{name} at {address!r} closed the connection at once: {error}"
+            ) from error
         raise
     return Channel(sock, peer=name, limits=limits, may_unpickle=may_unpickle)
 
@@ -249,12 +251,14 @@ def _prove(sock: socket.socket, handshake: ClientHandshake, wait: _Wait, name: s
                 if not part:
                     handshake.cut_short(data)
                     raise ConnectionLost(
-                        f"{name} hung up during the handshake; its log says why (another protocol "
+                        f"{name} closed the connection during the handshake; its log says why (another protocol "
                         f"version, or too many connections waiting)"
                     )
                 data += part
         except (ConnectionLost, DeadlineExceeded):
             raise
         except OSError as error:
-            raise ConnectionLost(f"{name} hung up during the handshake: {error}") from error
+            raise ConnectionLost(
+                f"{name} closed the connection during the handshake: {error}"
+            ) from error
         outgoing = handshake.feed(data)

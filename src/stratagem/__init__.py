@@ -1,8 +1,8 @@
-"""Stratagem: tf.distribute's strategies, rebuilt for PyTorch.
+"""Stratagem: tf.distribute's strategies for PyTorch.
 
-This is the front door: every public name stands in the table below, and nothing else happens here.
-Names are loaded when first used, so that ``import stratagem`` stays quick and a program that trains
-on one device never loads the cluster parts.
+This module lists every public name in the table below and does nothing else. Names are loaded on first
+use, so that ``import stratagem`` is fast and a program that trains on one device never loads the cluster
+packages.
 """
 
 from __future__ import annotations

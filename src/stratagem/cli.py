@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_INTERRUPTED
     except SystemExit:
         raise
-    except Exception as error:  # one readable line, whatever the error is
+    except Exception as error:  # any error is one readable line
         if options.debug:
             raise
         note = "".join(f"\n  {line}" for line in getattr(error, "__notes__", ()))
@@ -130,11 +130,11 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "train",
         _train,
-        summary="run a script with a strategy, which sg.auto_strategy() returns in the script",
+        summary="run a script under a strategy; sg.auto_strategy() returns it in the script",
         examples=(
             "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
             "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 --epochs 3\n"
-            "options that stratagem does not know, and everything after --, go to the script"
+            "unknown options, and everything after --, are passed to the script"
         ),
     )
     parser.add_argument("script", help="Python file to run as __main__")
@@ -294,7 +294,7 @@ def _add_checkpoint(commands: _Commands[argparse.ArgumentParser]) -> None:
             "  stratagem checkpoint verify runs/ctr-v3\n"
             "  stratagem checkpoint to-torch runs/ctr-v3 model.pt\n"
             "  stratagem checkpoint diff runs/ctr-v3/step_00110000 runs/ctr-v3/step_00120000\n"
-            "where one checkpoint is meant, a directory of checkpoints means its newest\n"
+            "a directory of checkpoints stands for its newest checkpoint, except in ls and verify\n"
             "exit code 1: a checkpoint is damaged (ls, verify), the two differ (diff), or an error"
         ),
     )
@@ -306,7 +306,7 @@ def _add_checkpoint(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="to-torch: accept values that only pickle can read (it can run code)",
+        help="to-torch: accept values that can only be unpickled (unpickling can run code)",
     )
     parser.set_defaults(parser=parser)
 

@@ -187,7 +187,7 @@ def server_wait_s() -> float:
 
 
 def partition_limit_s() -> float:
-    """Return how long a connection may carry nothing before it breaks (``STRATAGEM_PARTITION_LIMIT_S``)."""
+    """Return how long a connection may be silent before it counts as lost (``STRATAGEM_PARTITION_LIMIT_S``)."""
     return seconds_from_environment("STRATAGEM_PARTITION_LIMIT_S", 30.0)
 
 
@@ -211,8 +211,8 @@ def frame_bytes() -> int:
 def server_memory_bytes() -> int | None:
     """Return how many bytes variables and optimizer state may hold on a server (``STRATAGEM_SERVER_MEMORY_BYTES``).
 
-    By default None: nine tenths of the memory that is free for the server's process when it starts. A
-    cgroup's limit (of a container, for example) counts.
+    By default None: 90 % of the memory available to the server's process when it starts. A cgroup limit (of a
+    container, for example) counts.
     """
     limit = _bytes_from_environment("STRATAGEM_SERVER_MEMORY_BYTES", 0, least=0)
     return limit or None
@@ -250,7 +250,7 @@ def _switch(name: str, purpose: str) -> bool:
 def cluster_key_text() -> str | None:
     """Return the cluster key from ``STRATAGEM_CLUSTER_KEY`` or the file ``STRATAGEM_CLUSTER_KEY_FILE``.
 
-    None when neither is set. There is no command-line option, since every user could read it there.
+    None when neither is set. There is no command-line option, because every user can read command lines.
 
     Raises:
         ValueError: both are set, or the file cannot be read or is empty.
@@ -302,7 +302,7 @@ def read_key_file(path: Path) -> str:
 
 
 def user_directory() -> Path:
-    """Return the user's directory for Stratagem: ``~/.config/stratagem`` (``XDG_CONFIG_HOME``)."""
+    """Return the user's configuration directory for Stratagem: ``~/.config/stratagem`` (``XDG_CONFIG_HOME``)."""
     base = environment("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "stratagem"
 
@@ -351,8 +351,8 @@ class ClusterOptions:
     """Seconds without a heartbeat after which a task counts as lost; detection takes under 5 s."""
 
     partition_limit_s: float = 30.0
-    """Seconds for which a parameter server that cannot be reached is waited for, unless its process is
-    known to have ended or to be stopped. The server still has every variable. Longer than a switch or a
+    """Seconds to wait for a parameter server that cannot be reached, unless its process is known to have
+    ended or to be stopped. Such a server may still have its variables. Longer than a switch or a
     router takes to restart; below the session's lease."""
 
     busy_limit_s: float = 60.0
@@ -372,13 +372,13 @@ class ClusterOptions:
     """Queued closures at which `schedule` waits; 0 means no limit."""
 
     poison_limit: int = 3
-    """Workers lost in a row with a closure after which it is not retried."""
+    """Number of workers lost in a row while they ran a closure, after which it is not retried."""
 
     transient_ps_failures: int = 3
     """Failure reports about one server at which the failure is raised instead of retried."""
 
     transient_timeouts: int = -1
-    """Missed deadlines before one is raised; -1 means a tenth of the workers."""
+    """Missed deadlines at which an error is raised; -1 means a tenth of the workers."""
 
     watchdog_s: float = 0.0
     """Seconds without a finished closure after which all stacks are logged; 0 disables this."""

@@ -29,7 +29,7 @@ written for Python's or tf.distribute's exception types keeps working::
     │   ├── CheckpointBusy                           another manager uses the directory
     │   └── CheckpointTimeout       [TimeoutError]   a save did not end within the limit
     ├── WireError                                    failure between processes
-    │   ├── ProtocolError                            foreign bytes, or another protocol version
+    │   ├── ProtocolError                            unknown bytes, or another protocol version
     │   ├── AuthenticationError     [PermissionError]  the peer did not prove the cluster key
     │   ├── ConnectionLost          [ConnectionError]  the peer closed the connection
     │   └── DeadlineExceeded        [TimeoutError]   no reply within the time limit
@@ -97,7 +97,7 @@ class MisuseError(StratagemError, RuntimeError):
 
 
 class WrongArgumentType(StratagemError, TypeError, AssertionError):
-    """An argument of a type that the function does not accept; tf.distribute asserts here."""
+    """An argument of a type that the function does not accept; tf.distribute raises AssertionError here."""
 
 
 class ReplicaError(StratagemError):
@@ -203,7 +203,7 @@ class InputTimeout(DataError, TimeoutError):
 
 
 class CheckpointError(StratagemError):
-    """Saving or restoring a checkpoint failed; checkpoints saved before are untouched."""
+    """Saving or restoring a checkpoint failed; earlier checkpoints are unchanged."""
 
 
 class CheckpointCorrupt(CheckpointError, ValueError):
@@ -224,7 +224,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
     Attributes:
         missing: names that the objects have and the checkpoint lacks.
         unexpected: names that the checkpoint has and the objects lack.
-        different: what both have, but not alike, such as tensors of another shape.
+        different: names that both have with different content, such as tensors of another shape.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class CheckpointBusy(CheckpointError):
     """Another `CheckpointManager` uses the directory.
 
     Attributes:
-        holder: who, as far as is known.
+        holder: description of the other manager, as far as it is known.
     """
 
     def __init__(self, message: str, *, holder: str) -> None:
@@ -254,7 +254,7 @@ class CheckpointBusy(CheckpointError):
 
 
 class CheckpointTimeout(CheckpointError, TimeoutError):
-    """A save did not end within the limit; it goes on."""
+    """A save did not end within the limit; it continues in the background."""
 
 
 class WireError(StratagemError):
@@ -262,7 +262,7 @@ class WireError(StratagemError):
 
 
 class ProtocolError(WireError):
-    """The peer sent bytes that are not our protocol, or speaks another version."""
+    """The peer sent bytes that are not Stratagem's protocol, or uses another protocol version."""
 
 
 class AuthenticationError(WireError, PermissionError):
@@ -270,7 +270,7 @@ class AuthenticationError(WireError, PermissionError):
 
 
 class ConnectionLost(WireError, ConnectionError):
-    """The connection was closed by the peer or by the network."""
+    """The peer or the network closed the connection."""
 
 
 class DeadlineExceeded(WireError, TimeoutError):

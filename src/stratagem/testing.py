@@ -1,7 +1,7 @@
 """Checks that users can run on their own models.
 
 `assert_equivalent` trains a model with plain PyTorch and under a strategy, and compares the weights. If they
-differ, its error names the place and likely reasons. It uses only the public interface of strategies.
+differ, the error names the step, the parameter and likely reasons. It uses only the public interface of strategies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Equivalence:
     """Largest absolute difference of any value after any step."""
 
     parameter: str
-    """Name of the parameter (or buffer) where it was seen."""
+    """Name of the parameter (or buffer) with the largest difference."""
 
 
 def assert_equivalent(
@@ -70,7 +70,7 @@ def assert_equivalent(
         atol: absolute tolerance.
         seed: passed to ``torch.manual_seed`` before each model is built and each training starts.
         compare_buffers: whether to compare buffers (running statistics); by default only with one
-            replica, since each replica has statistics of its own rows.
+            replica, because each replica computes statistics of its own rows.
 
     Raises:
         AssertionError: the weights differ. The message names the first step, the parameter, the largest

@@ -266,7 +266,7 @@ def _check_space(path: Path, needed: int) -> None:
     if needed > free:
         raise CheckpointError(
             f"a checkpoint of about {needed:,} bytes does not fit on the disk of {path}, which has "
-            f"{free:,} bytes free. Make room, keep fewer checkpoints (max_to_keep), or use another disk."
+            f"{free:,} bytes free. Free disk space, keep fewer checkpoints (max_to_keep), or use another disk."
         )
 
 

@@ -199,7 +199,7 @@ class CheckpointDirectory:
         shutil.rmtree(writing, ignore_errors=True)
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint; at once for readers, however long the files take."""
+        """Delete a checkpoint. Readers no longer see it, even while its files are being removed."""
         going = self.path / f"{_DELETING}{name}-{uuid.uuid4().hex[:12]}"
         (self.path / name).rename(going)
         shutil.rmtree(going, ignore_errors=True)

@@ -1,7 +1,7 @@
 """The state of live objects: collected for a checkpoint, matched with one, and put back.
 
 *Live* objects have a state that can be put back in place: modules, optimizers, variables, generators, and
-everything with ``state_dict`` and ``load_state_dict``. They may stand in dictionaries, lists and tuples.
+everything with ``state_dict`` and ``load_state_dict``. They may be nested in dictionaries, lists and tuples.
 
 Restoring has two parts. `Match` compares the objects with the checkpoint, without changing them, and lists
 missing names, unexpected names and the tensors to read. `Match.apply` then puts the state back.
@@ -475,7 +475,7 @@ def _replace(holder: Any, key: Any, restored: Any) -> None:
 
 
 def _assign(variable: Variable, saved: list[Tensor]) -> None:
-    """Write a variable's copies; if their number has changed, what they add up to."""
+    """Write a variable's copies; if their number has changed, write their aggregate."""
     parts = variable.values
     if len(saved) == len(parts) > 1:
         for part, value in zip(parts, saved, strict=True):

@@ -1,7 +1,7 @@
 """Optimizer state by parameter name instead of by position.
 
 ``optimizer.state_dict()`` numbers parameters. A checkpoint names them, as torch's distributed checkpoints
-do, so that the state finds its parameter whatever the order, and plain PyTorch can load it with
+do, so that state and parameter match in any order, and plain PyTorch can load it with
 ``set_optimizer_state_dict``.
 """
 
@@ -18,7 +18,7 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> l
     """Return the names of an optimizer's parameters, group by group.
 
     Names are those inside the one module of the checkpoint that has all of the parameters. If they
-    belong to several modules, the modules' names in the checkpoint stand before them. Parameters of no
+    belong to several modules, the modules' names in the checkpoint are prepended. Parameters of no
     module are numbered.
 
     Example:

@@ -5,7 +5,7 @@ known before the contents, so the frame is laid out here and the rows are writte
 
     | prefix: data.pkl, byteorder, version, header of data/0 | rows, 64-byte aligned | suffix: index |
 
-The checksum of the rows stands in both parts (zip and our manifest use the same one, CRC-32), so the
+Both parts contain the checksum of the rows (zip and our manifest use the same one, CRC-32), so the
 frame is finished when the rows have been written.
 """
 

@@ -104,7 +104,7 @@ class StrategyOnWorker(Protocol):
         """Return how many writes, counted from the first, are acknowledged; wait for all if asked."""
 
     def reaches(self, task: str) -> bool:
-        """Return whether the connection to a server stands, as far as this worker knows."""
+        """Return whether the connection to a server is open, as far as this worker knows."""
 
     def late_failure(self, number: int) -> Exception | None:
         """Return, once, the error of a closure's writes after its context was left."""

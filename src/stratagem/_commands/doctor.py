@@ -77,7 +77,7 @@ def report(console: Console) -> int:
     """Print the findings as a table; return 3 if there is a problem, else 0."""
     findings = examine()
     table = Table(title="stratagem doctor")
-    for column in ("what", "verdict", "found", "what to do"):
+    for column in ("check", "result", "found", "remedy"):
         table.add_column(column, overflow="fold")
     colours = {Verdict.GOOD: "green", Verdict.WARNING: "yellow", Verdict.BAD: "bold red"}
     for finding in findings:
@@ -228,8 +228,8 @@ def _cluster_key() -> Iterator[Finding]:
         yield Finding(
             subject="cluster key",
             verdict=Verdict.GOOD,
-            found=f"none yet: created in {path} when first needed, for clusters on this machine",
-            remedy="To span machines, put one secret in STRATAGEM_CLUSTER_KEY_FILE on each.",
+            found=f"none yet: created as {path} at first use, for clusters on this machine",
+            remedy="For several machines, set STRATAGEM_CLUSTER_KEY_FILE to a copy of one key on each.",
         )
         return
     if not path.is_file():

@@ -1,1 +1,1 @@
-"""What values and variables are; this room knows no process and no socket."""
+"""Values, variables and replicas in one process; independent of other processes and sockets."""

@@ -1,12 +1,11 @@
-"""Parameters and buffers under a strategy: their interface, their registry, and what a run touched.
+"""Parameters and buffers under a strategy: their interface, their registry, and the record of a run.
 
-A `ManagedParameter` or `ManagedBuffer` stands behind one parameter or buffer of a module. Code outside replicas
-works with its ``central`` tensor. Code in replica *i* gets a tensor of its own: a parameter's leaf
-(`replicated_parameters`) or a buffer's copy (`replicated_buffers`). Parameter servers bring implementations of
-their own.
+A `ManagedParameter` or `ManagedBuffer` manages one parameter or buffer of a module. Code outside replicas
+works with its ``central`` tensor. Code in replica *i* gets its own tensor: a parameter's leaf (`replicated_parameters`)
+or a buffer's copy (`replicated_buffers`). The parameter-server package has its own implementations.
 
-A replica brings a tensor up to date once per run, when it first asks for it, and enters it in its `RunRecord`.
-After a run that succeeded, `finish_run` brings gradients, ``requires_grad`` and buffers back to the central tensors.
+A replica updates a tensor once per run, at its first lookup, and records it in its `RunRecord`. After a
+successful run, `finish_run` copies gradients, ``requires_grad`` and buffers to the central tensors.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class ManagedParameter(abc.ABC):
         return tensor is self.central
 
     def register_alias(self, tensor: Tensor) -> None:
-        """Let `find_managed` find this by ``tensor``, which must live as long as this object."""
+        """Let `find_managed` find this by ``tensor``, which must exist as long as this object."""
         _BY_ID[id(tensor)] = self
 
     def note_write(self, *, assigned: bool) -> bool:

@@ -43,7 +43,7 @@ class _Failure:
 
 
 class Rendezvous:
-    """Where the replicas of one run wait for each other, and their caller waits for them.
+    """Barrier at which the replicas of one run wait for each other, and their caller waits for them.
 
     Args:
         replicas: the replicas of the run, two or more.
@@ -51,9 +51,9 @@ class Rendezvous:
         timeout_s: how long a replica waits for the others; None: as configured.
 
     Attributes:
-        aborted: whether the run has failed, so that replicas still running compute in vain.
+        aborted: whether the run has failed, so that the results of replicas still running are not used.
         errors: errors of replicas, by replica number.
-        combine_error: what a combine function raised.
+        combine_error: the exception of a combine function.
         ended: numbers of the replicas whose function has ended.
     """
 

@@ -42,7 +42,7 @@ class ReplicaThread:
     Attributes:
         busy: whether it runs a job; the job itself clears it.
         abandoned: whether the thread ends after its job.
-        intra_op_threads: the number of threads it told torch to use; 0: not yet.
+        intra_op_threads: the number of threads that it set for torch; 0: not set yet.
     """
 
     __slots__ = ("__weakref__", "_go", "_job", "abandoned", "busy", "intra_op_threads", "thread")

@@ -256,8 +256,8 @@ class ReplicatedParameter(ManagedParameter):
     def expose_gradient(self, leaf: Leaf | None) -> None:
         """Make the gradient of a leaf visible in ``central.grad``.
 
-        Central gets an alias with its own version counter. So a write outside replicas can be told apart from the
-        leaf's accumulation in place, which other replicas must not copy half done.
+        Central gets an alias with its own version counter. So a write outside replicas can be distinguished from the
+        leaf's in-place accumulation, which other replicas must not copy before it is complete.
         """
         grad = None if leaf is None else read_grad(leaf.tensor)
         central = self.central

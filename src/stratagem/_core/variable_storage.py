@@ -165,7 +165,7 @@ class SingleStorage(VariableStorage):
         ids, rows = ids.to(tensor.device), rows.detach().to(tensor.device)
         with torch.no_grad():
             if how == "update":
-                # The last value of a repeated row wins, in whatever order torch copies.
+                # The last value of a repeated row is kept, in any order in which torch copies.
                 last = {int(row): i for i, row in enumerate(ids.tolist())}
                 tensor[list(last)] = rows[list(last.values())]
             elif how == "div":

@@ -147,7 +147,7 @@ class ColumnShuffleCursor(ChunkCursor[Any]):
     """Shuffles rows within windows of `buffer_size` rows, for a `ShuffleNode`.
 
     The position is the input's position at the beginning of the window, and a count: after resuming, the window is
-    read again. So a position is small whatever the buffer size.
+    read again. So a position is small for any buffer size.
     """
 
     _windows = 0

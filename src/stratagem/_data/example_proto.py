@@ -365,7 +365,7 @@ def integers(data: Bytes, place: LocatedBytes, name: str) -> Lists:
     wrong[filled] = ~final[last]
     _refuse(wrong, np.arange(len(begins)), f"feature {name!r} is broken: a number does not end")
     values, _ = _varints(data, places[starts])
-    # Not packed: a tag, which reads as a number too, stands before each number.
+    # Not packed: a tag, which also decodes as a number, precedes each number.
     tagged = ~packed & filled
     if tagged.any():
         number = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)

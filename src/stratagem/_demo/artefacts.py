@@ -104,7 +104,7 @@ def draw_curves(
             caption = f"{when:.1f} s: {what}" if axes is lower else None
             axes.axvline(when, color="tab:red", linestyle=style, linewidth=1, label=caption)
         axes.grid(alpha=0.3)
-    # Legends stand outside the axes, where they cover no curve.
+    # Legends are outside the axes, where they cover no curve.
     upper.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)
     lower.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8, frameon=False)
     upper.set_title("Click-through model, asynchronous training", loc="left", fontsize=11)

@@ -97,7 +97,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 class _Training:
-    """One run: model, data, live view, and the worker that is killed half way."""
+    """One run: model, data, live view, and the worker that is killed halfway."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""The strategies: where variables live and where computation runs."""
+"""The strategies, which decide where variables are stored and where computation runs."""

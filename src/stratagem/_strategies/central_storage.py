@@ -1,4 +1,4 @@
-"""`CentralStorageStrategy`: one copy of every variable, many devices computing around it."""
+"""`CentralStorageStrategy`: one copy of every variable, computation on many devices."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Channel(Owner):
         Args:
             sock: owned by the channel from now on.
             peer: name of the peer in errors and logs.
-            limits: of what is received.
+            limits: size limits of received frames.
             may_unpickle: whether to unpickle exceptions: only from peers that may run code here.
         """
         self.peer = peer

@@ -1,6 +1,6 @@
 """Find the cluster key: given, from the environment, or the user's own key file.
 
-Workers run what they are sent, and every user of a machine can connect to loopback ports. So tasks always prove a
+Workers run the functions that they receive, and every user of a machine can connect to loopback ports. So tasks always prove a
 key to each other. Without one in the environment, all tasks of a user on this machine share a key file that is
 created on first use.
 """

@@ -155,7 +155,7 @@ def connect(
         key: the cluster's key, or None for a cluster without one.
         timeout_s: for connection and handshake together.
         peer: name of the peer in errors; its address by default.
-        limits: of what is received.
+        limits: size limits of received frames.
         may_unpickle: see `Channel`.
         stopped: called repeatedly; True ends the attempt.
 

@@ -136,8 +136,8 @@ class Listener(Owner):
             )
         if key is None and not is_loopback(host):
             raise PermissionError(
-                f"refusing to listen on {address!r} without a cluster key: everybody who can reach the "
-                f"port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
+                f"refusing to listen on {address!r} without a cluster key: any process that can reach "
+                f"the port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
                 f"STRATAGEM_CLUSTER_KEY_FILE for every task, or listen on 127.0.0.1"
             )
         self._key = key

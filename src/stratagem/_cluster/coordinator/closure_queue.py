@@ -16,8 +16,8 @@ late writes of that worker. Only then may the closure run elsewhere.
 Any worker may run a *shared* closure. A *resource* closure belongs to one worker: it is sent first, does not
 count for `idle`, and is aborted when its worker is lost.
 
-Workers join (`add_worker`) and leave (`drain_worker`) at any time. A draining worker finishes what it runs,
-gives back what it has not started, and gets nothing new.
+Workers join (`add_worker`) and leave (`drain_worker`) at any time. A draining worker finishes its running
+closure, returns closures that it has not started, and gets no new ones.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class ClosureQueue:
         return [*cancelled, *self._drained(number), *self._send_next(number)]
 
     def tick(self) -> list[Action]:
-        """Send closures to workers that have room, and recall closures that wait behind a long one."""
+        """Send closures to workers whose window is not full, and recall closures that wait behind a long one."""
         if self.stopped:
             return []
         if self._queued:
@@ -349,7 +349,7 @@ class ClosureQueue:
     # ------------------------------------------------------------------ errors
 
     def stop(self) -> list[Action]:
-        """Handle an error that belongs to no closure: cancel what is queued until `resume`."""
+        """Handle an error that belongs to no closure: cancel queued closures until `resume`."""
         return self._stop(None)
 
     def server_lost(self) -> list[Action]:

@@ -146,7 +146,7 @@ class Engine:
             link.start()
 
     def drain_worker(self, number: int) -> None:
-        """Let a worker finish what it runs, send it nothing more, then disconnect it."""
+        """Let a worker finish its running closure, send it no more, then disconnect it."""
         self._handle(lambda: self.queue.drain_worker(number))
 
     # ------------------------------------------------------------------ events of the user
@@ -273,7 +273,7 @@ class Engine:
         self._handle(self.queue.stop, Cause(UnavailableError(text, task="/job:worker")))
 
     def tick(self) -> None:
-        """Let the queue rebalance, and drop what is no longer referenced. May wait for a worker."""
+        """Let the queue rebalance, and free objects that are no longer referenced. May wait for a worker."""
         self._handle(self.queue.tick)
         with self.lock:
             released = [self._collected.popleft() for _ in range(len(self._collected))]
@@ -348,7 +348,7 @@ class Engine:
             self.views.fence(link.task_index, incarnation)
         except ParameterServerLost as error:
             self.server_lost(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, join must not wait for it
+        except Exception as error:  # noqa: BLE001 - after any error, join must not wait for it
             _log.exception("fencing %s failed: its closures are not repeated", link.task)
             self._handle(self.queue.stop, Cause(error))
         self._handle(lambda: self.queue.worker_fenced(link.number))

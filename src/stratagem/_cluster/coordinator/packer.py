@@ -68,7 +68,7 @@ class Packer:
         self._recent: OrderedDict[tuple[int, Fingerprint], PackedObject] = OrderedDict()  # by epoch
         self._by_digest: OrderedDict[bytes, PackedObject] = OrderedDict()
         # A worker has each class of the user once, as it was sent last. The epoch counts changes of such
-        # classes: what was sent in an earlier epoch must be sent again.
+        # classes: functions sent in an earlier epoch must be sent again.
         self._classes: weakref.WeakKeyDictionary[type, Hashable] = weakref.WeakKeyDictionary()
         self._epoch = 0
         self._tokens: list[Hashable] = []
@@ -103,7 +103,7 @@ class Packer:
         mark = None if kwargs else _fingerprint_of(args)
         if mark is not None and self._last_arguments is not None:
             known, reference = self._last_arguments
-            # While the packed arguments live, so do the values in them: their ids are still theirs.
+            # While the packed arguments exist, so do the values in them: their ids are not reused.
             if known == mark and (packed := reference()) is not None:
                 return packed
         # A model must not be freed on the servers while closures still wait with it.
@@ -273,7 +273,7 @@ class Packer:
         return (message, buffers), nested
 
     def _note_classes(self, classes: Sequence[type]) -> None:
-        """Begin a new epoch if a class is not what it was when it was last packed."""
+        """Begin a new epoch if a class has changed since it was last packed."""
         for kind in classes:
             members = vars(kind).items()
             now = tuple((name, one if type(one) in PLAIN else id(one)) for name, one in members)

@@ -202,7 +202,7 @@ def _tasks_on(
 
 
 class ExecutableLocation(enum.Enum):
-    """Where the program that asks Kubernetes runs.
+    """Location of the program that queries Kubernetes: in the cluster or outside it.
 
     Example:
         >>> import stratagem as sg

@@ -61,7 +61,7 @@ class LocalCluster(Owner):
             _check_count(name, count)
         check_open_files(workers + ps)
         log_as_environment_says()
-        # Every user of the machine can connect to loopback, and workers run what they are sent.
+        # Every user of the machine can connect to loopback, and workers run the functions that they receive.
         self._key = cluster_key_text() or ClusterKey.random().text()
         self._closed = False
         stopped_limit_s = ClusterOptions.from_environment().heartbeat_limit_s if restart else 0.0

@@ -28,7 +28,7 @@ class Task(Protocol):
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Address on which it listens."""
 
     def serve(self) -> None:
         """Work in the calling thread until closed."""

@@ -46,7 +46,7 @@ class ReceivedObjects:
         """Store the content of a Define, Update or Forget message; keep the error if that fails."""
         try:
             self._receive(frame)
-        except Exception as error:  # noqa: BLE001 - a worker survives whatever it is sent
+        except Exception as error:  # noqa: BLE001 - a worker survives any message
             self._unreadable = error
 
     def function(self, digest: bytes) -> Callable[..., object]:

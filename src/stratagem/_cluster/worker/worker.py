@@ -34,9 +34,7 @@ _log = logging.getLogger("stratagem.worker")
 
 CLOSE_S: Final = 6.0  # how long `close` waits for the receiving thread, which may be sending
 ANSWER_S: Final = 0.2  # limit of an answer to another coordinator; our own one waits meanwhile
-FIRST_MESSAGE_S: Final = (
-    5.0  # how long a peer that has proved the key may take to say what it wants
-)
+FIRST_MESSAGE_S: Final = 5.0  # limit of the first message of a peer that has proved the key
 
 
 @final
@@ -89,7 +87,7 @@ class Worker(Owner):
         """Treat this process as the worker's own from now on.
 
         Args:
-            echo: print here, too, what is sent to the coordinator.
+            echo: also print the lines that are sent to the coordinator.
         """
         if self._output is None:
             self._output = OutputForwarder(echo=echo)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 
 class Phase(enum.Enum):
-    """Where a connection is in its life cycle."""
+    """Phase in the life cycle of a connection."""
 
     NEW = "new"
     OPEN = "open"

@@ -1,7 +1,7 @@
 """Value that a write returns inside a scheduled function, read at its first use.
 
-Most functions never look, and waiting for the server's answer would cost more than the write.
-`variables.py` makes these; to everybody else they are tensors.
+Most functions never use the value, and waiting for the server's reply would cost more than the write.
+Other code can use a `LazyReadTensor` like any tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stratagem._core.torch_patches.private_api import pytree
 
 @final
 class LazyReadTensor(Tensor):
-    """A tensor whose value is read at its first use, and stays what it was then.
+    """Tensor whose value is read at its first use and does not change afterwards.
 
     Example:
         >>> import torch

@@ -140,7 +140,7 @@ class Outbox:
         )
         message = messages.Write(origin=write_id, operations=part.encoded())
         write = _Write(server, Pending(message, part.buffers), self._closure, self.buffers.current)
-        # Noted first: whatever interrupts the sending, its memory is not used again before the server
+        # Noted first: if anything interrupts the sending, its memory is not used again before the server
         # has answered.
         self._unacknowledged.append(write)
         self._in_half[write.half] += 1

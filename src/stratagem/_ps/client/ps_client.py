@@ -379,7 +379,7 @@ class PsClient(Owner):
         return task in self.tasks and self._control.answers_checks(self.tasks.index(task))
 
     def is_connected(self, task: str) -> bool:
-        """Return whether the connection to a server stands, as far as this process knows."""
+        """Return whether the connection to a server is open, as far as this process knows."""
         return all(one.is_open for one in self._connections if one.task == task)
 
     def await_servers(self, options: ClusterOptions) -> None:

@@ -1,10 +1,10 @@
 """Connection of one client to one parameter server, made again when it breaks.
 
-`PsClient` holds one `ServerConnection` per server. A connection remembers every request until its reply is
-here. If it breaks while the server lives, it connects again and repeats them, in order; servers recognise
+`PsClient` holds one `ServerConnection` per server. A connection keeps every request until the reply
+arrives. If it breaks while the server is running, it reconnects and repeats them, in order; servers recognise
 writes they have applied (`server/ledger.py`), and every other request may be repeated. If the server cannot
 be reached or does not reply in time, the requests fail with `ParameterServerLost`, and the next request
-tries to connect again. What may happen when is decided in `connection_state.py`.
+tries to connect again. `connection_state.py` decides which transitions are allowed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ServerConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection stands, as far as this process knows."""
+        """Whether the connection is open, as far as this process knows."""
         return self._state.phase is Phase.OPEN
 
     def open(self, *, timeout_s: float) -> None:
@@ -283,14 +283,14 @@ class ServerConnection:
         self.frame_bytes = welcome.frame_bytes
         if not self._pending:
             self.announced = ()
-        elif self.announced:  # what is repeated may lie there
+        elif self.announced:  # repeated requests may refer to these segments
             ask(messages.OpenSegments(segments=self.announced))
 
     def _reconnect(self, cause: ConnectionLost | None, deadline: float) -> None:
-        """Connect again and repeat what is outstanding.
+        """Connect again and repeat outstanding requests.
 
         Raises:
-            ParameterServerLost: that failed; what was outstanding has failed, too.
+            ParameterServerLost: connecting failed; outstanding requests have failed, too.
         """
         if cause is not None and self._state.phase is not Phase.OPEN:
             # Another thread found out while this one waited.

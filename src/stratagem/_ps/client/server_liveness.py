@@ -229,7 +229,7 @@ class _Control:
                 return
         if self._ping is None and not self._is_connecting and now - self._asked_at < every_s:
             return
-        # Also with a ping whose connection has broken: a server that lives accepts a new one.
+        # Also with a ping whose connection has broken: a running server accepts a new one.
         if not self._is_connecting:
             self._is_connecting, self._asked_at = True, now
         if channel is None or not channel.is_open:

@@ -1,8 +1,8 @@
 """Writes of one step, collected per server before they are sent.
 
 `PsClient.batch` makes a `WriteBatch`, its caller fills it, `PsClient.send` sends it: one message per
-server, whatever the number of variables. A server that would get more bytes than it takes in one message
-gets several. Where a batch is cut depends on sizes alone, not on how tensors travel: a closure that runs
+server, for any number of variables. A server that would get more bytes than it accepts in one message
+gets several. Only sizes decide where a batch is divided, not the way in which tensors are sent: a closure that runs
 again on another worker makes the same writes in the same order.
 """
 
@@ -52,7 +52,7 @@ class ServerPart:
         self._encoded: messages.Operations | None = None
 
     def encoded(self) -> messages.Operations:
-        """Return the encoded operations, made once however often they are sent."""
+        """Return the encoded operations, encoded once even if they are sent several times."""
         if self._encoded is None:
             self._encoded = messages.encode_operations(self.operations)
         return self._encoded

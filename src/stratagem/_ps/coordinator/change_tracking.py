@@ -77,7 +77,7 @@ class ChangeTracker:
         self._name_parts = name_parts
         self._watch = ChangeWatch()
         self._known: dict[Token, _Known] = {}
-        # By token: how to read the parts that change without a note, and what was read.
+        # By token: function that reads the parts that change without a note, and its last result.
         self._probes: dict[Token, tuple[weakref.ref[Any], Callable[[Any], object], object]] = {}
         self._suspects: set[Token] = set()
         self._published: set[Token] = set()

@@ -48,7 +48,7 @@ class ObjectHandles:
     Args:
         strategy: the strategy whose objects these are.
         variables: the strategy's variables.
-        setup: makes what a worker needs to connect.
+        setup: returns the object that a worker needs to connect.
     """
 
     def __init__(
@@ -240,8 +240,8 @@ class ObjectHandles:
     def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
         number = self._optimizers.create(optimizer)
         self._tracker.define(token, optimizer)
-        # It steps on the servers; torch's LR schedulers, which look at this mark of their own, would
-        # else warn that it never stepped.
+        # The optimizer steps on the servers. Without this mark, torch's LR schedulers would warn that it
+        # never stepped.
         optimizer.__dict__["_opt_called"] = True
         made = definitions.OptimizerDefinition(
             number=number,

@@ -34,7 +34,7 @@ _UNREAD_BYTES: Final = 1 << 20
 
 
 class Serving(Protocol):
-    """What the acceptor asks of the server. Called from the acceptor's thread."""
+    """Interface of the server for the acceptor, called from the acceptor's thread."""
 
     task: str
     facts: Mapping[str, object]

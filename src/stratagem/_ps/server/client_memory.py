@@ -95,7 +95,7 @@ class ClientMemory:
         return tensor
 
     def known_write(self, key: bytes, epoch: object) -> PreparedWrite | None:
-        """Return what was prepared for the same bytes in the same epoch."""
+        """Return the write prepared for the same bytes in the same epoch."""
         known = self._writes.get(key)
         return known if known is not None and known.epoch is epoch else None
 

@@ -1,7 +1,7 @@
 """One session on a parameter server: turns requests into replies.
 
 Knows the store, shared memory and messages, but no socket, thread or clock. `loop.py` receives the frames, calls
-`Session.handle` for each of them in order, and sends what it returns. Nothing here unpickles.
+`Session.handle` for each of them in order, and sends the replies. This module never unpickles.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Session:
         return _OK
 
     def _write(self, message: messages.Write, frame: Frame, memory: ClientMemory) -> Reply:
-        # Whatever can be wrong with the message is found before the write is admitted.
+        # Find every error in the message before the write is admitted.
         prepared = self._prepared(message, frame, memory)
         touched = prepared.touched
         origin = message.origin

@@ -196,7 +196,7 @@ class ServerOptimizer:
                 gradient = replace(gradient, values=gradient.values.clone())
             if may_be_rows and gradient.ids is not None:
                 compact.append(gradient)
-            elif may_be_rows and is_sgd:  # works in place, whatever the size
+            elif may_be_rows and is_sgd:  # works in place, for any size
                 plain.append(gradient)
             elif self._goes_in_chunks(parameter, gradient):
                 large.append(gradient)

@@ -1,8 +1,8 @@
 """State of one session on one parameter server: variables, versions, optimizers, and applied writes.
 
-Pure state: no socket, no clock, no thread. `session.py` keeps one `VariableStore`, hands it memory
-(`allocate`), asks `admit` before every write, calls one method per message, and publishes the versions the
-methods return. Numbers are given by the coordinator: one per shard of a variable, one per optimizer. A method
+Pure state: no socket, no clock, no thread. `session.py` keeps one `VariableStore`, gives it memory
+(`allocate`), calls `admit` before every write, calls one method per message, and publishes the versions the
+methods return. The coordinator assigns numbers: one per shard of a variable, one per optimizer. A method
 that raises has changed nothing but, at most, the memory of the variable named in the error.
 
 `ledger.py` decides which writes are applied, `shard_optimizer.py` steps optimizers.
@@ -82,7 +82,7 @@ class VariableStore:
 
     Args:
         allocate: returns the memory of a new variable; servers pass shared memory.
-        budget: limit of optimizer state, and of whatever else is counted in it.
+        budget: limit of optimizer state and of everything else counted in it.
         optimizer_modules: modules (and their submodules) whose optimizer classes may be imported,
             beside ``torch.optim``.
 

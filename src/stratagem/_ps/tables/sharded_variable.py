@@ -292,7 +292,7 @@ def _width(part: Any) -> int:
 
 
 def _check_index(part: Any) -> None:
-    """What Python's lists take, Ellipsis, None and masks."""
+    """Check one part of an index: an index of a Python list, Ellipsis, None or a mask."""
     if isinstance(part, slice):
         if part.step == 0:
             raise ValueError("slice step cannot be zero")

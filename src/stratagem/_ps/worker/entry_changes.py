@@ -46,7 +46,7 @@ class EntryWriter:
         RemovableHandle.next_id = max(RemovableHandle.next_id, highest + 1)
 
     def forget(self, token: Hashable) -> None:
-        """Drop what is known about an object."""
+        """Discard the state of an object."""
         for known in (self._members, self._hooks):
             for key in [key for key in known if key[0] == token]:
                 del known[key]
@@ -67,7 +67,7 @@ class EntryWriter:
             _set_class(obj, *value)
         elif entry in MEMBERS:
             self._set_members(key, obj, value)
-        elif exists:  # past whatever the class does when it is assigned to
+        elif exists:  # bypass the class's own __setattr__
             vars(obj)[key[1]] = value
         else:
             vars(obj).pop(key[1], None)

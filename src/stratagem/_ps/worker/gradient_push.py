@@ -213,7 +213,7 @@ class PreparedStep(NamedTuple):
 
 
 class _KeptStep(NamedTuple):
-    """A step whose gradients all lie in slots: what it was made for, and the step itself."""
+    """Prepared step whose gradients are all in slots, with the key that it was prepared for."""
 
     key: list[int]
     settings: Settings

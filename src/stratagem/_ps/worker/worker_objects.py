@@ -173,7 +173,7 @@ class WorkerObjects:
         return self._client.outbox.acknowledged
 
     def reaches(self, task: str) -> bool:
-        """Return whether the connection to a server stands, as far as this worker knows."""
+        """Return whether the connection to a server is open, as far as this worker knows."""
         return self._client.is_connected(task)
 
     def late_failure(self, number: int) -> Exception | None:

@@ -77,8 +77,14 @@ def test_device_scopes(two):
         assert strategy.run(inner) == "meta"
 
 
-def test_replicas_share_the_cores(two):
+def test_replicas_that_take_turns_use_all_cores(two):
+    """One replica computes at a time."""
+    assert two.run(torch.get_num_threads) == torch.get_num_threads()
+
+
+def test_parallel_replicas_share_the_cores(two_parallel):
     """R replicas get an R-th of torch's own threads each; the caller's number stays."""
+    two = two_parallel
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)

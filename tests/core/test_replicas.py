@@ -17,6 +17,7 @@ from meeting import me, meet
 
 import stratagem as sg
 from stratagem._core import context
+from stratagem.errors import ReplicaTimeout
 
 LIMIT_S = 60.0
 
@@ -24,6 +25,13 @@ LIMIT_S = 60.0
 @pytest.fixture(params=[2, 3])
 def strategy(request):
     with sg.MirroredStrategy([f"cpu:{i}" for i in range(request.param)]) as made:
+        yield made
+
+
+@pytest.fixture(params=[2, 3])
+def parallel(request):
+    devices = [f"cpu:{i}" for i in range(request.param)]
+    with sg.MirroredStrategy(devices, parallel_replicas=True) as made:
         yield made
 
 
@@ -37,8 +45,9 @@ def three():
 # ------------------------------------------------------------------ side by side
 
 
-def test_replicas_run_at_the_same_time(strategy):
+def test_parallel_replicas_run_at_the_same_time(parallel):
     """Issue 2.4: side by side, each on its own named thread."""
+    strategy = parallel
     barrier = threading.Barrier(strategy.num_replicas_in_sync)
 
     def step():
@@ -50,8 +59,42 @@ def test_replicas_run_at_the_same_time(strategy):
     assert all(name.startswith("MirroredStrategy-replica-") for name in names)
 
 
+def test_replicas_take_turns_in_their_order(strategy):
+    """Issue 20.6: between two rendezvous one replica runs, then the next."""
+    size = strategy.num_replicas_in_sync
+    seen = []
+
+    def step():
+        for phase in range(3):
+            for _ in range(20):
+                seen.append((phase, me()))
+                time.sleep(0)  # offers the interpreter to other threads
+            meet(None, lambda values: values)
+
+    strategy.run(step)
+    in_turns = [(phase, i) for phase in range(3) for i in range(size) for _ in range(20)]
+    assert seen == in_turns
+
+
+def test_a_replica_that_waits_for_a_later_one_is_named(monkeypatch):
+    """Replicas take turns: replica 1 cannot run while replica 0 waits for it outside a rendezvous."""
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "0.3")
+    arrived = threading.Event()
+
+    def step():
+        if me() == 0:
+            arrived.wait(20)
+        arrived.set()
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with pytest.raises(ReplicaTimeout, match=r"replicas \[1\] waited 0.3 s for <Replica 0"):
+            strategy.run(step)
+        arrived.set()
+        assert strategy.run(lambda: 1) == 1
+
+
 def test_threads_are_kept_between_runs(strategy):
-    """Persistent lanes: the same threads serve run after run."""
+    """The same threads serve run after run."""
     first = strategy.run(threading.get_ident).values
     assert strategy.run(threading.get_ident).values == first
 
@@ -353,8 +396,9 @@ def test_unwinding_passes_through_backward(two):
     assert two.run(lambda: 1) == 1
 
 
-def test_the_lowest_replicas_error_is_raised_and_the_others_are_named(strategy):
+def test_the_lowest_replicas_error_is_raised_and_the_others_are_named(parallel):
     """No error is lost, and the choice does not depend on timing."""
+    strategy = parallel
     barrier = threading.Barrier(strategy.num_replicas_in_sync)
 
     def step():
@@ -550,7 +594,7 @@ def test_errors_without_a_text_and_errors_raised_again_are_noted_once():
         started.wait(timeout=120)
         raise known if number == 0 else Mute
 
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], parallel_replicas=True) as strategy:
         for _ in range(3):
             with pytest.raises(ValueError, match="known"):
                 strategy.run(step)

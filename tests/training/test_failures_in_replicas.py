@@ -302,8 +302,9 @@ def test_the_equivalence_check_explains_batchnorm_and_summed_replicas(make_strat
 
 
 @pytest.mark.parametrize("wakes", ["in backward", "in the model"])
-def test_a_replica_left_behind_has_no_part_in_later_runs(wakes, two, monkeypatch):
+def test_a_replica_left_behind_has_no_part_in_later_runs(wakes, monkeypatch):
     """It was given up after the limit, wakes in the middle of the next run, and goes on computing."""
+    two = sg.CentralStorageStrategy(["cpu:0", "cpu:1"], parallel_replicas=True)
     with two.scope():
         model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.BatchNorm1d(1, affine=False))
     wake, woken = threading.Event(), threading.Event()
@@ -342,6 +343,7 @@ def test_a_replica_left_behind_has_no_part_in_later_runs(wakes, two, monkeypatch
     assert [each.tolist() for each in gradients.values] == [[[1.0, 1.0, 1.0]]] * 2
     assert model[0].weight.grad.tolist() == [[1.0, 1.0, 1.0]]
     assert model[1].num_batches_tracked.item() == 1
+    two.close()
 
 
 LEAVES_ONE_BEHIND = """

@@ -3,6 +3,10 @@
 Everything that replicas do together (``merge_call``, collectives, gradient aggregation, optimizer steps) is a
 rendezvous. `Rendezvous` also tells the thread that called ``run`` when all replicas have ended, and aborts the run
 when one of them fails.
+
+Between two rendezvous the replicas take turns, in the order of their numbers: replica 1 starts when replica 0 waits or
+has ended. Replicas are threads that share Python objects, so a step that keeps a value in an attribute
+(``self.loss = ...``, ``weight_norm``) would otherwise read the value of another replica.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ class Rendezvous:
         replicas: the replicas of the run, two or more.
         weights: each replica's share of the rows; a replica with share 0 may end early.
         timeout_s: how long a replica waits for the others; None: as configured.
+        parallel: whether replicas run at the same time, instead of in turns.
 
     Attributes:
         aborted: whether the run has failed, so that the results of replicas still running are not used.
@@ -58,12 +63,18 @@ class Rendezvous:
     """
 
     __slots__ = (
-        "_caller", "_caller_combines", "_label", "_lock", "_replicas", "_results", "_size",
-        "_timeout_s", "_waiting", "_wake", "_weights", "aborted", "combine_error", "ended", "errors",
+        "_blocked", "_caller", "_caller_combines", "_label", "_lock", "_parallel", "_replicas", "_results",
+        "_size", "_start", "_timeout_s", "_turn", "_turn_began_s", "_unstarted", "_waiting", "_wake", "_weights",
+        "aborted", "combine_error", "ended", "errors",
     )  # fmt: skip
 
     def __init__(
-        self, replicas: Sequence[Replica], weights: Sequence[float], timeout_s: float | None
+        self,
+        replicas: Sequence[Replica],
+        weights: Sequence[float],
+        timeout_s: float | None,
+        *,
+        parallel: bool = False,
     ) -> None:
         self._replicas = replicas
         self._size = len(replicas)
@@ -77,6 +88,12 @@ class Rendezvous:
         self._label: Hashable = None
         self._caller_combines = False
         self._results: dict[int, Any] = {}
+        self._parallel = parallel
+        self._start: Callable[[int], None]
+        self._unstarted = list(range(self._size))
+        self._blocked: set[int] = set()  # replicas that have their result and wait for their turn
+        self._turn = 0  # the replica that runs now
+        self._turn_began_s = 0.0
         self.aborted = False
         self.errors: dict[int, BaseException] = {}
         self.combine_error: BaseException | None = None
@@ -90,6 +107,28 @@ class Rendezvous:
         return min(self._timeout_s, _thread.TIMEOUT_MAX)
 
     # -------------------------------------------------------------- replicas
+
+    def begin(self, start: Callable[[int], None]) -> None:
+        """Start the replicas: all at once, or the first one, which starts the next when it waits.
+
+        Args:
+            start: starts the job of one replica on its thread.
+        """
+        self._start = start
+        with self._lock:
+            while self._unstarted and (self._parallel or len(self._unstarted) == self._size):
+                self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Let the next replica run that has not arrived at this rendezvous. Call it under the lock."""
+        self._turn_began_s = time.monotonic()
+        if self._blocked:
+            self._turn = min(self._blocked)
+            self._blocked.remove(self._turn)
+            self._wake[self._turn].release()
+        elif self._unstarted:
+            self._turn = self._unstarted.pop(0)
+            self._start(self._turn)
 
     def meet(
         self, replica_id: int, label: Hashable, value: Any, combine: Combine, *, on_caller: bool
@@ -105,19 +144,26 @@ class Rendezvous:
             self._waiting[replica_id] = (value, combine)
             complete = len(self._waiting) + len(self.ended) == self._size
             arrived: _Arrived = {}
+            if replica_id not in self._wake:
+                self._wake[replica_id] = _thread.allocate_lock()
+                self._wake[replica_id].acquire()
             if complete and not on_caller:
                 arrived, self._waiting = self._waiting, {}
-            else:
-                if replica_id not in self._wake:
-                    self._wake[replica_id] = _thread.allocate_lock()
-                    self._wake[replica_id].acquire()
-                if complete:
-                    self._caller_combines = True
-                    self._wake_caller()
+            elif complete:
+                self._caller_combines = True
+                self._wake_caller()
+            elif not self._parallel:
+                self._pass_turn()
         if arrived:
             self._combine(arrived, runner=replica_id)
-        elif not self._wait(replica_id):
-            self._time_out(replica_id)
+        if self._parallel:
+            if not arrived and not self._wait(replica_id):
+                self._time_out(replica_id)
+        elif not (arrived and self._turn == replica_id):
+            while not self._wait(replica_id):
+                pass  # the caller ends the run if a turn takes too long
+            if self.aborted:
+                raise Aborted
         if self.aborted and replica_id not in self._results:
             raise Aborted
         result = self._results.pop(replica_id)
@@ -156,9 +202,20 @@ class Rendezvous:
         except BaseException as error:  # noqa: BLE001 - raised again in every replica
             self.combine_error = error
             self._results.update(dict.fromkeys(arrived, _Failure(error)))
-        for i in arrived:
-            if i != runner:
-                self._wake[i].release()
+        if self._parallel:
+            for i in arrived:
+                if i != runner:
+                    self._wake[i].release()
+            return
+        with self._lock:
+            self._blocked = set(arrived)
+            if self.aborted:
+                self.abort(but=runner)
+            elif min(arrived) == runner:
+                self._blocked.remove(runner)
+                self._turn, self._turn_began_s = runner, time.monotonic()
+            else:
+                self._pass_turn()
 
     def _time_out(self, replica_id: int) -> None:
         while True:
@@ -184,10 +241,12 @@ class Rendezvous:
     def abort(self, but: int = -1) -> None:
         """End the run: waiting replicas unwind now, others when they arrive. Call it under the lock."""
         self.aborted = True
-        for i in self._waiting:
+        for i in (*self._waiting, *self._blocked):
             if i != but:
                 self._wake[i].release()
-        self._waiting = {}
+        self._waiting, self._blocked = {}, set()
+        self.ended.update(self._unstarted)
+        self._unstarted = []
         self._wake_caller()
 
     def leave(self, replica_id: int, error: BaseException | None) -> None:
@@ -209,6 +268,8 @@ class Rendezvous:
                     self._caller_combines = complete
             if complete or len(self.ended) == self._size:
                 self._wake_caller()
+            elif not (self._parallel or self.aborted):
+                self._pass_turn()
 
     # -------------------------------------------------------------- the caller
 
@@ -234,9 +295,29 @@ class Rendezvous:
                     arrived, self._waiting = self._waiting, {}
             if arrived:
                 self._combine(arrived)
+            elif not self._parallel:
+                self._end_long_turn()
             if self.aborted and deadline is None:
                 late = any(isinstance(e, ReplicaTimeout) for e in self.errors.values())
                 deadline = time.monotonic() + (STRAGGLER_LIMIT_S if late else self.timeout_s)
+
+    def _end_long_turn(self) -> None:
+        """Abort the run if one replica has kept the others waiting for too long."""
+        with self._lock:
+            waiting = [*sorted({*self._waiting, *self._blocked}), *self._unstarted]
+            late = time.monotonic() - self._turn_began_s > self.timeout_s
+            if self.aborted or not waiting or not late or self._turn in self._waiting:
+                return
+            turn, at = self._turn, f" at {self._label}" if self._waiting else ""
+            self.errors[waiting[0]] = ReplicaTimeout(
+                f"replicas {waiting} waited {self.timeout_s:g} s{at} for {self._replicas[turn]}, which did not "
+                "arrive. Every replica must make the same collective calls, and must not wait for a later replica: "
+                "replicas run in turns. Raise STRATAGEM_REPLICA_TIMEOUT_S if it is merely slow.",
+                waiting=waiting,
+                missing=[turn],
+                limit_s=self.timeout_s,
+            )
+            self.abort()
 
     def abort_and_wait(self, limit_s: float) -> None:
         """Abort the run and wait up to ``limit_s`` for the replicas to end."""
@@ -247,8 +328,9 @@ class Rendezvous:
             self._caller.acquire(timeout=rest)
 
     def close(self) -> None:
-        """Break the reference cycle with the replicas; abandoned threads may still call us."""
+        """Break the reference cycles with the replicas; abandoned threads may still call us."""
         self._replicas = ()
+        self._start = lambda _: None
 
     @override
     def __repr__(self) -> str:

@@ -50,7 +50,7 @@ class ReplicaGroup:
     """
 
     __slots__ = (
-        "_after_success", "_rendezvous", "_reset_cores", "_results", "_settings", "_strategy",
+        "_after_success", "_parallel", "_rendezvous", "_reset_cores", "_results", "_settings", "_strategy",
         "replicas", "row_weights", "rows", "shared", "size", "streams",
     )  # fmt: skip
 
@@ -61,6 +61,7 @@ class ReplicaGroup:
         *,
         rows: Sequence[int] | None = None,
         timeout_s: float | None = None,
+        parallel: bool = False,
     ) -> None:
         self.size = size = len(devices)
         self._strategy = strategy
@@ -72,7 +73,10 @@ class ReplicaGroup:
         self.shared: dict[Hashable, Any] = {}
         self._after_success: dict[Hashable, Callable[[], None]] = {}
         if size > 1:
-            self._rendezvous = Rendezvous(self.replicas, self.row_weights, timeout_s)
+            self._parallel = parallel
+            self._rendezvous = Rendezvous(
+                self.replicas, self.row_weights, timeout_s, parallel=parallel
+            )
             self._results: list[Any] = [None] * size
             self._reset_cores = False
             self._settings = CallerSettings()
@@ -81,7 +85,7 @@ class ReplicaGroup:
     # -------------------------------------------------------------- running
 
     def run(self, calls: Sequence[Callable[[], Any]], threads: ReplicaThreads) -> list[Any]:
-        """Run one callable per replica at the same time; return their results in replica order.
+        """Run one callable per replica, in turns or in parallel; return their results in replica order.
 
         Raises:
             BaseException: the error of the first replica (by number) that failed, with a note that names the
@@ -91,8 +95,7 @@ class ReplicaGroup:
         meeting = self._rendezvous
         used = threads.acquire(self.size, limit_s=meeting.timeout_s)
         try:
-            for i, thread in enumerate(used):
-                thread.start(_Job(self, i, calls[i], thread))
+            meeting.begin(lambda i: used[i].start(_Job(self, i, calls[i], used[i])))
             try:
                 if not meeting.wait_for_end():
                     self._give_up(used, limit_s=0.0)
@@ -240,7 +243,8 @@ class _Job:
     def _run(self, group: ReplicaGroup, replica: Replica) -> None:
         settings = group._settings
         if replica.device.type == "cpu":
-            share = max(1, settings.intra_op_threads // group.size)
+            running = group.size if group._parallel else 1
+            share = max(1, settings.intra_op_threads // running)
             if self._thread.limit_cores(share):
                 group._reset_cores = True
         stack = settings.apply(replica.device)

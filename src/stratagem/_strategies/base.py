@@ -66,12 +66,12 @@ class Strategy(Owner):
     _slices: ClassVar[bool] = True
     _spread: ClassVar[bool] = False
     _between_graph: ClassVar[bool] = False
+    _parallel_replicas = False
 
     def __init__(self, *, gradient_aggregation: GradientAggregation = "mean") -> None:
         if gradient_aggregation not in ("mean", "sum"):
             raise ValueError(
-                f"gradient_aggregation={gradient_aggregation!r} is not known: expected 'mean' "
-                "(over the rows of the global batch) or 'sum' (as tf.distribute does)."
+                f"gradient_aggregation={gradient_aggregation!r} is not known: use 'mean' or 'sum'."
             )
         config.log_as_environment_says()
         self._gradient_aggregation = gradient_aggregation
@@ -365,7 +365,7 @@ class Strategy(Owner):
         seen: list[values.PerReplica] = []
         parts = values.split_call(args, kwargs, size, seen)
         rows = values.row_counts(seen, size)
-        group = ReplicaGroup(self, devices, rows=rows)
+        group = ReplicaGroup(self, devices, rows=rows, parallel=self._parallel_replicas)
         if size == 1:
             if parts is not None:
                 args, kwargs = parts[0]

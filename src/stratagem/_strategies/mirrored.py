@@ -20,6 +20,11 @@ class MirroredStrategy(Strategy):
         devices: their names; None: all accelerators of this machine, else the CPU. The same device
             may be named more than once.
         gradient_aggregation: ``"mean"`` over the rows of the global batch, or ``"sum"``.
+        parallel_replicas: let the replicas run at the same time. By default they take turns between the
+            points where they wait for each other, in the order of their numbers, because they share
+            Python objects: a step that keeps a value in an attribute then reads its own value. On
+            accelerators turns cost little. On CPU devices a step that writes no shared attribute may run
+            faster in parallel.
 
     Raises:
         ValueError: no device, a malformed name, or a device that does not exist here.
@@ -39,8 +44,10 @@ class MirroredStrategy(Strategy):
         devices: Iterable[Any] | None = None,
         *,
         gradient_aggregation: GradientAggregation = "mean",
+        parallel_replicas: bool = False,
     ) -> None:
         self._devices = _resolve(devices)
+        self._parallel_replicas = parallel_replicas
         super().__init__(gradient_aggregation=gradient_aggregation)
 
     @property
@@ -58,6 +65,7 @@ class MirroredStrategy(Strategy):
         return {
             "devices": [each.name for each in self._devices],
             "gradient_aggregation": self._gradient_aggregation,
+            "parallel_replicas": self._parallel_replicas,
         }
 
     @override

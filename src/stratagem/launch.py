@@ -32,12 +32,12 @@ def announced(strategy: Strategy) -> Iterator[None]:
 
 
 def auto_strategy() -> Strategy:
-    """Return the strategy this process should train with.
+    """Return the strategy that this process should use.
 
-    1. Under ``stratagem train --strategy …``: the strategy the command made.
+    1. Under ``stratagem train --strategy …``: the strategy that the command created.
     2. With ``TF_CONFIG`` naming parameter servers: on the coordinator ("chief", or no task) a
-       `ParameterServerStrategy`. On a worker or parameter server this call serves until it is stopped
-       and then ends the process, so that one script can be started for every role.
+       `ParameterServerStrategy`. On a worker or parameter server this call runs the task until it is
+       stopped and then ends the process, so that you can start one script for every task.
     3. Otherwise: `MirroredStrategy` when there are several GPUs, else `OneDeviceStrategy` on the
        GPU or the CPU.
 

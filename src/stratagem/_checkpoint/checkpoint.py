@@ -75,8 +75,8 @@ class Checkpoint:
 
     Accepted are models, optimizers, schedulers, gradient scalers, datasets and their iterators,
     variables, generators, everything else with ``state_dict`` and ``load_state_dict``, and nests
-    (dictionaries, lists, tuples) of these and of plain values and tensors. The random streams of torch,
-    Python and NumPy always belong to it.
+    (dictionaries, lists, tuples) of these and of plain values and tensors. A checkpoint always includes
+    the random streams of torch, Python and NumPy.
 
     A plain value is read and set by its name: ``checkpoint["epoch"] = 3``.
 
@@ -125,7 +125,7 @@ class Checkpoint:
         metrics: Mapping[str, float] = MappingProxyType({}),
         allow_pickle: bool = False,
     ) -> SavedCheckpoint:
-        """Write one checkpoint and wait for the disk. A `CheckpointManager` does more.
+        """Write one checkpoint and wait for the disk. See `CheckpointManager` for repeated saves.
 
         Args:
             path: a directory that does not exist.
@@ -157,10 +157,10 @@ class Checkpoint:
     ) -> Restored:
         """Put the state of a checkpoint back into the objects.
 
-        Everything is read and verified first: if this raises, the objects are as they were.
+        Everything is read and verified first: if this raises, the objects are unchanged.
 
         Args:
-            path: a checkpoint, or a directory of checkpoints, of which the newest is taken.
+            path: a checkpoint, or a directory of checkpoints, whose newest one is used.
             strict: refuse a checkpoint that lacks names, has names in excess, or has other types.
             random: also set the random streams.
             allow_pickle: accept values that only pickle can read. Reading a pickle can run code: accept

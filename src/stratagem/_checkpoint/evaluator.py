@@ -29,7 +29,7 @@ _log = logging.getLogger("stratagem.checkpoint")
 
 @final
 class Evaluator(Owner):
-    """Evaluates the newest complete checkpoint of a directory, again and again.
+    """Evaluator of the checkpoints in a directory: always the newest complete one, as they appear.
 
     It skips checkpoints that it, or an earlier evaluator of the directory, has evaluated, those that are
     not the newest, and damaged ones.
@@ -41,7 +41,7 @@ class Evaluator(Owner):
         evaluate: called with the result of `build` after a checkpoint was loaded into it; returns
             numbers by name.
             Modules are in evaluation mode and no gradients are recorded.
-        max_evaluations: stop after so many; by default only after a final checkpoint
+        max_evaluations: stop after this many; by default only after a final checkpoint
             (``manager.save(step, final=True)``).
         poll_s: how often to look for a new checkpoint.
         timeout_s: how long to wait for one.
@@ -96,7 +96,7 @@ class Evaluator(Owner):
         return tuple(self._results)
 
     def run(self) -> list[Evaluation]:
-        """Evaluate checkpoints until the last one; returns the results of this call.
+        """Evaluate checkpoints until the last one; return the results of this call.
 
         Raises:
             CheckpointTimeout: no new checkpoint appeared within the limit.

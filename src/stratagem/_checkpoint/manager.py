@@ -110,16 +110,16 @@ class SaveHandle:
 
 @final
 class CheckpointManager(Owner):
-    """Saves a checkpoint now and then, keeps the newest and the best, and restores.
+    """Saver of regular checkpoints that keeps the newest and the best ones and restores them.
 
-    Use it as a context manager, or `close` it: a save that is under way is finished then.
+    Use it as a context manager, or call `close`, which finishes a running save.
 
     Args:
         checkpoint: the objects to save.
         directory: directory of the checkpoints; one manager at a time uses it.
         max_to_keep: how many of the newest checkpoints to keep; None keeps all.
-        every_s: `step` saves when so many seconds have passed since the last save.
-        every_steps: `step` saves when so many steps have been made since the last save.
+        every_s: `step` saves when this many seconds have passed since the last save.
+        every_steps: `step` saves when this many steps have been made since the last save.
         keep_best: a metric: the best checkpoints by it are kept beside the newest. With a leading ``-``
             smaller is better: ``keep_best="-loss"``.
         best_to_keep: how many of the best.
@@ -232,9 +232,9 @@ class CheckpointManager(Owner):
     # ------------------------------------------------------------------ saving
 
     def step(self, step: int, metrics: Mapping[str, float] = _NO_METRICS) -> SaveHandle | None:
-        """Save if it is time to; to be called after every step. Never waits for the disk.
+        """Save if a save is due. Call this after every step; it never waits for the disk.
 
-        A save that is due while another is under way is made by a later call.
+        If a save is due while another one is running, a later call makes it.
 
         Args:
             step: how many steps have been made.
@@ -268,7 +268,7 @@ class CheckpointManager(Owner):
         wait: bool = False,
         final: bool = False,
     ) -> SaveHandle:
-        """Save now. Returns when the state has been copied; the writing goes on in a thread.
+        """Save now. Return when the state has been copied; a thread writes it to disk.
 
         Args:
             step: how many steps have been made; by default what `step` was last called with, or one
@@ -362,7 +362,7 @@ class CheckpointManager(Owner):
     # ------------------------------------------------------------------ restoring
 
     def restore_or_initialize(self, *, strict: bool = True) -> int:
-        """Restore the newest good checkpoint; returns its step, or 0 if there is none yet.
+        """Restore the newest intact checkpoint; return its step, or 0 if there is no checkpoint yet.
 
         A checkpoint with a missing or damaged file is skipped with a warning that names the file.
 
@@ -370,8 +370,8 @@ class CheckpointManager(Owner):
             strict: refuse a checkpoint that lacks names, has names in excess, or has other types.
 
         Raises:
-            CheckpointMismatch: the checkpoint is one of other objects.
-            CheckpointCorrupt: there are checkpoints, but not one is good.
+            CheckpointMismatch: the checkpoint does not match the objects.
+            CheckpointCorrupt: there are checkpoints, but none is intact.
         """
         self._check_open()
         self._raise_earlier_failure()
@@ -410,7 +410,7 @@ class CheckpointManager(Owner):
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Finish the save that is under way and let others use the directory; idempotent.
+        """Finish a running save and release the directory; idempotent.
 
         Raises:
             CheckpointError: a save failed and no call has raised its error yet.

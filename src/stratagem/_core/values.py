@@ -103,7 +103,7 @@ class DistributedValues(Convertible):
 
 @final
 class PerReplica(DistributedValues):
-    """Components that may differ from replica to replica; ``run`` hands each replica its own.
+    """Components that may differ from replica to replica; ``run`` passes each replica its own component.
 
     Args:
         values: one component per replica.
@@ -195,11 +195,12 @@ class Mirrored(DistributedValues):
 def convert_to_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Convert a number, array, variable, sharded variable or distributed value to a tensor.
 
-    Inside a replica a `PerReplica` gives this replica's component; elsewhere it is refused.
+    Inside a replica, a `PerReplica` is converted to this replica's component; elsewhere it raises an
+    error.
 
     Args:
         value: the value to convert.
-        dtype: the type to convert to; a variable of another type is refused.
+        dtype: the type to convert to; a variable of another type raises an error.
 
     Raises:
         ValueError: a `PerReplica` outside a replica, or a variable of another dtype.

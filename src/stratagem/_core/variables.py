@@ -112,10 +112,10 @@ class VariableRequest:
 @final
 @delegate_operators
 class Variable(Convertible):
-    """A named value that belongs to the strategy it was made under.
+    """A named value that belongs to the strategy under whose scope it was created.
 
-    Operators and torch functions act on its value. In a replica, writes are combined over the
-    replicas as ``aggregation`` says.
+    Operators and torch functions act on its value. Writes of replicas are combined by the rule
+    ``aggregation``.
 
     Args:
         initial_value: tensor, array, number, or a function without arguments that returns one.
@@ -263,7 +263,7 @@ class Variable(Convertible):
         return self._storage.read()
 
     def value(self) -> torch.Tensor:
-        """Return the value; later writes may show in it. `read_value` returns a copy."""
+        """Return the value, which may change with later writes. `read_value` returns a copy."""
         return self._storage.read()
 
     def read_value(self) -> torch.Tensor:

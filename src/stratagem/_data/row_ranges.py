@@ -67,7 +67,7 @@ class RowRange:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows, before filters; `None` if only reading them tells."""
+        """Number of rows, before filters; `None` if it is not known before reading."""
         return self.stop - self.start if self.unit == "rows" else None
 
 

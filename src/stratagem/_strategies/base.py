@@ -88,7 +88,7 @@ class Strategy(Owner):
     def close(self) -> None:
         """End the replica threads and release resources. May be called again.
 
-        A strategy that is not closed does this when it is collected.
+        A strategy that was not closed does this when it is garbage-collected.
         """
         self._close()
         self._threads.close()
@@ -162,8 +162,8 @@ class Strategy(Owner):
     ) -> Any:
         """Call ``fn`` once per replica, at the same time; return the merged results.
 
-        Each replica gets its component of distributed values among the arguments. A result that is
-        the same on all replicas is returned once, others as a `PerReplica`.
+        If an argument is a distributed value, each replica receives its own component. A result that is
+        the same on all replicas is returned once, other results as a `PerReplica`.
 
         Args:
             fn: any callable.

@@ -47,7 +47,7 @@ class OneDeviceStrategy(SingleDevice):
 
     Args:
         device: its name, such as ``"cpu:0"`` or ``"gpu:1"``, or a `torch.device`.
-        gradient_aggregation: kept for symmetry; one replica has nothing to aggregate.
+        gradient_aggregation: as in other strategies; without effect, because there is one replica.
 
     Raises:
         ValueError: a malformed name, or a device that does not exist here.

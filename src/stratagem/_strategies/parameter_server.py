@@ -49,8 +49,8 @@ _JOBS = ("chief", "worker", "evaluator", "ps")
 class ParameterServerStrategy(Strategy):
     """Strategy with variables on parameter servers and asynchronous functions on workers.
 
-    Models, optimizers and variables created under `scope` are placed on the servers in turn, divided into
-    shards as `variable_partitioner` says. Functions are scheduled with a `ClusterCoordinator`; in them
+    Models, optimizers and variables created under `scope` are placed on the servers in turn;
+    `variable_partitioner` decides how they are divided into shards. Functions are scheduled with a `ClusterCoordinator`; in them
     the step is ordinary PyTorch.
 
     Args:
@@ -133,17 +133,17 @@ class ParameterServerStrategy(Strategy):
 
     @contextmanager
     def cache_variable_reads(self) -> Iterator[None]:
-        """Keep the first value read of each variable while the context is open."""
+        """Return a context manager that keeps the first value read of each variable until it exits."""
         with caching(self._cache):
             yield
 
     def publish(self, obj: nn.Module | Optimizer) -> None:
         """Send a module or optimizer, as it is, to the workers with the next scheduled function.
 
-        Workers see changes of attributes, hooks, parts and settings without a call of this method. Two
-        cases need it: an attribute of more than 64 KB that is no tensor, which is otherwise compared at
-        every `schedule`; and a change that cannot be seen from outside the object, such as one of state
-        that a C extension keeps.
+        Workers receive changes of attributes, hooks, parts and settings without a call of this method.
+        Two cases need it: an attribute of more than 64 KB that is not a tensor, which is otherwise
+        compared at every `schedule`; and a change that cannot be detected from outside the object, such
+        as a change of state inside a C extension.
 
         Args:
             obj: a module (with all its submodules) or an optimizer of this strategy.

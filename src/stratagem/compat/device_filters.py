@@ -8,7 +8,7 @@ from stratagem.errors import WrongArgumentType
 
 
 class ClusterDeviceFilters:
-    """Keeps device filters, for code that sets them; they change nothing.
+    """Container of device filters, for code that sets them; they have no effect.
 
     Workers and parameter servers of Stratagem never connect to tasks of their own kind.
 

@@ -147,7 +147,7 @@ class StrategyExtended:
         return updates.update_non_slot(self._strategy, colocate_with, fn, args, kwargs, group=group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
-        """Return the place of an optimizer's own values: the device, all devices, or a variable."""
+        """Return where an optimizer's own values are stored: the device, all devices, or a variable."""
         return updates.non_slot_devices(self._strategy, var_list)
 
     # -------------------------------------------------------------- variables

@@ -63,7 +63,7 @@ class OneDeviceStrategyV1(SingleDevice):
 
     Args:
         device: its name, such as ``"/cpu:0"`` or ``"/gpu:0"``.
-        gradient_aggregation: kept for symmetry; one replica has nothing to aggregate.
+        gradient_aggregation: as in other strategies; without effect, because there is one replica.
 
     Example:
         >>> import stratagem as sg

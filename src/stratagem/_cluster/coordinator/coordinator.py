@@ -76,11 +76,11 @@ class _OnePerStrategy(ABCMeta):
 
 @final
 class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
-    """Schedules functions on the workers of a parameter-server cluster.
+    """Scheduler of functions on the workers of a parameter-server cluster.
 
     A strategy has one coordinator: constructing it again returns the same object. Entering the
-    strategy's scope makes it. It connects to the workers when it is constructed here, or at the
-    first call. Close it, or use it as a context manager; the cluster then serves the next strategy.
+    strategy's scope also creates it. It connects to the workers when you construct it, or at its first
+    use. Close it, or use it as a context manager; another strategy can then use the cluster.
 
     Args:
         strategy: a `ParameterServerStrategy`.
@@ -90,7 +90,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         ValueError: `strategy` has no cluster, a worker's address is invalid, or the coordinator is
             already connected with other options.
         UnavailableError: no worker answered within ``connect_timeout_s``, or all refused. Construct the
-            coordinator again when they are up.
+            coordinator again when workers are available.
 
     Example:
         >>> import stratagem as sg
@@ -218,12 +218,12 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         values, captured or passed, arrive as the worker's view of the same object.
 
         Args:
-            fn: any callable, lambdas and functions of ``__main__`` included.
-            args: its positional arguments, with their present values.
+            fn: any callable, including lambdas and functions of ``__main__``.
+            args: its positional arguments; their current values are sent.
             kwargs: its keyword arguments.
             exactly_once: if a worker is lost and the call is repeated on another one, servers do not apply
                 writes to variables again that they have applied. The function must make its writes in
-                the same order each time. False: such writes count twice.
+                the same order each time. False: such writes are applied twice.
 
         Raises:
             TypeError: `fn` is not callable or is asynchronous (``async def``), `args` is not a tuple or
@@ -303,14 +303,14 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         return map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Return a dataset that every worker builds for itself; ``iter()`` of it starts the iterators.
+        """Return a dataset that every worker builds for itself; ``iter()`` starts an iterator on each.
 
         Args:
             dataset_fn: a function that returns a dataset, or a dataset. The function runs on the
                 workers; with a parameter it receives an `InputContext`.
 
         Raises:
-            ValueError: neither.
+            ValueError: `dataset_fn` is neither.
         """
         if not callable(dataset_fn) and not isinstance(dataset_fn, Iterable):
             raise ValueError(
@@ -326,7 +326,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> PerWorkerValues:
-        """Run `fn` once on each worker, which keeps the result; again when a worker is replaced."""
+        """Run `fn` once on each worker, which keeps the result; run it again if a worker is replaced."""
         if not callable(fn):
             raise TypeError(f"create_per_worker_resource({fn!r}): expected something callable.")
         refuse_async(fn, "create_per_worker_resource()")

@@ -26,7 +26,7 @@ START_TIMEOUT_S: Final = 60.0
 class LocalCluster(Owner):
     """Workers and parameter servers on this machine, as processes or as threads.
 
-    Nothing is left behind however this process ends, SIGKILL included.
+    All tasks end with this process, even if it is killed with SIGKILL.
 
     Args:
         workers: number of workers.
@@ -37,8 +37,8 @@ class LocalCluster(Owner):
         start_timeout_s: how long the start may take.
 
     Raises:
-        StartupError: a task was not ready in time, or exited while starting, or this process may have
-            too few files open.
+        StartupError: a task was not ready in time, or exited while starting, or the limit of open files
+            of this process is too low.
 
     Example:
         >>> import stratagem as sg
@@ -92,7 +92,7 @@ class LocalCluster(Owner):
 
     @property
     def resolver(self) -> ClusterResolver:
-        """The resolver for a strategy of this process. It always gives the present addresses."""
+        """The resolver for a strategy of this process. It always returns the current addresses."""
         return _LocalResolver(self._tasks, self._key)
 
     def pid(self, job: str, index: int) -> int:
@@ -100,7 +100,7 @@ class LocalCluster(Owner):
         return self._tasks.pid(f"{job}:{index}")
 
     def kill_worker(self, index: int, signal_number: int = 9) -> None:
-        """Send a signal (SIGKILL by default) to a worker, to test what follows.
+        """Send a signal (SIGKILL by default) to a worker, to test failure handling.
 
         Raises:
             MisuseError: the cluster is in-process.
@@ -116,7 +116,7 @@ class LocalCluster(Owner):
         self._tasks.stop(f"ps:{index}", signal_number)
 
     def wait_restarted(self, index: int, old_pid: int, timeout_s: float = 30.0) -> int:
-        """Wait until worker `index` has another process number than `old_pid`; return the number."""
+        """Wait until the process id of worker `index` differs from `old_pid`; return the new one."""
         return self._tasks.wait_restarted(f"worker:{index}", old_pid, timeout_s)
 
     @override

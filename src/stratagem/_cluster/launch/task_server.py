@@ -42,7 +42,7 @@ class Server(Owner):
         server_or_cluster_def: the cluster, as a `ClusterSpec` or a dictionary.
         job_name: job of this task; may be left out if there is only one.
         task_index: its index; may be left out if the job has only one task.
-        protocol: ``"grpc"`` by default; Stratagem's own protocol has that name, too.
+        protocol: accepted for tf.distribute; the default ``"grpc"`` selects Stratagem's own protocol.
         config: `ClusterOptions`, or None.
         start: start to serve at once.
         key: the cluster key; by default from the environment (``STRATAGEM_CLUSTER_KEY``).

@@ -22,7 +22,7 @@ from stratagem._ps.rows import sort_ids
 
 @delegate_operators
 class ShardedVariable(Convertible):
-    """A variable whose rows are spread over several variables.
+    """A variable whose rows are divided among several variables.
 
     Args:
         variables: the shards, in the order of their rows; same type, same shape beyond the first
@@ -206,7 +206,7 @@ class ShardedVariable(Convertible):
     # -------------------------------------------------------------- reading rows
 
     def sparse_read(self, indices: Any) -> Tensor:
-        """Return the rows asked, in the order asked; no others are transferred.
+        """Return the requested rows, in the requested order; transfer no others.
 
         Raises:
             ValueError: an id is out of range.

@@ -1,7 +1,7 @@
-"""Kill workers while they train: nothing is lost, and nothing is counted twice.
+"""Kill workers while they run functions: no update is lost, and none is applied twice.
 
-Schedules additions to one variable, kills a worker from time to time, and prints the sum, which is the
-number of additions.
+The program schedules additions to one variable, kills a worker from time to time, and prints the sum,
+which equals the number of additions.
 
     python examples/surviving_worker_loss.py
     python examples/surviving_worker_loss.py --additions 20000

@@ -12,8 +12,8 @@
     TF_CONFIG='{"cluster": '"$CLUSTER"', "task": {"type": "chief", "index": 0}}' \
         python examples/tf_config_cluster.py
 
-The chief trains and ends. The other two wait for the next chief until you stop them with Ctrl-C. The tasks
-prove a key to each other that is in ~/.config/stratagem. On several machines set the same secret in
+The chief trains and ends. The other two tasks wait for the next chief until you stop them with Ctrl-C. The
+tasks authenticate each other with a key in ~/.config/stratagem. On several machines, set the same secret in
 STRATAGEM_CLUSTER_KEY for every task.
 """
 

@@ -1,4 +1,4 @@
-"""A training loop with `Variable`s only: no module, no optimizer, the gradient by hand.
+"""A training loop with `Variable`s only: no module, no optimizer, and gradients computed by hand.
 
 python examples/variables.py
 """
@@ -18,7 +18,7 @@ REPLICAS = 2
 def main(steps: int = STEPS) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, generator=generator)
-    y = 3.0 * x + 2.0  # what the two variables should find
+    y = 3.0 * x + 2.0  # the values that the two variables should reach
 
     strategy = sg.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)])
     with strategy.scope():

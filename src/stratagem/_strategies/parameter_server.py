@@ -50,8 +50,8 @@ class ParameterServerStrategy(Strategy):
     """Strategy with variables on parameter servers and asynchronous functions on workers.
 
     Models, optimizers and variables created under `scope` are placed on the servers in turn;
-    `variable_partitioner` decides how they are divided into shards. Functions are scheduled with a `ClusterCoordinator`; in them
-    the step is ordinary PyTorch.
+    `variable_partitioner` decides how they are divided into shards. A `ClusterCoordinator` schedules functions;
+    in them the step is ordinary PyTorch.
 
     Args:
         cluster_resolver: describes the cluster: at least one ``ps`` and one ``worker``.

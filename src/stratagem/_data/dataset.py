@@ -68,8 +68,8 @@ class Dataset(DatasetSources):
     ) -> Dataset:
         """Apply a function to each element; keep the order.
 
-        Random numbers in the function are seeded per element and epoch: torch's random functions by
-        themselves, others through a parameter named ``rng``. The elements do not depend on the threads.
+        Random numbers in the function are seeded per element and epoch: those of torch automatically,
+        others through a parameter named ``rng``. The elements do not depend on the threads.
 
         Args:
             map_func: gets an element (a tuple's items as arguments), returns an element.
@@ -88,7 +88,7 @@ class Dataset(DatasetSources):
     def filter(self, predicate: Callable[..., Any], *, seed: int | None = None) -> Dataset:
         """Keep the elements for which a function returns true.
 
-        For batches of columns the function returns one bool per row, and the rows are kept.
+        For batches of columns the function returns one bool per row, and rows with True are kept.
 
         Example:
             >>> import stratagem as sg
@@ -128,9 +128,9 @@ class Dataset(DatasetSources):
         seed: int | None = None,
         reshuffle_each_iteration: bool = True,
     ) -> Dataset:
-        """Put the elements in random order, another one each epoch.
+        """Put the elements in random order, a different order in each epoch.
 
-        Of batches of columns it shuffles the rows: windows of `buffer_size` rows.
+        For batches of columns it shuffles rows, within windows of `buffer_size` rows.
 
         Args:
             buffer_size: number of elements to choose from at a time; `None` shuffles everything.
@@ -200,7 +200,7 @@ class Dataset(DatasetSources):
 
     @staticmethod
     def zip(*datasets: Any) -> Dataset:
-        """Put elements side by side, in the nest of the datasets; end with the shortest dataset.
+        """Combine the elements of several datasets, in the same nest; end with the shortest dataset.
 
         Example:
             >>> import stratagem as sg
@@ -237,7 +237,7 @@ class Dataset(DatasetSources):
         block_length: int = 1,
         num_parallel_calls: int | None = None,
     ) -> Dataset:
-        """Make a dataset of each element and read several of these datasets in turn.
+        """Make a dataset from each element and read several of these datasets in turn.
 
         Args:
             map_func: gets an element, returns a dataset.
@@ -262,7 +262,7 @@ class Dataset(DatasetSources):
         )
 
     def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
-        """Make a dataset of each element and read these datasets one after the other.
+        """Make a dataset from each element and read these datasets one after the other.
 
         Example:
             >>> import stratagem as sg
@@ -307,7 +307,7 @@ class Dataset(DatasetSources):
         return Dataset(EnumerateNode(self.node, operator.index(start)))
 
     def apply(self, transformation: Callable[[Dataset], Any]) -> Dataset:
-        """Return ``transformation(self)``, so that your own steps read like the others.
+        """Return ``transformation(self)``, so that you can chain your own steps like the others.
 
         Example:
             >>> import stratagem as sg
@@ -317,7 +317,7 @@ class Dataset(DatasetSources):
         return as_dataset(transformation(self))
 
     def with_options(self, options: Options | DistributeOptions) -> Dataset:
-        """Attach options that say how workers share the dataset.
+        """Attach options that decide how workers share the dataset.
 
         Example:
             >>> import stratagem as sg
@@ -367,7 +367,8 @@ class Dataset(DatasetSources):
     def element_spec(self) -> Any:
         """Shapes and dtypes of the elements, as a nest of `TensorSpec`.
 
-        Reads the first element if nothing else gives them (after `map`, from files or generators).
+        Reads the first element if the shapes are not known otherwise (after `map`, from files or
+        generators).
 
         Raises:
             DataError: the dataset is empty, and nothing else gives the shapes.

@@ -190,7 +190,7 @@ class DatasetSources(ABC):
             files: a path or pattern, or a list of them.
             columns: columns to read, all by default. A dict names the tensors of the batch: each is one column, or a
                 list of columns to stack into one tensor of shape [rows, columns].
-            batch_size: rows of a batch. Batches continue over the ends of files.
+            batch_size: number of rows per batch. A batch may hold rows of two files.
             options: see `ColumnOptions`.
 
         Raises:
@@ -228,7 +228,7 @@ class DatasetSources(ABC):
         r"""Return a dataset of batches of columns from CSV files; see `from_parquet`.
 
         The first megabyte of the first file decides the types that `dtypes` does not give: int64, float32, bool or
-        text. Empty fields are missing values, in columns of text empty texts. Categories are hashed as text.
+        text. Empty fields are missing values, except in text columns, where they are empty strings. Categories are hashed as text.
 
         Args:
             files: a path or pattern, or a list of them.
@@ -342,7 +342,7 @@ class DatasetSources(ABC):
     def ranges(self) -> list[RowRange]:
         """Return the ranges of rows that the dataset reads from files, in order.
 
-        A range is plain data. Use it with `with_ranges` to read the range anywhere.
+        A range is plain data. Pass it to `with_ranges` to read the range in any process.
 
         Raises:
             DataError: the dataset does not read batches of columns from files, or from several sources.

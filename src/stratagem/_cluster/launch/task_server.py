@@ -126,8 +126,9 @@ class Server(Owner):
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the server is closed; by default without limit, for one coordinator after another.
 
-        From here on the task owns the process: a worker's prints and log records go to its coordinator,
-        too, and random numbers of closures are derived from the coordinator's seed.
+        From this call on, the process belongs to the task: a worker also sends printed lines and log
+        records to its coordinator, and derives the random numbers of closures from the coordinator's
+        seed.
         """
         self.start()
         if isinstance(self._task, Worker):

@@ -19,6 +19,7 @@ from torch import nn
 import stratagem as sg
 from stratagem._checkpoint.block_reader import BlockReader
 from stratagem._checkpoint.directory import chain_of, load
+from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 pytestmark = pytest.mark.process
@@ -123,6 +124,28 @@ def test_round_trip_to_other_servers(tmp_path: Path, optimizer: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
     one = torch.load(tmp_path / "one.pt", weights_only=True)
     assert torch.equal(one["model"]["0.weight"], expected[0])
+
+
+def test_nothing_is_fetched_to_save_or_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that workers changed stay on the servers: neither pass reads a variable."""
+    with program(2, 2) as (made, _):
+        made.train(2)
+        saved_state = made.state()
+        made.train(1, seed=1)  # the coordinator's copies are outdated
+        made.checkpoint.restore(made.checkpoint.save(tmp_path / "a").path)
+        made.train(1, seed=2)
+        with monkeypatch.context() as patched:
+
+            def refuse(self: RemoteVariable) -> torch.Tensor:
+                raise AssertionError(f"{self.name} was fetched")
+
+            patched.setattr(RemoteVariable, "read", refuse)
+            saved = made.checkpoint.save(tmp_path / "b")
+            made.checkpoint.restore(saved.path)
+        after = made.state()
+        assert not torch.equal(after[0], saved_state[0])
 
 
 def test_a_run_goes_on_as_if_unbroken(tmp_path: Path) -> None:

@@ -358,7 +358,8 @@ def restore_objects(
         match.check(str(saved.path), strict=strict)
         servers.verify(chain)
         tensors = read_tensors(chain, match.needed, f"restoring step {saved.step}")
-        match.apply(tensors, strict=strict)
+        with servers.frozen():
+            match.apply(tensors, strict=strict)
         servers.read(chain)
     if random:
         set_random_state(content["random"])

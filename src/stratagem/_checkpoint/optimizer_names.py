@@ -31,7 +31,7 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> l
     wanted = {id(parameter) for group in groups for parameter in group}
     found: dict[int, str] = {}
     for prefix, module in modules.items():
-        inside = {id(parameter): name for name, parameter in module.named_parameters()}
+        inside = _names_inside(module)
         if wanted <= inside.keys():
             found = inside
             break
@@ -41,6 +41,19 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> l
     for number, parameter in enumerate(nameless):
         found[id(parameter)] = f"parameter_{number}"
     return [[found[id(parameter)] for parameter in group] for group in groups]
+
+
+def _names_inside(module: nn.Module) -> dict[int, str]:
+    """Return the names of a module's parameters by their ids, as ``named_parameters`` gives them.
+
+    Past the lookup by name, which would fetch the newest values from parameter servers.
+    """
+    found: dict[int, str] = {}
+    for prefix, one in module.named_modules():
+        for name, parameter in dict.items(one._parameters):
+            if parameter is not None:
+                found.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+    return found
 
 
 def has_usual_form(state: Any) -> bool:

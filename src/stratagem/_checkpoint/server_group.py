@@ -217,8 +217,10 @@ def strategies_of(values: Sequence[Any]) -> list[Any]:
 
 def _strategies_of(value: Any) -> Iterator[Any]:
     if isinstance(value, nn.Module):
-        for parameter in value.parameters():
-            yield from _strategies_of(parameter)
+        for module in value.modules():
+            # Past the lookup by name, which fetches the newest values.
+            for parameter in dict.values(module._parameters):
+                yield from _strategies_of(parameter)
     elif isinstance(value, Optimizer):
         for group in value.param_groups:
             for parameter in group["params"]:

@@ -294,7 +294,7 @@ def read_key_file(path: Path) -> str:
     if facts.st_uid not in (0, os.geteuid()):
         raise PermissionError(
             f"the key file {str(path)!r} belongs to user {facts.st_uid}, not to this process's user "
-            f"{os.geteuid()}: expected a file of your own."
+            f"{os.geteuid()}: expected a file that belongs to you."
         )
     if not found:
         raise ValueError(f"the key file {str(path)!r} is empty: expected the cluster key.")

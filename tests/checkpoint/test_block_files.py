@@ -204,7 +204,7 @@ def test_a_delta_whose_parent_was_replaced_is_refused(tmp_path: Path) -> None:
     full = written.write(tmp_path, parts)
     delta = written.write(tmp_path, [[written.touched_part("t", tensor, [1])]], parent=full, step=2)
     full.path.rename(tmp_path / "aside")
-    with pytest.raises(sg.errors.CheckpointCorrupt, match="holds what changed since"):
+    with pytest.raises(sg.errors.CheckpointCorrupt, match="holds the changes since"):
         delta.verify()
     written.write(tmp_path, parts)
     with pytest.raises(sg.errors.CheckpointCorrupt, match="was built on checkpoint"):

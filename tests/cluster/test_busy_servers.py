@@ -56,8 +56,8 @@ def test_an_optimizer_that_keeps_pythons_lock_is_waited_for(
 ) -> None:
     """FLT-10: a server's trouble is not believed too soon; twice the limit without an answer."""
     assert train_one_step(cluster, OPTIONS) == 2.0
-    assert "/job:ps/task:0 has said nothing for" in caplog.text
-    assert "keeps Python's lock (GIL)" in caplog.text
+    assert "/job:ps/task:0 has sent nothing for" in caplog.text
+    assert "holds Python's lock (GIL)" in caplog.text
 
 
 def test_no_more_is_borne_than_the_limit_says(cluster: LocalCluster) -> None:

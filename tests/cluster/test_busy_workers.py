@@ -113,7 +113,7 @@ def test_a_closure_that_keeps_pythons_lock_for_long_is_waited_for(
         took_s = coordinator.schedule(keep_the_lock, args=(3.2 * limit_s,)).fetch(timeout_s=LIMIT_S)
     assert took_s > 3 * limit_s
     assert [worker.incarnation for worker in coordinator.workers] == [1, 1]
-    assert "keeps Python's lock (GIL)" in caplog.text
+    assert "holds Python's lock (GIL)" in caplog.text
 
 
 def test_no_more_is_borne_than_the_limit_says(cluster: LocalCluster, connect: Any) -> None:

@@ -43,7 +43,7 @@ def test_what_belongs_to_one_process_does_not_travel(
         coordinator.schedule(print)
 
     for function, args in ((schedule_more, ()), (print, (coordinator,))):
-        with pytest.raises(ValueError, match="only the program that made it can schedule"):
+        with pytest.raises(ValueError, match="only the program that created it can schedule"):
             coordinator.schedule(function, args=args)
 
     def give_strategy() -> dict[str, Any]:

@@ -99,7 +99,7 @@ def chain_of(saved: SavedCheckpoint) -> list[tuple[Path, Manifest]]:
             parent = load(path).manifest
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(
-                f"{chain[-1][0]} holds what changed since {path}, which cannot be read: {error}",
+                f"{chain[-1][0]} holds the changes since {path}, which cannot be read: {error}",
                 path=str(path),
             ) from error
         if parent.identity != child.parent_identity:
@@ -275,6 +275,6 @@ class DirectoryLock(Owner):
 def _busy(path: Path, holder: str) -> CheckpointBusy:
     return CheckpointBusy(
         f"{path} is in use by {holder}. Two managers on one directory would delete each other's "
-        "checkpoints: close the other one, or give this one a directory of its own.",
+        "checkpoints: close the other one, or use another directory for this one.",
         holder=holder,
     )

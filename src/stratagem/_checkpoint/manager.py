@@ -83,7 +83,7 @@ class SaveHandle:
         if not self._ended.wait(timeout_s):
             raise CheckpointTimeout(
                 f"the save of step {self.step} has not ended after {self.seconds:.1f} s (the limit is "
-                f"{timeout_s:g} s). It goes on: wait again, or look at the disk."
+                f"{timeout_s:g} s). It continues: wait again, or check the disk."
             )
         if self._error is not None:
             self._seen = True

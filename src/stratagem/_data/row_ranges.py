@@ -180,7 +180,7 @@ class RangeSource(FileSource):
         return rows // self.batch_size if self.drop_remainder else -(-rows // self.batch_size)
 
     def shared(self, workers: int, index: int) -> RangeSource:
-        """Return the share of one of several workers: every so many files or, if there are too few, ranges."""
+        """Return the share of one worker: every n-th file, or ranges of rows if there are too few files."""
         if self.is_listed or len(self.files) < workers:
             return replace(
                 self, share=(index, workers), only=self.ranges if self.is_listed else None

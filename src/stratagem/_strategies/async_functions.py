@@ -46,6 +46,6 @@ def _error(fn: Any, what: str) -> TypeError:
     name = getattr(fn, "__qualname__", None) or repr(fn)
     return TypeError(
         f"{what} of {name}: it is asynchronous (async def) and would return a coroutine that is never "
-        f"awaited, so nothing would be computed. Give a plain function: await what it needs before, or "
+        f"awaited, so nothing would be computed. Pass a plain function: await its inputs before the call, or "
         f"call asyncio.run(...) inside it."
     )

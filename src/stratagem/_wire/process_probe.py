@@ -150,8 +150,8 @@ class LivenessCheck:
         if silent_s > busy_limit_s:
             return _TOO_LONG
         self._log_once(
-            "%s has said nothing for %.1f s, but its process computes: probably native code that "
-            "keeps Python's lock (GIL). It is lost after %g s (busy_limit_s).",
+            "%s has sent nothing for %.1f s, but its process uses the CPU: probably native code that "
+            "holds Python's lock (GIL). It counts as lost after %g s (busy_limit_s).",
             silent_s,
             busy_limit_s,
         )
@@ -171,7 +171,7 @@ _STOPPED: Final = (
     ", and its process on this host does nothing: it is stopped, or waits for something"
 )
 _UNKNOWN: Final = (
-    ": it is stopped, cut off, or runs native code that keeps Python's lock (GIL); for such code "
+    ": it is stopped, cut off, or runs native code that holds Python's lock (GIL); for such code "
     "raise heartbeat_limit_s (STRATAGEM_HEARTBEAT_LIMIT_S)"
 )
 _TOO_LONG: Final = ", though its process computes; see busy_limit_s (STRATAGEM_BUSY_LIMIT_S)"

@@ -355,8 +355,8 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
             "a ClusterCoordinator was captured by or passed to a scheduled function (or pickled): only "
-            "the program that made it can schedule. Return what the next step depends on, and "
-            "schedule that step there."
+            "the program that created it can schedule. Return the values that the next step needs, and "
+            "schedule that step in the program."
         )
 
     def __deepcopy__(self, memo: object) -> Any:

@@ -89,7 +89,7 @@ def _no_worker(engine: Engine) -> UnavailableError:
     if any(link.taken for link in links):
         return UnavailableError(
             f"no worker is free ({why}). A worker serves one coordinator at a time: wait until the "
-            "other one is done, or start workers of your own.",
+            "other one is closed, or start more workers.",
             task=task,
         )
     if all(link.refused for link in links):

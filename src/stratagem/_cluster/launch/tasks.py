@@ -108,8 +108,8 @@ def _task_key(text: str | None, address: str) -> ClusterKey:
     text = text or config.cluster_key_text()
     if not text and not is_loopback(split_address(address)[0]):
         raise PermissionError(
-            f"refusing to listen on {address!r} without a cluster key: anybody who can reach the "
-            f"port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
+            f"refusing to listen on {address!r} without a cluster key: any process that can reach "
+            f"the port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
             f"STRATAGEM_CLUSTER_KEY_FILE for every task, or listen on 127.0.0.1"
         )
     return cluster_key(text)

@@ -337,7 +337,7 @@ class ServerConnection:
             advice = "Start it again"
         else:
             advice = (
-                "The next request tries to connect again. If the server is gone, start it again"
+                "The next request tries to connect again. If the server has ended, start it again"
             )
         return ParameterServerLost(
             f"parameter server {self.task} at {self.last_address!r} {reason}.{held} {advice}, create "

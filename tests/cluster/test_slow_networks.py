@@ -20,7 +20,7 @@ from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost, WorkerLost
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 class Network:
@@ -52,7 +52,7 @@ class Training:
         strategy = stack.enter_context(sg.ParameterServerStrategy(network.resolver))
         with strategy.scope():
             self.counts = [sg.Variable(0.0), sg.Variable(0.0)]
-            model = nn.Linear(4, 1)
+            self.model = model = nn.Linear(4, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         counts = self.counts
 
@@ -83,23 +83,48 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    ("delay_s", "loss"), [(0.15, 0.0), (0.1, 0.2)], ids=["300 ms round trips", "200 ms, 20 % loss"]
+    "loss",
+    [
+        pytest.param(0.0, marks=pytest.mark.process, id="no loss"),
+        pytest.param(0.2, marks=pytest.mark.soak, id="20 % loss"),
+    ],
 )
-def test_training_on_a_bad_network(delay_s: float, loss: float) -> None:
-    """With the default limits; the run is slow, and nothing is lost."""
+def test_training_with_round_trips_of_300_ms(loss: float) -> None:
+    """With the default limits the run is slow, nothing is lost, and the numbers are those of one device."""
     with ExitStack() as stack:
-        network = Network(stack, delay_s=delay_s, loss=loss)
+        network = Network(stack, delay_s=0.15, loss=loss)
         training = Training(network, stack)
-        training.run(6)
+        expected = nn.Linear(4, 1)
+        expected.load_state_dict(training.model.state_dict())
+        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for _ in range(6):
+            optimizer.zero_grad()
+            expected(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            training.run(1)
+            training.coordinator.join(timeout_s=300)
         training.check()
+        torch.testing.assert_close(dict(training.model.state_dict()), dict(expected.state_dict()))
+
+
+SHORT = {"heartbeat_s": 0.2, "heartbeat_limit_s": 1.0}
 
 
 @pytest.mark.parametrize("place", ["server", "coordinator"])
-def test_a_cut_longer_than_the_heartbeat_limit_is_waited_out(place: str) -> None:
+@pytest.mark.parametrize(
+    ("cut_s", "limits"),
+    [
+        pytest.param(3.0, SHORT, marks=pytest.mark.process, id="three times the limit"),
+        pytest.param(10.0, {}, marks=pytest.mark.soak, id="10 s with default limits"),
+    ],
+)
+def test_a_cut_longer_than_the_heartbeat_limit_is_waited_out(
+    cut_s: float, limits: dict[str, float], place: str
+) -> None:
     """The servers still have every variable: the run goes on when the network is back."""
     with ExitStack() as stack:
         network = Network(stack)
-        training = Training(network, stack, heartbeat_s=0.2, heartbeat_limit_s=1.0)
+        training = Training(network, stack, **limits)
         training.run(20)
         training.check()
         if place == "server":
@@ -111,12 +136,13 @@ def test_a_cut_longer_than_the_heartbeat_limit_is_waited_out(place: str) -> None
                 relay.cut("/job:chief/task:0", "control")
         training.run(20)
         with pytest.raises(sg.errors.DeadlineExceeded):
-            training.coordinator.join(timeout_s=3.0)  # three times the limit
+            training.coordinator.join(timeout_s=cut_s)
         for relay in network:
             relay.heal()
         training.check()
 
 
+@pytest.mark.process
 def test_a_cut_that_lasts_too_long_is_a_lost_server() -> None:
     """After `partition_limit_s`."""
     with ExitStack() as stack:
@@ -132,6 +158,7 @@ def test_a_cut_that_lasts_too_long_is_a_lost_server() -> None:
         network.relays["ps"][1].heal()
 
 
+@pytest.mark.process
 def test_one_workers_bad_path_to_one_server_is_that_workers_failure() -> None:
     """The worker is set aside and named, the run goes on, and the worker returns with its path."""
     with ExitStack() as stack:
@@ -160,6 +187,7 @@ def _steps_until_set_aside(training: Training, worker: int) -> bool:
     return not training.coordinator.workers[worker].connected
 
 
+@pytest.mark.process
 def test_a_bad_path_at_the_start_is_that_workers_failure() -> None:
     """The coordinator goes on with the others; the worker joins when its path is there."""
     with ExitStack() as stack:
@@ -176,6 +204,7 @@ def test_a_bad_path_at_the_start_is_that_workers_failure() -> None:
         training.check()
 
 
+@pytest.mark.process
 def test_a_server_that_no_worker_reaches_is_lost() -> None:
     """Though the coordinator reaches it: a majority decides, after `partition_limit_s`."""
     with ExitStack() as stack:
@@ -198,6 +227,7 @@ def setting(name: str, value: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.process
 def test_a_busy_worker_answers_a_second_coordinator_over_a_slow_path() -> None:
     """Its first message takes a round trip: the worker waits for it and says that it is busy."""
     with ExitStack() as stack:
@@ -209,3 +239,17 @@ def test_a_busy_worker_answers_a_second_coordinator_over_a_slow_path() -> None:
             reply = channel.request(messages.AskStats(), timeout_s=60).message
         assert isinstance(reply, messages.Stats)
         assert reply.facts["state"] == "running"
+
+
+@pytest.mark.process
+def test_a_silent_peer_does_not_delay_others() -> None:
+    """An idle worker answers one peer while another, whose first message is late, keeps its connection."""
+    with LocalCluster(workers=1, ps=1) as cluster:
+        address = cluster.cluster_spec.task_address("worker", 0)
+        key = cluster_key(cluster.resolver.cluster_key_text())
+        with connect(address, key=key, timeout_s=60) as silent:
+            with connect(address, key=key, timeout_s=60) as channel:
+                reply = channel.request(messages.AskStats(), timeout_s=60).message
+            assert isinstance(reply, messages.Stats)
+            late = silent.request(messages.AskStats(), timeout_s=60).message
+            assert isinstance(late, messages.Stats)

@@ -12,7 +12,6 @@ from waiting import wait_until
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
-from stratagem._ps.server import acceptor
 from stratagem._ps.server.loop import ParameterServer, ServerOptions
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
@@ -86,14 +85,15 @@ def test_a_connection_must_begin_with_hello(
 
 
 def test_a_connection_that_says_nothing_is_dropped(
-    server: ParameterServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It proved the key, then fell silent."""
-    monkeypatch.setattr(acceptor, "HELLO_LIMIT_S", 0.1)
-    with connect(server.address, timeout_s=LIMIT_S) as channel:
-        with pytest.raises(ConnectionLost):
-            channel.receive(timeout_s=LIMIT_S)
-    wait_until(lambda: "said nothing for 0.1 s" in caplog.text)
+    """It proved the key, then fell silent. The limit is the partition limit."""
+    monkeypatch.setenv("STRATAGEM_PARTITION_LIMIT_S", "2")
+    with ParameterServer("127.0.0.1:0").start() as server:
+        with connect(server.address, timeout_s=LIMIT_S) as channel:
+            with pytest.raises(ConnectionLost):
+                channel.receive(timeout_s=LIMIT_S)
+        wait_until(lambda: "said nothing for 2 s" in caplog.text)
 
 
 @pytest.mark.parametrize("purpose", ["data", "control"])

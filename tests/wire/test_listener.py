@@ -114,7 +114,7 @@ def test_half_open_connections_are_dropped_in_time_and_disturb_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Silent, half-greeting and half-proving peers wait beside honest ones, then are cut."""
-    monkeypatch.setattr(listener_module, "HANDSHAKE_LIMIT_S", 0.5)
+    monkeypatch.setenv("STRATAGEM_PARTITION_LIMIT_S", "0.5")
     with Listener("127.0.0.1:0", key=KEY) as listener, accepting(listener) as accepted:
         opening = ClientHandshake(KEY, who="s").opening()
         with raw_connection(listener) as silent, raw_connection(listener) as half:

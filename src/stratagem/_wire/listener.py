@@ -1,7 +1,7 @@
 """The listening side of connections: only peers that prove the cluster key get a channel.
 
 A `Listener` runs any number of handshakes side by side, and returns authenticated channels. A slow, silent or hostile
-peer costs it one socket for a few seconds, and delays no other peer. Used by parameter servers and workers.
+peer costs it one socket until a time limit, and delays no other peer. Used by parameter servers and workers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import final
 
 from typing_extensions import override
 
+from stratagem import config
 from stratagem._owner import Owner
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import descriptor_limit, join_address, split_address
@@ -25,9 +26,6 @@ from stratagem._wire.stream import close_in_children, prepare
 from stratagem.errors import WireError
 
 _log = logging.getLogger("stratagem.wire")
-
-HANDSHAKE_LIMIT_S = 5.0
-"""For the whole proof; an honest peer across a continent needs half a second."""
 
 PENDING_LIMIT = 128
 """Handshakes at one time; beyond it the oldest connection is closed."""
@@ -90,12 +88,14 @@ def _bind(host: str, port: int) -> socket.socket:
 class _Handshaking:
     """A connection that has not yet proved the key."""
 
-    def __init__(self, sock: socket.socket, peer: str, handshake: ServerHandshake) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, handshake: ServerHandshake, limit_s: float
+    ) -> None:
         self.sock = sock
         self.peer = peer
         self.handshake = handshake
         self.data = b""
-        self.deadline = time.monotonic() + HANDSHAKE_LIMIT_S
+        self.deadline = time.monotonic() + limit_s
 
 
 @final
@@ -144,6 +144,7 @@ class Listener(Owner):
         self._limits = limits
         self._may_unpickle = may_unpickle
         self._version = version
+        self._handshake_limit_s = config.partition_limit_s()  # of the whole proof
         self._sock = _bind(host, port)
         self._sock.setblocking(False)
         close_in_children(self._sock)
@@ -245,7 +246,7 @@ class Listener(Owner):
             oldest = next(iter(self._pending))
             self._refuse(oldest, "too many connections in the handshake")
         handshake = ServerHandshake(self._key, who=peer, version=self._version)
-        pending = _Handshaking(sock, peer, handshake)
+        pending = _Handshaking(sock, peer, handshake, self._handshake_limit_s)
         self._epoll.register(sock, select.EPOLLIN)
         self._pending[sock.fileno()] = pending
 
@@ -332,4 +333,4 @@ class Listener(Owner):
             fd, pending = next(iter(self._pending.items()))
             if pending.deadline > now:
                 return
-            self._refuse(fd, f"did not prove the cluster key within {HANDSHAKE_LIMIT_S:g} s")
+            self._refuse(fd, f"did not prove the cluster key within {self._handshake_limit_s:g} s")

@@ -262,7 +262,7 @@ class WorkerLink:
         channel = connect(
             self.address,
             key=self._settings.key,
-            timeout_s=min(5.0, options.connect_timeout_s),
+            timeout_s=_attempt_limit_s(options),
             peer=self.task,
             limits=Limits(),
             may_unpickle=True,
@@ -328,6 +328,15 @@ class WorkerLink:
     def __repr__(self) -> str:
         state = f"incarnation {self.incarnation}" if self.connected else f"{self.last_error!r}"
         return f"<WorkerLink to {self.task} at {self.address} [{state}]>"
+
+
+def _attempt_limit_s(options: ClusterOptions) -> float:
+    """Return the limit of one attempt to connect.
+
+    Several attempts fit into `partition_limit_s`, because a worker may come back at another address.
+    """
+    limit_s = max(options.heartbeat_limit_s, options.partition_limit_s / 4)
+    return min(limit_s, options.connect_timeout_s)
 
 
 def log_output(task: str, line: messages.LogLine) -> None:

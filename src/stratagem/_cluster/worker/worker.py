@@ -11,12 +11,14 @@ import logging
 import math
 import os
 import queue
+import select
 import threading
 import time
 from typing import Final, final
 
 from typing_extensions import override
 
+from stratagem import config
 from stratagem._cluster.worker.coordinator_session import TICK_S, CoordinatorSession
 from stratagem._cluster.worker.output import OutputForwarder
 from stratagem._core import context
@@ -34,7 +36,6 @@ _log = logging.getLogger("stratagem.worker")
 
 CLOSE_S: Final = 6.0  # how long `close` waits for the receiving thread, which may be sending
 ANSWER_S: Final = 0.2  # limit of an answer to another coordinator; our own one waits meanwhile
-FIRST_MESSAGE_S: Final = 5.0  # limit of the first message of a peer that has proved the key
 
 
 @final
@@ -74,7 +75,8 @@ class Worker(Owner):
         self._closed = threading.Event()
         self._sessions: queue.SimpleQueue[CoordinatorSession | None] = queue.SimpleQueue()
         self._current: CoordinatorSession | None = None
-        self._visitors: list[tuple[Channel, float]] = []  # peers that connected during a session
+        self._first_message_s = config.partition_limit_s()  # after the proof of the key
+        self._visitors: list[tuple[Channel, float]] = []  # no message yet; until when it may come
         self._output: OutputForwarder | None = None
         if forward_output:
             self.own_process(echo=False)
@@ -145,23 +147,48 @@ class Worker(Owner):
 
     def _receive(self) -> None:
         while not self._closed.is_set():
-            channel = self._listener.accept(timeout_s=TICK_S)
-            if channel is None:
+            poll = select.poll()
+            for source in (self._listener, *(channel for channel, _ in self._visitors)):
+                poll.register(source, select.POLLIN)
+            poll.poll(TICK_S * 1000.0)
+            found = self._next_first_message()
+            if found is None:
                 continue
+            channel, frame = found
             with channel:
                 try:
-                    self._serve_peer(channel)
+                    self._serve_peer(channel, frame)
                 except WireError as error:
                     if not self._closed.is_set():
                         _log.info("%s: the coordinator is gone: %s", self.task, error)
                 except Exception:  # noqa: BLE001 - this thread must survive anything a peer sends
                     _log.exception("%s: serving a coordinator failed", self.task)
+        for channel, _ in self._visitors:
+            channel.close()
 
-    def _serve_peer(self, channel: Channel) -> None:
+    def _next_first_message(self) -> tuple[Channel, Frame] | None:
+        """Return a new peer and its first message, if one has arrived; close peers that are late. Never waits."""
+        now = time.monotonic()
+        for channel in self._listener.progress():
+            self._visitors.append((channel, now + self._first_message_s))
+        for visitor in list(self._visitors):
+            channel, deadline = visitor
+            frame = None
+            try:
+                frame = channel.receive(timeout_s=0.0)
+            except Exception as error:  # noqa: BLE001 - the thread must survive anything a peer sends
+                _log.info("%s dropped %s: %s", self.task, channel.peer, error)
+                deadline = now
+            if frame is not None:
+                self._visitors.remove(visitor)
+                return channel, frame
+            if now >= deadline:
+                self._visitors.remove(visitor)
+                channel.close()
+        return None
+
+    def _serve_peer(self, channel: Channel, frame: Frame) -> None:
         """Serve a coordinator until it is gone; answer anyone else."""
-        frame = channel.receive(timeout_s=FIRST_MESSAGE_S)
-        if frame is None:
-            return
         if not isinstance(frame.message, messages.OpenWorker):
             self._answer(channel, frame)
             return
@@ -183,30 +210,20 @@ class Worker(Owner):
         finally:
             session.end()
             self._current = None
-            while self._visitors:
-                self._visitors.pop()[0].close()
 
     def _turn_away(self) -> None:
         """Answer peers that connect during a session; refuse other coordinators."""
-        now = time.monotonic()
-        self._visitors += [
-            (channel, now + FIRST_MESSAGE_S) for channel in self._listener.progress()
-        ]
-        waiting, self._visitors = self._visitors, []
-        for channel, deadline in waiting:
-            try:
-                frame = channel.receive(timeout_s=0.0)
-                if frame is None and now < deadline:
-                    self._visitors.append((channel, deadline))  # its first message is on the way
-                    continue
-                if frame is not None and isinstance(frame.message, messages.OpenWorker):
-                    failure = failure_from(self._busy(), task=self.task, with_pickle=True)
-                    channel.reply(frame, failure, timeout_s=ANSWER_S)
-                elif frame is not None:
-                    self._answer(channel, frame)
-            except WireError as error:  # of that peer, not of the coordinator we serve
-                _log.info("%s turned away %s: %s", self.task, channel.peer, error)
-            channel.close()
+        while (found := self._next_first_message()) is not None:
+            channel, frame = found
+            with channel:
+                try:
+                    if isinstance(frame.message, messages.OpenWorker):
+                        failure = failure_from(self._busy(), task=self.task, with_pickle=True)
+                        channel.reply(frame, failure, timeout_s=ANSWER_S)
+                    else:
+                        self._answer(channel, frame)
+                except WireError as error:  # of that peer, not of the coordinator we serve
+                    _log.info("%s turned away %s: %s", self.task, channel.peer, error)
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
         """Answer a request for statistics; refuse anything else.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, final
 
+from stratagem import config
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.failures import failure_from
@@ -25,9 +26,6 @@ _log = logging.getLogger("stratagem.ps")
 
 TICK_S: Final = 0.5
 """How often connections without a Hello are checked."""
-
-HELLO_LIMIT_S: Final = 5.0
-"""For the Hello of a connection that has proved the key."""
 
 _UNREAD_BYTES: Final = 1 << 20
 """Replies that a control connection may leave unread."""
@@ -62,6 +60,7 @@ class Acceptor:
         self._poll.register(self._wake, select.POLLIN)
         self._silent: dict[int, tuple[Channel, float]] = {}  # no Hello yet; since when
         self._control: dict[int, Channel] = {}
+        self._hello_limit_s = config.partition_limit_s()  # after the proof of the key
         self._stopping = False
         self.thread = threading.Thread(
             target=self._run, name=f"stratagem-ps-accept-{listener.address}", daemon=True
@@ -93,8 +92,8 @@ class Acceptor:
                     self._greet(fd, self._silent[fd][0])
             now = time.monotonic()
             for fd, (channel, since) in list(self._silent.items()):
-                if now - since > HELLO_LIMIT_S:
-                    self._drop(fd, channel, f"said nothing for {HELLO_LIMIT_S:g} s")
+                if now - since > self._hello_limit_s:
+                    self._drop(fd, channel, f"said nothing for {self._hello_limit_s:g} s")
 
     def _greet(self, fd: int, channel: Channel) -> None:
         try:

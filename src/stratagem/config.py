@@ -187,7 +187,10 @@ def server_wait_s() -> float:
 
 
 def partition_limit_s() -> float:
-    """Return how long a connection may be silent before it counts as lost (``STRATAGEM_PARTITION_LIMIT_S``)."""
+    """Return how long a connection may be silent before it counts as lost (``STRATAGEM_PARTITION_LIMIT_S``).
+
+    Also the limit of the handshake of a new connection, and of its first message.
+    """
     return seconds_from_environment("STRATAGEM_PARTITION_LIMIT_S", 30.0)
 
 
@@ -353,7 +356,8 @@ class ClusterOptions:
     partition_limit_s: float = 30.0
     """Seconds to wait for a parameter server that cannot be reached, unless its process is known to have
     ended or to be stopped. Such a server may still have its variables. Longer than a switch or a
-    router takes to restart; below the session's lease."""
+    router takes to restart; below the session's lease. Limits of TCP and of the handshake are set only by
+    ``STRATAGEM_PARTITION_LIMIT_S``, in each process."""
 
     busy_limit_s: float = 60.0
     """Seconds without a heartbeat that are allowed while the task's process, on this host, uses the

@@ -115,7 +115,7 @@ SHORT = {"heartbeat_s": 0.2, "heartbeat_limit_s": 1.0}
     ("cut_s", "limits"),
     [
         pytest.param(3.0, SHORT, marks=pytest.mark.process, id="three times the limit"),
-        pytest.param(10.0, {}, marks=pytest.mark.soak, id="10 s with default limits"),
+        pytest.param(10.0, {}, marks=pytest.mark.process, id="10 s with default limits"),
     ],
 )
 def test_a_cut_longer_than_the_heartbeat_limit_is_waited_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -16,6 +17,7 @@ from stratagem import LocalCluster
 from stratagem._wire import messages
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import connect
+from stratagem._wire.handshake import MAGIC
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost, WorkerLost
@@ -253,3 +255,21 @@ def test_a_silent_peer_does_not_delay_others() -> None:
             assert isinstance(reply, messages.Stats)
             late = silent.request(messages.AskStats(), timeout_s=60).message
             assert isinstance(late, messages.Stats)
+
+
+@pytest.mark.process
+def test_a_handshake_is_waited_for_longer_than_the_heartbeat_limit() -> None:
+    """A packet of the handshake that is lost several times arrives after seconds: the limit is `partition_limit_s`."""
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(workers=1, ps=1))
+        relay = stack.enter_context(Relay(cluster.cluster_spec.task_address("worker", 0)))
+        key = cluster_key(cluster.resolver.cluster_key_text())
+        relay.cut(MAGIC.decode())  # the worker accepts the connection, then receives nothing
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(connect, relay.address, key=key, timeout_s=60)
+            with pytest.raises(TimeoutError):
+                connecting.result(timeout=6.0)
+            relay.heal()
+            with connecting.result(timeout=60) as channel:
+                reply = channel.request(messages.AskStats(), timeout_s=60).message
+        assert isinstance(reply, messages.Stats)

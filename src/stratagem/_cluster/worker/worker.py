@@ -148,8 +148,9 @@ class Worker(Owner):
     def _receive(self) -> None:
         while not self._closed.is_set():
             poll = select.poll()
-            for source in (self._listener, *(channel for channel, _ in self._visitors)):
-                poll.register(source, select.POLLIN)
+            poll.register(self._listener, select.POLLIN)
+            for channel, _ in self._visitors:
+                poll.register(channel, select.POLLIN)
             poll.poll(TICK_S * 1000.0)
             found = self._next_first_message()
             if found is None:

@@ -97,8 +97,9 @@ def test_streams_differ_and_repeat(two, name):
     assert not torch.equal(first, other[0]), "another seed, other numbers"
 
 
-def test_timing_does_not_matter(two):
-    """Whichever replica draws first, the numbers are the same."""
+def test_timing_does_not_matter(two_parallel):
+    """Whichever of two parallel replicas draws first, the numbers are the same."""
+    two = two_parallel
 
     def step(first):
         gate = gates[0]

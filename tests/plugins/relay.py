@@ -74,19 +74,25 @@ class Relay:
         self._ready.set()
         await self._ended.wait()
         server.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(
+            3
+        ):  # a connection may be half accepted; aborted ones close in the next rounds
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.01)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         noted = bytearray()
         try:
             await self._pass(noted)
             there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
-        except OSError:
+        except BaseException as error:
             writer.transport.abort()
-            return
+            if isinstance(error, OSError | asyncio.CancelledError):
+                return
+            raise
         try:
             await asyncio.gather(
                 self._pump(reader, there_writer, noted, notes=True),

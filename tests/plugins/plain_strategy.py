@@ -94,6 +94,15 @@ class PlainOnCoordinator:
     def reaches(self, task: str) -> bool:
         return True
 
+    def server_index(self, task: str) -> int | None:
+        return None
+
+    def restore_server(self, server: int, *, stopped: Any) -> Any:
+        raise NotImplementedError
+
+    def recover_with(self, recovery: Any) -> None:
+        pass
+
     def finish_closures(self, closures: Sequence[int]) -> None:
         self.finished += closures
 

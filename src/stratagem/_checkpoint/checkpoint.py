@@ -47,6 +47,8 @@ from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
 from stratagem._checkpoint.server_state import remote_tensors
 from stratagem._core.context import current_replica
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
+from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem.errors import CheckpointError, ContextError
 
 
@@ -286,6 +288,13 @@ class ObjectSnapshot:
             for cut in self.cuts:
                 cut.close()
 
+    def points(self, saved: SavedCheckpoint) -> list[tuple[CoordinatorVariables, RecoveryPoint]]:
+        """Return what lost parameter servers can be restored from, now that it has been written."""
+        return [
+            (cut.group.variables, cut.recovery_point(saved, self.apart.elsewhere))
+            for cut in self.cuts
+        ]
+
     def _write(
         self, directory: CheckpointDirectory, order: SaveOrder, *, show: bool
     ) -> SavedCheckpoint:
@@ -339,8 +348,12 @@ def restore_objects(
     random: bool = True,
     allow_pickle: bool = False,
     partial: bool = False,
+    points: list[tuple[CoordinatorVariables, RecoveryPoint]] | None = None,
 ) -> Restored:
-    """Put a checkpoint's state back into objects; `partial` ignores objects that are not wanted."""
+    """Put a checkpoint's state back into objects; `partial` ignores objects that are not wanted.
+
+    `points` gets what lost parameter servers can be restored from.
+    """
     if current_replica() is not None:
         raise ContextError(
             "a checkpoint was restored inside a replica. Restore outside the function given to run()."
@@ -361,6 +374,8 @@ def restore_objects(
         with servers.frozen():
             match.apply(tensors, strict=strict)
         servers.read(chain)
+        if points is not None:
+            points.extend(servers.points)
     if random:
         set_random_state(content["random"])
     return Restored(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from stratagem import metrics as counters
 from stratagem._checkpoint import evaluations
@@ -22,90 +22,20 @@ from stratagem._checkpoint.checkpoint_writer import SaveOrder
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
 from stratagem._checkpoint.manifest import NAME
 from stratagem._checkpoint.retention import Best, Due, KnownCheckpoint, to_delete
+from stratagem._checkpoint.save_handle import SAVE_LIMIT_S, SaveHandle
+from stratagem._checkpoint.server_group import ServerLostInSave
 from stratagem._checkpoint.sigterm import EXIT_CODE, SigtermNote
 from stratagem._owner import Owner
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
+from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem.errors import CheckpointCorrupt, CheckpointError, CheckpointTimeout
 
 _log = logging.getLogger("stratagem.checkpoint")
 
 _NO_METRICS: Final[Mapping[str, float]] = MappingProxyType({})
 
-_SAVE_LIMIT_S: Final = 3600.0
-"""Limit of every wait for a save: enough for 100 GB on a slow network disk."""
-
-
-@final
-class SaveHandle:
-    """A save on its way to the disk.
-
-    Attributes:
-        step: the training step.
-        paused_s: seconds that the caller waited while the state was copied.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.paused_s = 0.0
-        self._began = time.monotonic()
-        self._seconds = 0.0
-        self._ended = threading.Event()
-        self._saved: SavedCheckpoint | None = None
-        self._error: BaseException | None = None
-        self._seen = False
-
-    @property
-    def done(self) -> bool:
-        """True when the save has succeeded or failed."""
-        return self._ended.is_set()
-
-    @property
-    def path(self) -> Path | None:
-        """The checkpoint; None until it is complete."""
-        return None if self._saved is None else self._saved.path
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the save, so far or in all."""
-        return self._seconds or time.monotonic() - self._began
-
-    @property
-    def bytes(self) -> int:
-        """Size of the checkpoint; 0 until it is complete."""
-        return 0 if self._saved is None else self._saved.bytes
-
-    def wait(self, timeout_s: float = _SAVE_LIMIT_S) -> SavedCheckpoint:
-        """Wait until the checkpoint is complete, and return it.
-
-        Raises:
-            CheckpointError: the save failed.
-            CheckpointTimeout: it did not end within the limit; it goes on.
-        """
-        if not self._ended.wait(timeout_s):
-            raise CheckpointTimeout(
-                f"the save of step {self.step} has not ended after {self.seconds:.1f} s (the limit is "
-                f"{timeout_s:g} s). It continues: wait again, or check the disk."
-            )
-        if self._error is not None:
-            self._seen = True
-            raise self._error
-        assert self._saved is not None
-        return self._saved
-
-    def _end(self, saved: SavedCheckpoint | None, error: BaseException | None) -> None:
-        self._seconds = time.monotonic() - self._began
-        self._saved, self._error = saved, error
-        self._ended.set()
-
-    def _unseen_error(self) -> BaseException | None:
-        """Return the error of a save that ended badly, the first time."""
-        if not self.done or self._seen:
-            return None
-        self._seen = True
-        return self._error
-
-    def __repr__(self) -> str:
-        state = "failed" if self._error is not None else "complete" if self.done else "running"
-        return f"<SaveHandle step {self.step}, {state}, {self.seconds:.2f} s>"
+_ATTEMPTS: Final = 3
+"""To save, if parameter servers are lost and restored meanwhile."""
 
 
 @final
@@ -126,6 +56,9 @@ class CheckpointManager(Owner):
         save_on_sigterm: after SIGTERM the next `step` saves, waits, and ends the program with
             exit code 143.
         allow_pickle: accept values of any class in states; only pickle can save and read them.
+        on_server_loss: what happens when a parameter server is lost. ``"partial"``: its variables return to
+            the newest checkpoint of this manager, and training goes on. ``"raise"``: the run ends with
+            `ParameterServerLost`.
 
     Raises:
         CheckpointBusy: another manager uses the directory.
@@ -160,7 +93,10 @@ class CheckpointManager(Owner):
         best_to_keep: int = 1,
         save_on_sigterm: bool = False,
         allow_pickle: bool = False,
+        on_server_loss: Literal["partial", "raise"] = "partial",
     ) -> None:
+        if on_server_loss not in ("partial", "raise"):
+            raise ValueError(f"on_server_loss={on_server_loss!r}: expected 'partial' or 'raise'.")
         for name, value in (
             ("max_to_keep", max_to_keep),
             ("every_s", every_s),
@@ -174,6 +110,8 @@ class CheckpointManager(Owner):
         self._due = Due(every_s, every_steps)
         self._best = None if keep_best is None else Best(keep_best, best_to_keep)
         self._allow_pickle = allow_pickle
+        self._recovers = on_server_loss == "partial"
+        self._recoverable: list[CoordinatorVariables] = []
         path = Path(directory)
         if (path / NAME).exists():
             raise CheckpointError(
@@ -288,8 +226,18 @@ class CheckpointManager(Owner):
         if step is None:
             step = self._last_step + 1 if self._seen_step is None else self._seen_step
         step = _checked_step(step)
-        handle = SaveHandle(step)
         numbers = {name: float(value) for name, value in metrics.items()}
+        for _ in range(_ATTEMPTS - 1 if self._recovers else 0):
+            try:
+                return self._save_once(step, numbers, wait=wait, final=final)
+            except ServerLostInSave as error:
+                _log.warning("saving step %d again: %s", step, error)
+        return self._save_once(step, numbers, wait=wait, final=final)
+
+    def _save_once(
+        self, step: int, numbers: Mapping[str, float], *, wait: bool, final: bool
+    ) -> SaveHandle:
+        handle = SaveHandle(step)
         order = SaveOrder(step=step, serial=self._serial + 1, metrics=numbers, final=final)
         snapshot = ObjectSnapshot.take(
             self._checkpoint,
@@ -320,6 +268,12 @@ class CheckpointManager(Owner):
     ) -> None:
         try:
             saved = snapshot.write(self._directory, order, show=show)
+        except ServerLostInSave as error:
+            counters.counter("checkpoint.failed").add()
+            _log.warning("the save of step %d was interrupted: %s", order.step, error)
+            handle._seen = self._recovers  # the server is restored, and the next save is made
+            handle._end(None, error)
+            return
         except Exception as error:  # noqa: BLE001 # the next call raises it
             counters.counter("checkpoint.failed").add()
             _log.exception("the save of step %d failed", order.step)
@@ -329,6 +283,7 @@ class CheckpointManager(Owner):
             handle._seen = True
             handle._end(None, error)
             raise
+        self._set_points(snapshot.points(saved))
         try:
             self._delete_old()
         except OSError as error:
@@ -338,6 +293,14 @@ class CheckpointManager(Owner):
         counters.counter("checkpoint.bytes").add(saved.bytes)
         counters.distribution("checkpoint.seconds").record(handle.seconds)
         _log.info("saved step %d to %s in %.2f s", order.step, saved.path, handle.seconds)
+
+    def _set_points(self, points: Sequence[tuple[CoordinatorVariables, RecoveryPoint]]) -> None:
+        """Let lost parameter servers be restored from these."""
+        if self._recovers:
+            for variables, point in points:
+                variables.client.replacement.set_point(point)
+                if variables not in self._recoverable:
+                    self._recoverable.append(variables)
 
     def _delete_old(self) -> None:
         going = to_delete(
@@ -382,12 +345,14 @@ class CheckpointManager(Owner):
             _log.warning("skipping a checkpoint: %s", unreadable)
             failure = failure or unreadable
         for saved in reversed(found):
+            points: list[tuple[CoordinatorVariables, RecoveryPoint]] = []
             try:
                 restored = restore_objects(
                     self._checkpoint._objects,
                     saved,
                     strict=strict,
                     allow_pickle=self._allow_pickle,
+                    points=points,
                 )
             except CheckpointCorrupt as error:
                 self._damaged.add(saved.path.name)
@@ -395,6 +360,7 @@ class CheckpointManager(Owner):
                 failure = failure or error
                 continue
             self._continues = True
+            self._set_points(points)
             self._last_step, self._last_time = restored.step, time.monotonic()
             _log.info("restored step %d from %s", restored.step, saved.path)
             return restored.step
@@ -423,6 +389,8 @@ class CheckpointManager(Owner):
             self._finish_running()
             self._raise_earlier_failure()
         finally:
+            for variables in self._recoverable:
+                variables.client.replacement.set_point(None)
             self._copies.free()
             self._lock.close()
             if self._sigterm is not None:
@@ -431,12 +399,12 @@ class CheckpointManager(Owner):
             raise SystemExit(EXIT_CODE)
 
     def _finish_running(self) -> None:
-        if self._running is not None and not self._running._ended.wait(_SAVE_LIMIT_S):
+        if self._running is not None and not self._running._ended.wait(SAVE_LIMIT_S):
             raise CheckpointTimeout(
-                f"the save of step {self._running.step} has not ended after {_SAVE_LIMIT_S:g} s."
+                f"the save of step {self._running.step} has not ended after {SAVE_LIMIT_S:g} s."
             )
         if self._thread is not None:
-            self._thread.join(_SAVE_LIMIT_S)
+            self._thread.join(SAVE_LIMIT_S)
             self._thread = None
 
     def _raise_earlier_failure(self) -> None:

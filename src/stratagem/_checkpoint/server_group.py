@@ -6,7 +6,6 @@ A checkpoint has connections of its own, so that a save does not wait for traini
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,19 +23,16 @@ from stratagem._core.managed import find_managed
 from stratagem._core.variables import Variable
 from stratagem._owner import Owner
 from stratagem._ps.client.server_connection import ServerConnection
+from stratagem._ps.client.transfers import follow
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
 from stratagem._ps.coordinator.remote_storage import RemoteStorage
 from stratagem._ps.placement import Description
 from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem._wire import messages
 from stratagem._wire.messages import Message, PartRef
-from stratagem.errors import CheckpointCorrupt, CheckpointError, ParameterServerLost, WireError
+from stratagem.errors import CheckpointError, ParameterServerLost, WireError
 
 _log = logging.getLogger("stratagem.checkpoint")
-
-_FIRST_POLL_S: Final = 0.002
-_LONGEST_POLL_S: Final = 0.05
-"""Between two questions to a server that writes or reads."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +99,10 @@ _OVERRIDABLE: Final = (
 )
 
 
+class ServerLostInSave(CheckpointError):
+    """A parameter server did not take part in a save or restore to its end."""
+
+
 @final
 class ServerGroup(Owner):
     """The parameter servers of one strategy, with a connection of its own to each.
@@ -153,16 +153,18 @@ class ServerGroup(Owner):
 
     def prepare(self, directory: Path, probe: str) -> str:
         """Send what was changed here; connect; return why a server cannot use the directory, or ""."""
-        self.variables.flush()
         client = self.variables.client
-        client.wait_for_writes()
         try:
             for server in range(len(client.tasks)):
-                self.connections[server] = client.connect_beside(server)
+                client.await_server(server)  # waits while one is restored
+            self.variables.flush()
+            client.wait_for_writes()
+            for server in range(len(client.tasks)):
+                self.connections[server] = client.replacement.connect_beside(server)
             asked = messages.MakeCut(variables=(), directory=str(directory), probe=probe)
             made = self.ask(dict.fromkeys(self.connections, asked))
         except (WireError, ParameterServerLost) as error:
-            raise CheckpointError(f"a parameter server cannot be reached: {error}") from error
+            raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
         for server, answer in made.items():
             if answer.refused:
                 return f"{client.tasks[server]}: {answer.refused}"
@@ -176,27 +178,8 @@ class ServerGroup(Owner):
         }
 
     def follow(self, server: int, progress: Progress | None = None) -> messages.Transfer:
-        """Wait until a server has written or read its rows; return its report.
-
-        Raises:
-            CheckpointCorrupt: a file is missing or damaged.
-            CheckpointError: it failed.
-        """
-        connection, pause_s, moved = self.connections[server], _FIRST_POLL_S, 0
-        while True:
-            answer = connection.request(messages.AskTransfer()).message
-            assert isinstance(answer, messages.Transfer)
-            if progress is not None:
-                progress(answer.moved - moved)
-            moved = answer.moved
-            if answer.damaged:
-                raise CheckpointCorrupt(answer.failure, path=answer.damaged)
-            if answer.failure:
-                raise CheckpointError(f"{connection.task} failed: {answer.failure}")
-            if answer.done:
-                return answer
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+        """Wait until a server has written or read its rows; return its report (see `follow`)."""
+        return follow(self.connections[server], progress)
 
     @override
     def close(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,17 +22,20 @@ from typing_extensions import override
 
 from stratagem._checkpoint.block_file import Progress, TensorPart
 from stratagem._checkpoint.checkpoint_writer import FileReport
+from stratagem._checkpoint.directory import SavedCheckpoint
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredTensor
 from stratagem._checkpoint.server_group import (
     Piece,
     RemoteTensor,
     ServerGroup,
+    ServerLostInSave,
     pieces_of,
     say_once,
     strategies_of,
 )
 from stratagem._owner import Owner
 from stratagem._ps.placement import Description
+from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
 from stratagem._wire.codec import dtype_from
 from stratagem._wire.messages import CutItem, PartRef
@@ -73,6 +77,7 @@ class ServerCut(Owner):
         for made in self._made.values():
             for item in made.items:
                 self._items.setdefault((item.optimizer, item.variable), []).append(item)
+        self._cut_at = time.monotonic()
         self.zeros: list[tuple[RemoteTensor, int, int]] = []
 
     def optimizer_state(self, where: Description, optimizer: int) -> dict[str, Any]:
@@ -144,6 +149,25 @@ class ServerCut(Owner):
                 writers.append(ServerWriter(self.group, server, made, parts, own, aliases))
         return writers
 
+    def recovery_point(
+        self, saved: SavedCheckpoint, remote: Mapping[str, RemoteTensor]
+    ) -> RecoveryPoint:
+        """Return the orders by which a lost server is restored from the checkpoint of this cut."""
+        chain = ((str(saved.path.resolve()), saved.manifest.identity),)
+        orders = {}
+        for server in self._made:
+            parts = [
+                part
+                for name, tensor in remote.items()
+                if tensor.servers is self.group
+                for part in tensor.parts_on(server, name)
+            ]
+            orders[server] = messages.ReadParts(
+                chain=chain, parts=tuple(parts), state=self._made[server].items
+            )
+        facts = {server: made.facts for server, made in self._made.items()}
+        return RecoveryPoint(saved.step, str(saved.path), self._cut_at, orders, facts)
+
     @override
     def close(self) -> None:
         """End the cut on all servers. May be called again."""
@@ -213,7 +237,7 @@ class ServerWriter:
             connection.request(order)
             report = self._group.follow(self._server, progress)
         except (WireError, ParameterServerLost) as error:
-            raise CheckpointError(f"{connection.task} did not write its rows: {error}") from error
+            raise ServerLostInSave(f"{connection.task} did not write its rows: {error}") from error
         size = path.stat().st_size
         if size != report.size:
             raise CheckpointError(
@@ -277,6 +301,9 @@ def make_cuts(
                     group.close()
                     continue
                 variables: dict[int, list[int]] = {}
+                # Mapped memory outlives its server: its versions say what a lost server had done.
+                for remote in list(group.variables._remotes):
+                    group.variables.client.map(remote.places)
                 for tensor in wanted(group):
                     for piece in tensor.pieces:
                         variables.setdefault(piece.server, []).append(piece.variable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from stratagem._checkpoint.server_group import (
     strategies_of,
 )
 from stratagem._owner import Owner
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.placement import Description
+from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
-from stratagem._wire.messages import CutItem, Message, PartRef
+from stratagem._wire.messages import CutItem, PartRef
 from stratagem.errors import CheckpointError, ParameterServerLost, WireError
 
 
@@ -41,6 +44,7 @@ class ServerReads(Owner):
         self._groups: list[ServerGroup] = []
         self._wanted: list[tuple[RemoteTensor, str]] = []
         self._states: list[_StateWanted] = []
+        self.points: list[tuple[CoordinatorVariables, RecoveryPoint]] = []
         try:
             for strategy in strategies_of(values):
                 group = ServerGroup(strategy)
@@ -125,7 +129,7 @@ class ServerReads(Owner):
         self._run(chain, verify=True)
 
     def read(self, chain: Sequence[tuple[Path, Manifest]]) -> None:
-        """Have every server read its rows."""
+        """Have every server read its rows; `points` are set then."""
         for one in self._states:
             if one.group.number_of(one.optimizer) is None:
                 one.group.optimizers.create(one.optimizer)
@@ -134,7 +138,7 @@ class ServerReads(Owner):
     def _run(self, chain: Sequence[tuple[Path, Manifest]], *, verify: bool) -> None:
         places = tuple((str(path.resolve()), manifest.identity) for path, manifest in chain)
         for group in self._groups:
-            orders: dict[int, Message] = {}
+            orders: dict[int, messages.ReadParts] = {}
             for server in group.connections:
                 parts = [
                     part
@@ -152,6 +156,10 @@ class ServerReads(Owner):
                     orders[server] = messages.ReadParts(
                         chain=places, parts=tuple(parts), state=tuple(items), verify=verify
                     )
+            if not verify:
+                path, manifest = chain[0]
+                point = RecoveryPoint(manifest.step, str(path), time.monotonic(), orders)
+                self.points.append((group.variables, point))
             try:
                 group.ask(orders)
                 for server in orders:

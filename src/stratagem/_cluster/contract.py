@@ -7,10 +7,11 @@ optimizer, the strategy itself) on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions
 
@@ -60,6 +61,19 @@ class StrategyOnCoordinator(Protocol):
 
     def reaches(self, task: str) -> bool:
         """Return whether the server has answered the last check of `check_servers`. Never waits."""
+
+    def server_index(self, task: str) -> int | None:
+        """Return the number of a server that can be restored from a checkpoint; None if it cannot."""
+
+    def restore_server(self, server: int, *, stopped: Callable[[], bool]) -> ServerRecovery:
+        """Wait until a lost server has been started again, and restore it from the last checkpoint.
+
+        Raises:
+            ParameterServerLost: that failed.
+        """
+
+    def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
+        """Let requests of this process to a lost server wait for its recovery."""
 
     def finish_closures(self, closures: Sequence[int]) -> None:
         """Let servers refuse late writes of these closures, which are finished. Never waits."""

@@ -7,12 +7,14 @@ through `_cluster_views` (contract 7).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -111,7 +113,12 @@ class ParameterServerStrategy(Strategy):
             lease_s=config.session_lease_s(),
             key=cluster_key(cluster_resolver.cluster_key_text()),
         )
-        client = PsClient(self._servers, membership, connect_timeout_s=config.server_wait_s())
+        # A server that is started again may have another address.
+        addresses = [
+            (task, functools.partial(_server_address, cluster_resolver, index, address))
+            for index, (task, address) in zip(spec.task_indices("ps"), self._servers, strict=True)
+        ]
+        client = PsClient(addresses, membership, connect_timeout_s=config.server_wait_s())
         self._variables = CoordinatorVariables(
             client, len(self._servers), variable_partitioner, weakref.ref(self)
         )
@@ -209,7 +216,10 @@ class ParameterServerStrategy(Strategy):
                 gradient_aggregation=self._gradient_aggregation,
                 make_strategy=WorkerStrategy,
             )
-            self._views = ObjectHandles(self, self._variables, lambda: setup)
+            client = self._variables.client
+            self._views = ObjectHandles(
+                self, self._variables, lambda: replace(setup, servers=client.addresses())
+            )
         return self._views
 
     @override
@@ -298,6 +308,14 @@ class ParameterServerStrategy(Strategy):
 def _coordinator_class() -> Any:
     """Return `ClusterCoordinator`, imported by name because its package is a higher layer."""
     return importlib.import_module("stratagem._cluster.coordinator.coordinator").ClusterCoordinator
+
+
+def _server_address(resolver: Any, index: int, known: str) -> str:
+    """Return where a parameter server is now; where it was, if the resolver does not say."""
+    try:
+        return str(resolver.cluster_spec().task_address("ps", index))
+    except Exception:  # noqa: BLE001 - resolvers are users' classes and ask other services
+        return known
 
 
 class UnbuiltDataset:

@@ -384,6 +384,12 @@ class ReadParts(Message, frozen=True):
     verify: bool = False
 
 
+class RestoreLedger(Message, frozen=True):
+    """Remember the writes that a checkpoint contains; `ledger` is that of CutMade's facts."""
+
+    ledger: Mapping[str, Any]
+
+
 class AskTransfer(Message, frozen=True):
     """Ask how far WriteCut or ReadParts of this session has come."""
 

@@ -226,23 +226,25 @@ class ClosureQueue:
         blame: str = "user",
         task: str = "",
         others_reach: bool = False,
+        forgiven: bool = False,
     ) -> list[Action]:
         """Handle an exception: retry the closure, or stop the queue. A resource stops nothing.
 
         `blame` is that of `messages.Failed`; `task` is the parameter server to blame. `others_reach`: the
-        coordinator reaches that server.
+        coordinator reaches that server. `forgiven`: retry it in any case, because that server is being
+        restored.
         """
         worker = self._workers.get(number)
         shared = worker is not None and closure in worker.in_flight
         if worker is None or not self._end(worker, closure):
             return []
         aside: list[Action] = []
-        if blame == "path":
+        if blame == "path" and not forgiven:
             self._not_reaching.setdefault(task, set()).add(number)
             if others_reach and not worker.aside:
                 worker.aside = True
                 aside.append(SetAsideWorker(number, task))
-        if shared and (blame == "path" or self._is_transient(blame, task)):
+        if shared and (forgiven or blame == "path" or self._is_transient(blame, task)):
             actions = [*self._requeue([closure], lost=False), *aside]
         else:
             actions = [ResolveClosure(closure, "failed"), *aside]
@@ -327,14 +329,17 @@ class ClosureQueue:
         aborted = self._resolve_all([*worker.resources, *worker.waiting_resources], "aborted")
         return [FenceWorker(number, worker.incarnation), *aborted]
 
-    def worker_fenced(self, number: int) -> list[Action]:
-        """Queue the closures of a lost worker again: no server accepts its writes any more."""
+    def worker_fenced(self, number: int, *, innocent: bool = False) -> list[Action]:
+        """Queue the closures of a lost worker again: no server accepts its writes any more.
+
+        `innocent`: the coordinator ended the session, so that no closure can be the cause.
+        """
         worker = self._workers.get(number)
         if worker is None or worker.fencing is None:
             return []
         closures, worker.fencing = worker.fencing, None
         self._fencing -= len(closures)
-        for closure in () if worker.blameless else closures:
+        for closure in () if innocent or worker.blameless else closures:
             self._lost_with.setdefault(closure, []).append(number)
         lost_with = self._lost_with
         poisoned = [one for one in closures if len(lost_with.get(one, ())) >= self._poison_limit]

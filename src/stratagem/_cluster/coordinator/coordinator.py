@@ -33,6 +33,7 @@ from stratagem._cluster.coordinator.startup import await_workers, check_addresse
 from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
 from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._owner import Owner
+from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._strategies.async_functions import refuse_async
 from stratagem._wire.cluster_key import cluster_key
 from stratagem.config import ClusterOptions
@@ -181,6 +182,11 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         """Every error so far (the last 1000), with worker, function and remote traceback."""
         with self._engine.lock:
             return list(self._engine.closures.errors)
+
+    @property
+    def recoveries(self) -> list[ServerRecovery]:
+        """Parameter servers that were lost and restored from a checkpoint so far, oldest first."""
+        return list(self._engine.recoveries.done)
 
     @property
     def workers(self) -> list[WorkerStatus]:
@@ -414,13 +420,14 @@ def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
     key = cluster_key(resolver.cluster_key_text())
     settings = LinkSettings(
         options=options,
-        setup=views.worker_setup,
+        setup=lambda: engine.worker_setup(),  # noqa: PLW0108 - made below
         addresses=WorkerAddresses(resolver.cluster_spec, options.restart_pause_s),
         key=key,
         seed=torch.initial_seed(),
     )
     engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
     engine.sender.keep_secret(key.text())
+    views.recover_with(engine.recoveries.await_recovery)
     return engine
 
 

@@ -35,6 +35,7 @@ from stratagem._cluster.coordinator.remote_values import (
     ResultCondition,
 )
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
+from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
 from stratagem._wire import messages
@@ -102,6 +103,7 @@ class Engine:
         self._path_errors: dict[str, ParameterServerLost] = {}  # the last report about each server
         self._workers_lost = metrics.counter("coordinator.workers_lost")
         self._watch = WatchThreads(self)
+        self.recoveries = ServerRecoveries(self)
         for task in tasks:
             self.add_worker(task)
 
@@ -122,6 +124,7 @@ class Engine:
                 ClosureCancelled("the coordinator was closed before this closure was done.")
             )
             self.changed.notify_all()
+        self.recoveries.close()
         close_links([*self.links.values(), *self._released_links], self.options.close_timeout_s)
         self._watch.close(self.options.close_timeout_s)
 
@@ -188,6 +191,15 @@ class Engine:
             self._incarnations[link.task_index] = number
             return number
 
+    def worker_setup(self) -> object:
+        """Return the object that connects a worker to the strategy.
+
+        Raises:
+            ParameterServerLost: a server is being restored. The link tries again later.
+        """
+        self.recoveries.refuse_if_active()
+        return self.views.worker_setup()
+
     def worker_up(self, link: WorkerLink) -> None:
         """Handle a new session: bring the worker up to date, build its values, send closures."""
         self.sender.catch_up(link)
@@ -251,7 +263,8 @@ class Engine:
         """Note a failed attempt to connect; the link tries again."""
         _log.debug("%s does not answer: %s", link.task, error)
         with self.changed:
-            if isinstance(error, ParameterServerLost):  # the worker's trouble, until others have it
+            if isinstance(error, ParameterServerLost) and not self.recoveries.forgives(error.task):
+                # The worker's trouble, until others have it.
                 self.queue.worker_without_path(link.number, error.task)
                 self._path_errors[error.task] = error
             self.changed.notify_all()  # a thread that waits for workers may go on without this one
@@ -259,7 +272,9 @@ class Engine:
     # ------------------------------------------------------------------ events of the watch threads
 
     def server_lost(self, error: ParameterServerLost) -> None:
-        """Stop everything; the user's next call raises the error."""
+        """Begin to restore the server, or stop everything: the user's next call raises the error."""
+        if self.recoveries.begin(error):
+            return
         self._handle(self.queue.server_lost, Cause(error, error.task))
 
     def servers_out_of_reach(self) -> list[ParameterServerLost]:
@@ -351,7 +366,8 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - after any error, join must not wait for it
             _log.exception("fencing %s failed: its closures are not repeated", link.task)
             self._handle(self.queue.stop, Cause(error))
-        self._handle(lambda: self.queue.worker_fenced(link.number))
+        innocent = self.recoveries.ended_session(link.task_index, incarnation)
+        self._handle(lambda: self.queue.worker_fenced(link.number, innocent=innocent))
 
     def _send_definitions_again(self, link: WorkerLink, number: int) -> None:
         """Send again what a closure needs, before its error is known and it is scheduled again."""
@@ -401,6 +417,7 @@ class Engine:
             if isinstance(error, ParameterServerLost):
                 task, others_reach = error.task, self.views.reaches(error.task)
                 self._path_errors[task] = error
+            forgiven = bool(task) and self.recoveries.forgives(task)
             return self._locked_execute(
                 self.queue.failed(
                     link.number,
@@ -408,6 +425,7 @@ class Engine:
                     blame=message.blame,
                     task=task,
                     others_reach=others_reach,
+                    forgiven=forgiven,
                 ),
                 Cause(error, link.task, message.failure.traceback),
             )

@@ -32,7 +32,8 @@ class LocalCluster(Owner):
         workers: number of workers.
         ps: number of parameter servers.
         in_process: run the same tasks as threads of this process, for debugging with pdb.
-        restart: replace a worker process that exits (or stays stopped).
+        restart: replace a process that exits (or stays stopped). A new parameter server has no variables:
+            they are restored from the newest checkpoint, if there is a `CheckpointManager`.
         threads: torch threads of each task; 1 by default, because the tasks share this machine.
         start_timeout_s: how long the start may take.
 
@@ -76,12 +77,12 @@ class LocalCluster(Owner):
                     any_optimizer=True,
                     # The tasks belong to the user of this process, who may write anywhere anyway.
                     checkpoint_directories=("/",),
-                    stopped_limit_s=stopped_limit_s if job == "worker" else 0.0,
+                    stopped_limit_s=stopped_limit_s,
                 )
                 for job, count in (("ps", ps), ("worker", workers))
                 for index in range(count)
             ],
-            restart=("worker",) if restart else (),
+            restart=("worker", "ps") if restart else (),
             start_timeout_s=start_timeout_s,
         )
 

@@ -6,8 +6,8 @@
                       │                 │
                       └──────lost───────┴──opened, server without the variables──▶ LOST
 
-A broken connection is made again by the next request. A lost one never is: the server that held the
-variables is gone. `closed` leads from every state to CLOSED. `server_connection.py` does what the state says.
+A broken connection is made again by the next request. A lost one is not, since the server that held the
+variables is gone, unless the coordinator restores them on another one (`restored`). `closed` leads from every state to CLOSED. `server_connection.py` does what the state says.
 """
 
 from __future__ import annotations
@@ -81,6 +81,12 @@ class ConnectionState:
         """Note that the server, or its part of the session, is gone for good."""
         if self.phase is not Phase.CLOSED:
             self.phase, self.reason = Phase.LOST, reason
+
+    def restored(self, server: str) -> None:
+        """Note that another server process has the variables now; the next request connects to it."""
+        if self.phase is not Phase.CLOSED:
+            self.server = server
+            self.phase, self.reason = Phase.BROKEN, "was restored"
 
     def closed(self) -> None:
         """Note that this process closed the connection."""

@@ -122,6 +122,12 @@ class Mappings:
             # Not closed: a tensor may still be over it. Python unmaps it after the last one.
             self._segments.pop((place.server, gone.segment.number), None)
 
+    def forget_server(self, server: int) -> None:
+        """The server was replaced: its memory is unmapped when nothing here uses it any more."""
+        for known in (self._variables, self._segments):
+            for key in [key for key in known if key[0] == server]:
+                del known[key]
+
     def close(self) -> None:
         """Unmap everything that no tensor uses. May be called again."""
         self._variables.clear()

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, final
 
@@ -28,6 +27,7 @@ from stratagem._ps.client.mapping import MappedVariable, Mappings, ShardLocation
 from stratagem._ps.client.outbox import Outbox
 from stratagem._ps.client.server_connection import Address, Membership, Pending, ServerConnection
 from stratagem._ps.client.server_liveness import ControlConnections
+from stratagem._ps.client.server_replacement import ServerReplacement
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.rows import take_rows
@@ -115,6 +115,9 @@ class PsClient(Owner):
         self._finished = NumberRanges()
         self._lock = threading.RLock()
         self._mappings = Mappings()
+        self.replacement = ServerReplacement(
+            self._connections, self._control, self._mappings, membership, self._finished
+        )
         self._closed = False
         try:
             connect_all(self._connections, timeout_s=connect_timeout_s, patient=membership.is_owner)
@@ -299,6 +302,7 @@ class PsClient(Owner):
 
     def fence(self, task: str, incarnation: int) -> None:
         """Make every server refuse writes of this incarnation of a task, and of earlier ones."""
+        self.replacement.note_fence(task, incarnation)
         self._ask_all(self._everywhere(messages.Fence(worker=task, incarnation=incarnation)))
 
     def finish_closures(self, closures: Sequence[int]) -> None:
@@ -331,16 +335,15 @@ class PsClient(Owner):
 
         `defaults` are the arguments the local object was made with, `attributes` what its class keeps on it.
         """
-        self._ask(
-            server,
-            messages.CreateOptimizer(
-                optimizer=optimizer,
-                class_name=class_name,
-                groups=tuple(groups),
-                defaults=_settings(defaults),
-                attributes=_settings(attributes),
-            ),
+        message = messages.CreateOptimizer(
+            optimizer=optimizer,
+            class_name=class_name,
+            groups=tuple(groups),
+            defaults=_settings(defaults),
+            attributes=_settings(attributes),
         )
+        self._ask(server, message)
+        self.replacement.note_optimizer(server, message)
 
     def read_state(self, server: int, optimizer: int, variables: Sequence[int]) -> list[StateEntry]:
         """Return what an optimizer keeps for these variables; one request per variable."""
@@ -390,18 +393,18 @@ class PsClient(Owner):
         present = [server for server, one in enumerate(self._connections) if one.is_open]
         self._control.await_answers(options, of=present)
 
-    def connect_beside(self, server: int, *, timeout_s: float = 10.0) -> ServerConnection:
-        """Return another connection to a server, for a thread of its own; the caller closes it."""
-        known = self._connections[server]
-        beside = replace(self._membership, is_owner=False)
-        connection = ServerConnection(known.task, known.find_address, beside)
-        connection.open(timeout_s=timeout_s)
-        return connection
+    def await_server(self, server: int) -> None:
+        """Ask a server for a sign of life on the connection for data; waits while it is restored."""
+        self._ask(server, messages.Ping())
 
     @property
     def tasks(self) -> list[str]:
         """Task names of the servers, by index."""
         return [connection.task for connection in self._connections]
+
+    def addresses(self) -> tuple[tuple[str, str], ...]:
+        """Return task and last known address of every server."""
+        return tuple((one.task, one.last_address) for one in self._connections)
 
     def shares_memory(self, server: int) -> bool:
         """Return whether this process may read the server's variables in shared memory."""

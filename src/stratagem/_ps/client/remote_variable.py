@@ -92,6 +92,12 @@ class RemoteVariable:
         """Forget the versions that were read: the next comparison of versions differs."""
         self.seen = (-1,) * len(self.places)
 
+    def forget_memory(self) -> None:
+        """Let go of the memory of a server that was replaced; the next read asks the new one."""
+        self.__dict__.pop("mapped", None)
+        self._assembled = None
+        self.forget_seen()
+
     def release(self) -> None:
         """Release the servers' memory at the end of the session."""
         self._is_released = True

@@ -92,6 +92,8 @@ class ServerConnection:
         frame_bytes: how many bytes of tensors the server takes in one message.
         welcome: what the server said about itself.
         last_address: where the last attempt to connect went.
+        recovery: waits until the lost server has been restored; returns False if it will not be. Only the
+            coordinator has one. Outstanding requests are repeated on the restored server.
     """
 
     def __init__(self, task: str, address: str | Address, membership: Membership) -> None:
@@ -105,6 +107,7 @@ class ServerConnection:
         self._address = address if callable(address) else (lambda: address)
         self._membership = membership
         self._timeout_s = config.wire_timeout_s()
+        self.recovery: Callable[[Exception], bool] | None = None
         self._state = ConnectionState()
         self._channel: Channel | None = None
         self._pending: list[Pending] = []
@@ -218,12 +221,17 @@ class ServerConnection:
     def fail(self, reason: str) -> Exception:
         """Make waiting requests fail now: another thread found that the server does not answer."""
         self._state.broken(reason)
-        return self._drop_requests()
+        return self._drop_requests() if self.recovery is None else self._wake_waiting()
 
     def give_up(self, reason: str) -> Exception:
-        """Make waiting and later requests fail: the server counts as lost."""
+        """Make waiting and later requests fail, or wait for recovery: the server counts as lost."""
         self._state.lost(reason)
-        return self._drop_requests()
+        return self._drop_requests() if self.recovery is None else self._wake_waiting()
+
+    def accept(self, server: str) -> None:
+        """Use the server process with this identity from now on: it has the variables."""
+        self._state.restored(server)
+        self._wake_waiting()
 
     def close(self) -> None:
         """Close the connection. May be called again."""
@@ -242,6 +250,8 @@ class ServerConnection:
 
     def _open_channel(self, deadline: float) -> Channel:
         """Return the channel; connect again if it is broken."""
+        if self._state.phase is Phase.LOST:
+            self._await_recovery(self._error(self._state.reason))
         phase = self._state.phase
         if phase is Phase.BROKEN:
             self._reconnect(None, deadline)
@@ -292,6 +302,25 @@ class ServerConnection:
         Raises:
             ParameterServerLost: connecting failed; outstanding requests have failed, too.
         """
+        while True:
+            try:
+                self._reconnect_once(cause, deadline)
+                return
+            except ParameterServerLost as error:
+                self._await_recovery(error)
+                cause, deadline = None, time.monotonic() + self._timeout_s
+
+    def _await_recovery(self, error: Exception) -> None:
+        """Wait until the server has been restored.
+
+        Raises:
+            Exception: `error`, if it will not be; outstanding requests have failed, too.
+        """
+        if self.recovery is None or not self.recovery(error):
+            self._drop_requests()
+            raise error
+
+    def _reconnect_once(self, cause: ConnectionLost | None, deadline: float) -> None:
         if cause is not None and self._state.phase is not Phase.OPEN:
             # Another thread found out while this one waited.
             raise self._error(self._state.reason) from cause
@@ -309,11 +338,20 @@ class ServerConnection:
             # The session has ended there, or the server cannot map this process's memory any more.
             raise self.give_up(f"has no part of this session any more: {error}") from error
         except WireError as error:
-            raise self._broken(f"{_GONE}{why}{_AGAIN}{error}") from error
+            reason = f"{_GONE}{why}{_AGAIN}{error}"
+            if self.recovery is None:
+                raise self._broken(reason) from error
+            raise self.fail(reason) from error
 
     def _broken(self, reason: str) -> Exception:
         self._state.broken(reason)
         return self._drop_requests()
+
+    def _wake_waiting(self) -> Exception:
+        """Close the channel, so that a thread that waits for a reply goes on; return the error."""
+        if self._channel is not None:
+            self._channel.close()
+        return self._error(self._state.reason)
 
     def _drop_requests(self) -> Exception:
         """Let every outstanding request fail for the reason in the state; return the error."""

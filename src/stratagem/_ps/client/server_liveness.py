@@ -84,6 +84,10 @@ class ControlConnections:
         """Note which process serves, so that a server that is silent from the start can be judged."""
         self._controls[server].recognise(welcome)
 
+    def accept(self, server: int, welcome: messages.Welcome) -> None:
+        """Watch another process from now on: it has the server's variables."""
+        self._controls[server].accept(welcome)
+
     def ping(self, server: int, *, timeout_s: float) -> messages.Pong:
         """Ask a server for a sign of life.
 
@@ -179,6 +183,15 @@ class _Control:
         if not self._server:
             self._server = welcome.life
             self._liveness = LivenessCheck(self._data.task, welcome.process, log=_log)
+
+    def accept(self, welcome: messages.Welcome) -> None:
+        """Watch another process from now on."""
+        with self._lock:
+            self._disconnect()
+            self._server = ""
+            self.recognise(welcome)
+            self._lost_because, self._is_connecting = "", False
+            self._asked_at = time.monotonic()
 
     def ask(self, message: Message, timeout_s: float) -> Message:
         """Ask one question and return the answer."""

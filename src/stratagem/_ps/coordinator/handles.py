@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from stratagem import config
 from stratagem._core.managed import find_managed
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.variables import Variable
@@ -34,7 +35,9 @@ from stratagem._ps.coordinator.coordinator_variables import (
 from stratagem._ps.coordinator.object_entries import Tracked, define_module, entries_of
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
+from stratagem._ps.coordinator.server_restore import restore_server
 from stratagem._ps.definitions import ATTRIBUTES, HOOKS, Token
+from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.codec import is_channels_last
 from stratagem.config import ClusterOptions
 from stratagem.errors import ForeignParameterError, StratagemError
@@ -337,6 +340,21 @@ class ObjectHandles:
     def reaches(self, task: str) -> bool:
         """Return whether the server has answered the last check. Never waits."""
         return bool(self._variables.client.answers_checks(task))
+
+    def server_index(self, task: str) -> int | None:
+        """Return the number of a server that can be restored from a checkpoint; None if it cannot."""
+        tasks = self._variables.client.tasks
+        ready = self._variables.client.replacement.point is not None and not self._variables.closed
+        return tasks.index(task) if ready and task in tasks else None
+
+    def restore_server(self, server: int, *, stopped: Callable[[], bool]) -> ServerRecovery:
+        """Wait until a lost server has been started again, and restore it from the last checkpoint."""
+        wait_s = config.server_wait_s()
+        return restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
+
+    def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
+        """Let requests of this process to a lost server wait for its recovery."""
+        self._variables.client.replacement.recover_with(recovery)
 
     def finish_closures(self, closures: Sequence[int]) -> None:
         """Let servers refuse late writes of these closures, which are finished. Never waits."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, final
@@ -307,6 +307,18 @@ class _Transfer:
             self._result = messages.Transfer(
                 moved=self.moved, done=True, size=size, crc32=crc32, blocks=tuple(blocks)
             )
+
+
+def ledger_from(plain: Mapping[str, Any]) -> LedgerRecord:
+    """Return the record that `plain_ledger` was given."""
+    applied, duplicates, fenced = plain["counts"]
+    return LedgerRecord(
+        {worker: (pair[0], pair[1]) for worker, pair in plain["last"].items()},
+        dict(plain["lowest"]),
+        tuple((closure, block, bytes.fromhex(bits)) for closure, block, bits in plain["closures"]),
+        tuple((one[0], one[1]) for one in plain["finished"]),
+        (applied, duplicates, fenced),
+    )
 
 
 def plain_ledger(record: LedgerRecord) -> dict[str, Any]:

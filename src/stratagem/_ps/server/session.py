@@ -14,7 +14,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps import types
-from stratagem._ps.server.checkpoint_parts import CheckpointAccess, SessionCheckpoints
+from stratagem._ps.server.checkpoint_parts import (
+    CheckpointAccess,
+    SessionCheckpoints,
+    ledger_from,
+)
 from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.store import VariableStore
@@ -82,6 +86,7 @@ class Session:
             messages.EndCut: self._end_cut,
             messages.ReadParts: self._read_parts,
             messages.AskTransfer: self._ask_transfer,
+            messages.RestoreLedger: self._restore_ledger,
         }
 
     @property
@@ -302,6 +307,10 @@ class Session:
 
     def _read_parts(self, message: messages.ReadParts, _: Frame, __: ClientMemory) -> Reply:
         self._checkpoints.begin_read(message)
+        return _OK
+
+    def _restore_ledger(self, message: messages.RestoreLedger, _: Frame, __: ClientMemory) -> Reply:
+        self.store.restore_ledger(ledger_from(message.ledger))
         return _OK
 
     def _ask_transfer(self, _: messages.AskTransfer, __: Frame, ___: ClientMemory) -> Reply:

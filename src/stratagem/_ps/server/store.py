@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem._ps import store_records as records
 from stratagem._ps.init_ops import initialise
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.cut import Cut, Key
@@ -314,8 +315,7 @@ class VariableStore:
         if not key:
             return self.read(variable)
         found = self._find_optimizer(optimizer).state_of(variable, key)
-        if not isinstance(found, Tensor):
-            raise ValueError(f"there is no tensor {key!r} of variable {variable!r}.")
+        assert isinstance(found, Tensor), (variable, key)
         return found
 
     def touch(self, variable: int) -> int:
@@ -336,11 +336,12 @@ class VariableStore:
 
     # Everything in, everything out.
 
-    def begin_cut(self, variables: Iterable[int]) -> Cut:
-        """Keep these variables, and optimizer state for them, as they are now; `end_cut` ends it.
+    def restore_ledger(self, record: records.LedgerRecord) -> None:
+        """Remember the writes of a record as applied."""
+        self._ledger.restore(record)
 
-        A cut that was made before is closed.
-        """
+    def begin_cut(self, variables: Iterable[int]) -> Cut:
+        """Keep these variables, and optimizer state for them, as they are now; `end_cut` ends it."""
         self.end_cut()
         wanted = set(variables)
         tensors: dict[Key, Tensor] = {(one, 0, ""): self._find(one).tensor for one in wanted}

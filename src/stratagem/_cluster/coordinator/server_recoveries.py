@@ -1,0 +1,135 @@
+"""Recovery of lost parameter servers: a thread restores the server while everything else waits.
+
+The sessions of all workers are ended first, as if the workers had been lost: their unfinished closures are queued again
+and no late write of them counts. While the server is restored no worker gets a new session. Requests of the coordinator
+itself to the lost server wait (`await_recovery`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, final
+
+from stratagem import metrics
+from stratagem._ps.recovery_point import ServerRecovery
+from stratagem.errors import ParameterServerLost, WorkerLost
+
+if TYPE_CHECKING:
+    from stratagem._cluster.coordinator.engine import Engine
+
+_log = logging.getLogger("stratagem.coordinator")
+
+
+@final
+class ServerRecoveries:
+    """The recoveries of one engine, one at a time.
+
+    Attributes:
+        done: what was restored so far.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._lost: dict[str, float] = {}  # task → since when
+        self._failed: dict[str, ParameterServerLost] = {}
+        self._ended: set[tuple[int, int]] = set()  # task index and incarnation
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.done: list[ServerRecovery] = []
+
+    def begin(self, error: ParameterServerLost) -> bool:
+        """Begin to restore a lost server; return False if that is not possible."""
+        with self._changed:
+            if self._closed or error.task in self._failed:
+                return False
+            if error.task in self._lost:
+                return True
+            if self._engine.views.server_index(error.task) is None:
+                return False
+            self._lost[error.task] = time.monotonic()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="stratagem-recovery", daemon=True
+                )
+                self._thread.start()
+        _log.warning("%s; restoring it from the last checkpoint", error)
+        return True
+
+    def await_recovery(self, error: Exception) -> bool:
+        """Wait until the server of an error has been restored; return False if it will not be."""
+        if not isinstance(error, ParameterServerLost) or not self.begin(error):
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or error.task not in self._lost)
+            return not self._closed and error.task not in self._failed
+
+    def refuse_if_active(self) -> None:
+        """Raise while a server is being restored.
+
+        Raises:
+            ParameterServerLost: names the server.
+        """
+        for task in list(self._lost):
+            raise ParameterServerLost(f"{task} is being restored", task=task)
+
+    def forgives(self, task: str) -> bool:
+        """Return whether a closure that failed because of this server is retried in any case."""
+        return task in self._lost
+
+    def ended_session(self, task_index: int, incarnation: int) -> bool:
+        """Return whether the coordinator itself ended this session of a worker."""
+        return (task_index, incarnation) in self._ended
+
+    def close(self) -> None:
+        """Give up what is under way. May be called again."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(self._engine.options.close_timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                task = next(iter(self._lost), None)
+                if task is None or self._closed:
+                    self._thread = None
+                    return
+            failure: ParameterServerLost | None = None
+            try:
+                self._restore(task)
+            except ParameterServerLost as error:
+                failure = error
+            except Exception as error:  # noqa: BLE001 - raised at the user's next call
+                _log.exception("restoring %s failed", task)
+                failure = ParameterServerLost(f"restoring {task} failed: {error}", task=task)
+            with self._changed:
+                del self._lost[task]
+                if failure is not None:
+                    self._failed[task] = failure
+                self._changed.notify_all()
+            if failure is not None and not self._closed:
+                self._engine.server_lost(failure)
+
+    def _restore(self, task: str) -> None:
+        views = self._engine.views
+        self._end_sessions(task)
+        server = views.server_index(task)
+        assert server is not None
+        restored = views.restore_server(server, stopped=lambda: self._closed)
+        # Sessions that were just being opened may have connected to the lost server.
+        self._end_sessions(task)
+        self.done.append(restored)
+        metrics.event("server_restored", task=task, step=restored.step, lost_s=restored.lost_s)
+        metrics.counter("coordinator.servers_restored").add()
+        _log.warning("%s", restored)
+
+    def _end_sessions(self, task: str) -> None:
+        for link in list(self._engine.links.values()):
+            if link.connected:
+                self._ended.add((link.task_index, link.incarnation))
+                link.give_up(WorkerLost(f"{task} is restored: sessions begin anew", task=link.task))

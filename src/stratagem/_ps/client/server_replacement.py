@@ -1,0 +1,100 @@
+"""Replacing a lost parameter server by one that was restored, in the client of the coordinator.
+
+Nothing here takes the client's lock: a thread that waits for the lost server may hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import final
+
+from stratagem._ps.client.mapping import Mappings, ShardLocation
+from stratagem._ps.client.server_connection import Membership, ServerConnection
+from stratagem._ps.client.server_liveness import ControlConnections
+from stratagem._ps.number_ranges import NumberRanges
+from stratagem._ps.recovery_point import RecoveryPoint
+from stratagem._wire import messages
+from stratagem._wire.messages import Message
+
+
+@final
+class ServerReplacement:
+    """What the client of the coordinator knows about its servers, to set another one up in the same way."""
+
+    def __init__(
+        self,
+        connections: Sequence[ServerConnection],
+        control: ControlConnections,
+        mappings: Mappings,
+        membership: Membership,
+        finished: NumberRanges,
+    ) -> None:
+        self._connections = connections
+        self._control = control
+        self._mappings = mappings
+        self._membership = membership
+        self._finished = finished
+        self.point: RecoveryPoint | None = None
+        self._recovery: Callable[[Exception], bool] | None = None
+        self._fences: dict[str, int] = {}
+        self._optimizers: dict[tuple[int, int], messages.CreateOptimizer] = {}
+
+    def note_fence(self, task: str, incarnation: int) -> None:
+        """Note that servers refuse writes of this incarnation of a task."""
+        self._fences[task] = max(incarnation, self._fences.get(task, 0))
+
+    def note_optimizer(self, server: int, message: messages.CreateOptimizer) -> None:
+        """Note that a server has an optimizer."""
+        self._optimizers[server, message.optimizer] = message
+
+    def connect_beside(
+        self, server: int, *, timeout_s: float = 10.0, as_owner: bool = False
+    ) -> ServerConnection:
+        """Return another connection to a server, for a thread of its own; the caller closes it.
+
+        `as_owner` opens the session if the server does not have it.
+        """
+        known = self._connections[server]
+        beside = replace(self._membership, is_owner=as_owner)
+        connection = ServerConnection(known.task, known.find_address, beside)
+        connection.open(timeout_s=timeout_s)
+        return connection
+
+    def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
+        """Let requests to a lost server wait for its recovery, once there is a checkpoint."""
+        self._recovery = recovery
+        self.set_point(self.point)
+
+    def set_point(self, point: RecoveryPoint | None) -> None:
+        """Restore lost servers from this checkpoint; None: do not restore them."""
+        self.point = point
+        for connection in self._connections:
+            connection.recovery = self._recovery if point is not None else None
+
+    def accept(self, server: int, welcome: messages.Welcome) -> None:
+        """Use a restored server. Takes no lock: a thread that waits for the server may hold it."""
+        self._mappings.forget_server(server)
+        self._control.accept(server, welcome)
+        self._connections[server].accept(welcome.life)
+
+    def standing_orders(self) -> list[Message]:
+        """Return the messages that a restored server must have got: fences and finished closures."""
+        fences: list[Message] = [
+            messages.Fence(worker=task, incarnation=incarnation)
+            for task, incarnation in list(self._fences.items())
+        ]
+        return [*fences, messages.FinishedClosures(ranges=self._finished.ranges)]
+
+    def optimizers_on(self, server: int) -> list[messages.CreateOptimizer]:
+        """Return the messages that set the optimizers of a server up."""
+        return [one for (where, _), one in list(self._optimizers.items()) if where == server]
+
+    def names_on(self, server: int) -> dict[int, str]:
+        """Return the names of the variables on a server."""
+        return dict(self._connections[server].names)
+
+    def last_version(self, place: ShardLocation) -> int | None:
+        """Return the version of a variable in mapped memory, also after its server ended; else None."""
+        mapped = self._mappings.get(place)
+        return None if mapped is None else mapped.version

@@ -1,0 +1,212 @@
+"""Restore one lost parameter server from the last checkpoint.
+
+The coordinator's thread that restores uses a connection of its own. It takes no lock of `PsClient`: another thread may
+hold that lock while it waits for the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING, Final
+
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.server_connection import ServerConnection
+from stratagem._ps.client.transfers import follow
+from stratagem._ps.recovery_point import RecoveryPoint, ServerRecovery
+from stratagem._wire import codec, messages
+from stratagem._wire.codec import Outgoing
+from stratagem.errors import (
+    CheckpointError,
+    ConnectionLost,
+    DeadlineExceeded,
+    NotFoundError,
+    ParameterServerLost,
+    WireError,
+)
+
+if TYPE_CHECKING:
+    from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
+
+_ATTEMPT_S: Final = 2.0
+_PAUSE_S: Final = 0.05
+
+
+def restore_server(
+    variables: CoordinatorVariables,
+    server: int,
+    *,
+    wait_s: float,
+    stopped: Callable[[], bool],
+) -> ServerRecovery:
+    """Wait until a lost server has been started again, restore its part, and let the client use it.
+
+    Raises:
+        ParameterServerLost: it did not come back in time, or not everything it held is in the checkpoint.
+    """
+    began = time.monotonic()
+    point = variables.client.replacement.point
+    assert point is not None
+    client = variables.client
+    places = _places(variables, server)
+    names = {number: name for number, (_, name) in places.items()}
+    connection, is_same = _await_server(variables, server, began + wait_s, stopped)
+    with closing(connection):
+        lost: dict[str, int] = {}
+        if not is_same:
+            lost = _updates_lost(variables, point, server, places)
+            try:
+                _fill(variables, point, server, connection, places)
+            except (CheckpointError, WireError) as error:
+                raise _error(connection.task, f"could not be restored: {error}", names) from error
+        for message in client.replacement.standing_orders():
+            connection.request(message)
+        assert connection.welcome is not None
+        client.replacement.accept(server, connection.welcome)
+    for remote in list(variables._remotes):
+        if any(place.server == server for place in remote.places):
+            remote.forget_memory()
+    return ServerRecovery(
+        task=connection.task,
+        step=-1 if is_same else point.step,
+        path=point.path,
+        lost_s=0.0 if is_same else max(0.0, began - point.cut_at),
+        variables=tuple(sorted(names.values())),
+        updates=lost,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _places(variables: CoordinatorVariables, server: int) -> dict[int, tuple[ShardLocation, str]]:
+    """Return the shards that a server holds: number → place and name."""
+    names = variables.client.replacement.names_on(server)
+    return {
+        place.variable: (place, names.get(place.variable, remote.name))
+        for remote in list(variables._remotes)
+        for place in remote.places
+        if place.server == server
+    }
+
+
+def _await_server(
+    variables: CoordinatorVariables, server: int, deadline: float, stopped: Callable[[], bool]
+) -> tuple[ServerConnection, bool]:
+    """Return a connection to the server, and whether it still has its variables."""
+    client = variables.client
+    last: Exception | None = None
+    while time.monotonic() < deadline and not stopped():
+        try:
+            return client.replacement.connect_beside(server, timeout_s=_ATTEMPT_S), True
+        except NotFoundError:
+            # A new process: the session does not exist there.
+            try:
+                return client.replacement.connect_beside(
+                    server, timeout_s=_ATTEMPT_S, as_owner=True
+                ), False
+            except WireError as error:
+                last = error
+        except (ConnectionLost, DeadlineExceeded, ParameterServerLost) as error:
+            last = error
+        time.sleep(_PAUSE_S)
+    raise _error(
+        client.tasks[server], f"did not come back: {last}", client.replacement.names_on(server)
+    )
+
+
+def _fill(
+    variables: CoordinatorVariables,
+    point: RecoveryPoint,
+    server: int,
+    connection: ServerConnection,
+    places: dict[int, tuple[ShardLocation, str]],
+) -> None:
+    """Create everything that the server held, and have it read its rows."""
+    order = point.orders.get(server, messages.ReadParts(chain=(), parts=()))
+    parts = tuple(part for part in order.parts if part.variable in places)
+    saved = {part.variable for part in parts if not part.key}
+    copies = {
+        place.variable: kept.tensor
+        for kept in (one.kept for one in list(variables._buffers.values()))
+        if kept.remote is not None
+        for place in kept.remote.places
+    }
+    missing = {n: name for n, (_, name) in places.items() if n not in saved and n not in copies}
+    if missing:
+        raise CheckpointError(
+            f"{', '.join(sorted(missing.values()))} are not in the checkpoint {point.path}. Add them to "
+            "the Checkpoint"
+        )
+    connection.request(
+        messages.CreateVariables(
+            variables=tuple(
+                messages.VariableSpec(number, name, codec.dtype_name(place.dtype), place.shape)
+                for number, (place, name) in places.items()
+            )
+        )
+    )
+    numbers = set()
+    for message in variables.client.replacement.optimizers_on(server):
+        groups = tuple(
+            messages.GroupSpec(tuple(n for n in group.variables if n in places), group.settings)
+            for group in message.groups
+        )
+        if any(group.variables for group in groups):
+            connection.request(
+                messages.CreateOptimizer(
+                    optimizer=message.optimizer,
+                    class_name=message.class_name,
+                    groups=groups,
+                    defaults=message.defaults,
+                    attributes=message.attributes,
+                )
+            )
+            numbers.add(message.optimizer)
+    if parts:
+        connection.request(
+            messages.ReadParts(
+                chain=order.chain,
+                parts=tuple(part for part in parts if not part.key or part.optimizer in numbers),
+                state=tuple(
+                    item
+                    for item in order.state
+                    if item.variable in places and item.optimizer in numbers
+                ),
+            )
+        )
+        follow(connection)
+    ledger = point.facts.get(server, {}).get("ledger")
+    if ledger:
+        connection.request(messages.RestoreLedger(ledger=ledger))
+    for sequence, number in enumerate(sorted(copies.keys() & places.keys() - saved), 1):
+        outgoing = Outgoing()
+        ref = outgoing.add(copies[number].detach())
+        writer = messages.WriteId("recovery", 0, sequence)
+        operations = messages.encode_operations([messages.Assign(number, "set", ref)])
+        connection.request(messages.Write(origin=writer, operations=operations), outgoing.buffers)
+
+
+def _updates_lost(
+    variables: CoordinatorVariables,
+    point: RecoveryPoint,
+    server: int,
+    places: dict[int, tuple[ShardLocation, str]],
+) -> dict[str, int]:
+    """Return how many updates each variable lost, as far as its memory is still mapped here."""
+    before = point.facts.get(server, {}).get("versions", {})
+    found: dict[str, int] = {}
+    for number, (place, name) in places.items():
+        last = variables.client.replacement.last_version(place)
+        if last is not None and str(number) in before:
+            found[name] = found.get(name, 0) + max(0, last - before[str(number)])
+    return found
+
+
+def _error(task: str, reason: str, names: dict[int, str]) -> ParameterServerLost:
+    held = sorted(names.values())
+    return ParameterServerLost(
+        f"parameter server {task} {reason}. Start it again, create the strategy anew and restore the "
+        "last checkpoint.",
+        task=task,
+        variables=held,
+    )

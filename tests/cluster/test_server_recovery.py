@@ -1,0 +1,155 @@
+"""A lost parameter server is restored from the last checkpoint, and the script goes on (recovery.md section 3)."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem import ClusterCoordinator, LocalCluster
+from stratagem.cluster_resolver import SimpleClusterResolver
+from stratagem.config import ClusterOptions
+from stratagem.errors import ParameterServerLost
+
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+LIMIT_S = 120.0
+
+
+class Counters:
+    """Counters on two servers, and a table with its optimizer on both."""
+
+    def __init__(self, strategy: Any) -> None:
+        with strategy.scope():
+            self.first = sg.Variable(torch.zeros(3, dtype=torch.float64), name="first")
+            self.second = sg.Variable(torch.zeros(3, dtype=torch.float64), name="second")
+            self.table = nn.Embedding(50, 2)
+            nn.init.zeros_(self.table.weight)
+            self.optimizer = torch.optim.Adagrad(self.table.parameters(), lr=0.5, eps=1e-10)
+
+    def checkpoint(self, **more: Any) -> sg.Checkpoint:
+        return sg.Checkpoint(first=self.first, table=self.table, optimizer=self.optimizer, **more)
+
+    def run(self, coordinator: ClusterCoordinator, count: int) -> None:
+        first, second, table, optimizer = self.first, self.second, self.table, self.optimizer
+
+        def step() -> None:
+            first.assign_add(torch.ones(3, dtype=torch.float64))
+            second.assign_add(torch.ones(3, dtype=torch.float64))
+            optimizer.zero_grad()
+            table(torch.arange(50)).sum().backward()
+            optimizer.step()
+
+        for _ in range(count):
+            coordinator.schedule(step, exactly_once=True)
+        coordinator.join(timeout_s=LIMIT_S)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_script_goes_on_and_the_loss_is_reported_exactly(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Other servers lose nothing; the lost one loses what came after the save, to the update."""
+    with LocalCluster(workers=2, ps=2) as cluster:
+        strategy = sg.ParameterServerStrategy(
+            cluster.resolver, sg.partitioners.FixedShardsPartitioner(2)
+        )
+        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            mine = Counters(strategy)
+            checkpoint = mine.checkpoint(second=mine.second)
+            with sg.CheckpointManager(checkpoint, tmp_path) as manager:
+                mine.run(coordinator, 20)
+                manager.save(20, wait=True)
+                mine.run(coordinator, 10)
+                cluster.kill_ps(1, number)
+                mine.run(coordinator, 30)
+                (recovery,) = coordinator.recoveries
+                assert recovery.task == "/job:ps/task:1"
+                assert (recovery.step, recovery.path) == (20, str(manager.latest.path))
+                lost = recovery.updates
+                assert set(lost.values()) == {10}
+                assert set(recovery.variables) == set(lost)
+                values = {"first": mine.first.numpy(), "second": mine.second.numpy()}
+                for name, value in values.items():
+                    parts = [lost.get(f"{name}/part_{part}", lost.get(name, 0)) for part in (0, 1)]
+                    expected = [60.0 - parts[0]] * 2 + [60.0 - parts[1]]
+                    assert value.tolist() == expected
+                sums = mine.optimizer.state_dict()["state"][0]["sum"][:, 0]
+                assert sorted({*sums.tolist()}) == [50.0, 60.0]
+                handle = manager.save(60, wait=True)
+                assert handle.done
+                pid = cluster.pid("ps", 1)
+                mine.run(coordinator, 1)
+                cluster.kill_ps(1)
+                mine.run(coordinator, 1)  # a second loss is restored from the newer checkpoint
+                assert [one.step for one in coordinator.recoveries] == [20, 60]
+                assert cluster.pid("ps", 1) != pid
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_what_cannot_be_restored_is_raised(tmp_path: Path) -> None:
+    """Variables that are not in the checkpoint are named; `on_server_loss="raise"` restores nothing."""
+    with LocalCluster(workers=1, ps=2) as cluster:
+        for how in ("partial", "raise"):
+            strategy = sg.ParameterServerStrategy(cluster.resolver)
+            with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+                mine = Counters(strategy)
+                with sg.CheckpointManager(
+                    mine.checkpoint(), tmp_path / how, on_server_loss=how
+                ) as manager:
+                    mine.run(coordinator, 3)
+                    manager.save(3, wait=True)
+                    pid = cluster.pid("ps", 1)
+                    cluster.kill_ps(1)
+                    match = "second.*not in the checkpoint" if how == "partial" else "second"
+                    with pytest.raises(ParameterServerLost, match=match):
+                        mine.run(coordinator, 50)
+                    assert coordinator.recoveries == []
+                    cluster._tasks.wait_restarted("ps:1", pid, 60.0)
+
+
+class MovingResolver(SimpleClusterResolver):
+    """Resolver of a cluster whose addresses change."""
+
+    def __init__(self, spec: sg.ClusterSpec) -> None:
+        super().__init__(spec)
+        self.spec = spec
+
+    def cluster_spec(self) -> sg.ClusterSpec:
+        return self.spec
+
+
+@pytest.mark.timeout(300)
+def test_a_server_started_by_hand_at_another_address(tmp_path: Path) -> None:
+    allowed = [str(tmp_path)]
+    with (
+        sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
+        sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as stays,
+    ):
+        goes = sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed)
+        spec = {"ps": [stays.address, goes.address], "worker": [worker.address]}
+        resolver = MovingResolver(sg.ClusterSpec(spec))
+        strategy = sg.ParameterServerStrategy(resolver)
+        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            mine = Counters(strategy)
+            with sg.CheckpointManager(mine.checkpoint(second=mine.second), tmp_path) as manager:
+                mine.run(coordinator, 4)
+                manager.save(4, wait=True)
+                mine.run(coordinator, 2)
+                goes.close()
+                with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as comes:
+                    spec["ps"][1] = comes.address
+                    resolver.spec = sg.ClusterSpec(spec)
+                    mine.run(coordinator, 3)
+                    (recovery,) = coordinator.recoveries
+                    assert recovery.updates["second"] == 2
+                    assert mine.first.numpy().tolist() == [9.0] * 3
+                    assert mine.second.numpy().tolist() == [7.0] * 3
+                    strategy.close()

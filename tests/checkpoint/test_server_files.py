@@ -215,7 +215,7 @@ def test_a_server_killed_in_a_save_leaves_the_last_checkpoint(tmp_path: Path) ->
         made.train(2)
         with (
             pytest.raises(CheckpointError),
-            sg.CheckpointManager(made.checkpoint, tmp_path) as manager,
+            sg.CheckpointManager(made.checkpoint, tmp_path, on_server_loss="raise") as manager,
         ):
             good = manager.save(1, wait=True)
             cluster.kill_ps(1, signal.SIGKILL)

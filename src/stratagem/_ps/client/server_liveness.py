@@ -191,6 +191,7 @@ class _Control:
             self._server = ""
             self.recognise(welcome)
             self._lost_because, self._is_connecting = "", False
+            self._connect_error = None
             self._asked_at = time.monotonic()
 
     def ask(self, message: Message, timeout_s: float) -> Message:
@@ -271,10 +272,14 @@ class _Control:
             self._connector.start()
 
     def _try_to_connect(self, deadline: float) -> None:
+        server = self._server
         try:
             channel = self._connect(deadline)
         except WireError as error:
-            self._connect_error = error
+            if (
+                server == self._server
+            ):  # else the attempt was compared with a server that was replaced
+                self._connect_error = error
             return
         with self._lock:
             if self.is_open or self.is_closed():

@@ -315,7 +315,8 @@ class VariableStore:
         if not key:
             return self.read(variable)
         found = self._find_optimizer(optimizer).state_of(variable, key)
-        assert isinstance(found, Tensor), (variable, key)
+        if not isinstance(found, Tensor):
+            raise ValueError(f"there is no tensor {key!r} of variable {variable!r}.")
         return found
 
     def touch(self, variable: int) -> int:

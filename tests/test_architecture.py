@@ -28,7 +28,7 @@ NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]
 # Packages and top-level modules by layer, the lowest first. A file imports only from lower layers and
 # from its own package.
 LAYERS: list[set[str]] = [
-    {"errors", "_owner", "_snapshots"},
+    {"errors", "_owner", "_snapshots", "_streaming_metrics"},
     {"config", "metrics"},
     {"_core", "_wire"},
     {"_data", "_ps"},

@@ -375,6 +375,10 @@ class ClusterOptions:
     queue_limit: int = 262_144
     """Queued closures at which `schedule` waits; 0 means no limit."""
 
+    queue_bytes: int = 1 << 30
+    """Bytes of arguments of unfinished closures at which `schedule` waits; 0 means no limit. The coordinator
+    keeps arguments until their closure is done, because it may have to send them again."""
+
     poison_limit: int = 3
     """Number of workers lost in a row while they ran a closure, after which it is not retried."""
 

@@ -25,12 +25,16 @@ from stratagem._snapshots import (
     bucket_of,
     merge,
 )
+from stratagem._streaming_metrics import AUC, Accuracy, Mean
 
 __all__ = [
+    "AUC",
+    "Accuracy",
     "Counter",
     "Distribution",
     "DistributionSnapshot",
     "Event",
+    "Mean",
     "Registry",
     "Snapshot",
     "Timer",

@@ -427,6 +427,7 @@ class World:
         self.open: set[int] = set()  # shared closures that are not resolved
         self.open_resources: set[int] = set()
         self.resources: set[int] = set()
+        self.cancelled: set[int] = set()
         self.resolved: set[int] = set()
         self.incarnations: dict[int, int] = {}
         self.alive: set[int] = set()
@@ -570,7 +571,8 @@ class World:
             # Another server each time: its first failure is always ignored.
             server = f"ps{self.next_closure}-{closure}-{len(self.resolved)}"
             actions = self.queue.failed(worker, closure, blame="server", task=server)
-            if closure not in self.resources and not self.queue.stopped:
+            expected = closure not in self.resources | self.cancelled
+            if expected and not self.queue.stopped:
                 assert RequeueClosure(closure, lost=False) in actions
         elif how == "error":
             actions = self.queue.failed(worker, closure)
@@ -619,6 +621,15 @@ class World:
             back = [c for c in self.held[worker][keep:] if c not in self.resources]
             self.held[worker] = [c for c in self.held[worker] if c not in back]
             self.execute(self.queue.returned(worker, back))
+
+    def cancel(self, events: Events) -> None:
+        self.execute(self.queue.cancel())
+        self.cancelled |= self.open
+        assert all(self.queue.take(worker) == [] for worker in self.idle()), "a cancelled closure"
+
+    def idle(self) -> list[int]:
+        """Workers without a closure and without a resource to build."""
+        return [] if self.open_resources else [w for w, held in self.held.items() if not held]
 
     def lose_a_server(self, events: Events) -> None:
         self.execute(self.queue.server_lost())
@@ -690,7 +701,9 @@ DEADLY = [
 ANGRY = [*CALM, World.lose_a_server, World.fail_one, World.fail_one]
 # Workers join and leave, some of them by dying.
 ELASTIC = [*CALM, *[World.join, World.drain] * 3, World.die_at_work]
-ALL = [CALM, DEADLY, ANGRY, ELASTIC, [*ELASTIC, *ANGRY]]
+# The user stops early.
+IMPATIENT = [*CALM, World.cancel, World.die_at_work]
+ALL = [CALM, DEADLY, ANGRY, ELASTIC, IMPATIENT, [*ELASTIC, *ANGRY, World.cancel]]
 
 
 @pytest.mark.timeout(600)  # a machine with too much to do needs minutes
@@ -716,3 +729,25 @@ def test_the_actions_alone_get_everything_done(events: Events) -> None:
     while events.more:
         events.of([one for one in mood if one is not World.take])(world, events)
     world.end_by_sends_alone()
+
+
+def test_a_cancelled_closure_is_resolved_when_its_worker_returns_or_is_lost() -> None:
+    queue = queue_of(2)
+    for closure in range(4):
+        queue.add(closure)
+        queue.take(closure % 2)
+    queue.add(9)
+    assert queue.cancel() == [
+        ResolveClosure(9, "withdrawn"),
+        RecallClosures(0, (0, 2)),
+        RecallClosures(1, (1, 3)),
+    ]
+    assert queue.returned(0, (2,)) == [ResolveClosure(2, "withdrawn")]
+    queue.worker_lost(1)
+    assert queue.worker_fenced(1) == [
+        ResolveClosure(1, "withdrawn", (1,)),
+        ResolveClosure(3, "withdrawn", (1,)),
+    ]
+    queue.add(10)
+    queue.finished(0, (0,), 0.1)
+    assert queue.take(0) == [10], "later closures are not cancelled"

@@ -2,8 +2,8 @@
 
 from typing import Literal, NamedTuple
 
-Fate = Literal["failed", "cancelled", "aborted", "poisoned", "given up"]
-"""How a closure ended without a result."""
+Fate = Literal["failed", "cancelled", "withdrawn", "aborted", "poisoned", "given up"]
+"""How a closure ended without a result. Withdrawn: cancelled by the user."""
 
 
 class DeliverResults(NamedTuple):

@@ -118,6 +118,7 @@ class ClosureQueue:
         self._deadline_limit = deadlines
         self._queued: deque[int] = deque()
         self._lost_with: dict[int, list[int]] = {}
+        self._withdrawn: set[int] = set()  # cancelled by the user, but perhaps started already
         self._in_flight = 0
         self._fencing = 0
         self._server_failures: dict[str, int] = {}
@@ -266,9 +267,8 @@ class ClosureQueue:
             worker.solo = False
         if worker.in_flight:
             worker.window = 1  # it runs a long closure: send nothing ahead until that is done
-        cancelled = self._resolve_all(back, "cancelled") if self.stopped else []
-        if not self.stopped:
-            self._queued.extendleft(reversed(back))
+        kept, cancelled = self._without_cancelled(back)
+        self._queued.extendleft(reversed(kept))
         return [*cancelled, *self._drained(number), *self._send_next(number)]
 
     def tick(self) -> list[Action]:
@@ -353,6 +353,14 @@ class ClosureQueue:
 
     # ------------------------------------------------------------------ errors
 
+    def cancel(self) -> list[Action]:
+        """Resolve the queued closures, and recall those that a worker has but may not have started."""
+        actions = self._resolve_all(self._queued, "withdrawn")
+        self._queued.clear()
+        for worker in self._workers.values():
+            self._withdrawn.update(worker.in_flight, worker.fencing or ())
+        return [*actions, *self._recall(self.workers, at_least=1)]
+
     def stop(self) -> list[Action]:
         """Handle an error that belongs to no closure: cancel queued closures until `resume`."""
         return self._stop(None)
@@ -386,6 +394,7 @@ class ClosureQueue:
             worker.window = max(worker.window, MIN_WINDOW)
             if self._lost_with:
                 self._lost_with.pop(closure, None)
+            self._withdrawn.discard(closure)
             return True
         return worker.resources.pop(closure, 0) is None
 
@@ -409,12 +418,21 @@ class ClosureQueue:
         return [RaiseError(closure), *cancelled, *self._recall(self.workers, at_least=1)]
 
     def _requeue(self, closures: Sequence[int], *, lost: bool) -> list[Action]:
+        kept, actions = self._without_cancelled(closures)
+        self._queued.extend(kept)
+        return [*actions, *(RequeueClosure(closure, lost) for closure in kept)]
+
+    def _without_cancelled(self, closures: Sequence[int]) -> tuple[Sequence[int], list[Action]]:
+        """Return the closures that may run again, and the actions that resolve the others."""
         if self.stopped:
-            return self._resolve_all(closures, "cancelled")
-        self._queued.extend(closures)
-        return [RequeueClosure(closure, lost) for closure in closures]
+            return (), self._resolve_all(closures, "cancelled")
+        kept = [closure for closure in closures if closure not in self._withdrawn]
+        withdrawn = [closure for closure in closures if closure in self._withdrawn]
+        return kept, self._resolve_all(withdrawn, "withdrawn")
 
     def _resolve_all(self, closures: Iterable[int], fate: Fate) -> list[Action]:
+        closures = list(closures)
+        self._withdrawn.difference_update(closures)
         lost_with = self._lost_with
         return [ResolveClosure(one, fate, tuple(lost_with.pop(one, ()))) for one in closures]
 

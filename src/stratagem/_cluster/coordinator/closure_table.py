@@ -39,6 +39,7 @@ class ClosureTable:
         self.errors: deque[ClosureRecord] = deque(maxlen=1000)  # the oldest are dropped
         self.finished = 0
         self.ended: list[int] = []  # closures whose late writes servers must refuse
+        self.argument_bytes = 0  # of the closures that are not done
         self._limit_s = heartbeat_limit_s  # for the text of an error
         self._closures: dict[int, Closure] = {}
         self._numbers = itertools.count(1)
@@ -60,6 +61,7 @@ class ClosureTable:
         """Give the closure a number and keep it until it is done."""
         closure.number = next(self._numbers)
         self._closures[closure.number] = closure
+        self.argument_bytes += closure.call.argument_bytes
         if not closure.resource:
             self._counters["scheduled"].add()
         return closure.number
@@ -71,6 +73,7 @@ class ClosureTable:
             message = frame.message
             assert isinstance(message, messages.Finished)
             closure = self._closures.pop(message.closure)
+            self.argument_bytes -= closure.call.argument_bytes
             closure.value._set(message.value, frame)
             self.ended.append(closure.number)
             if not closure.resource:
@@ -91,6 +94,7 @@ class ClosureTable:
         closure = self._closures.pop(action.closure, None)
         if closure is None:
             return cause
+        self.argument_bytes -= closure.call.argument_bytes
         if action.fate == "cancelled":
             closure.value._fail(
                 ClosureCancelled(
@@ -98,6 +102,8 @@ class ClosureTable:
                     "again if it still matters."
                 )
             )
+        elif action.fate == "withdrawn":
+            closure.value._fail(ClosureCancelled(f"{closure.name} was cancelled by cancel()."))
         elif action.fate == "aborted":
             closure.value._abort(aborted(None if cause is None else cause.error))
         else:
@@ -139,6 +145,7 @@ class ClosureTable:
         for closure in self._closures.values():
             closure.value._fail(error)
         self._closures.clear()
+        self.argument_bytes = 0
 
     def _poisonous(self, closure: Closure, workers: Sequence[str]) -> ClosurePoisonous:
         return ClosurePoisonous(

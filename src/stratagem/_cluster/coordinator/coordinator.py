@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -25,8 +25,10 @@ from stratagem._cluster.coordinator.remote_values import (
     PerWorkerDataset,
     PerWorkerValues,
     RemoteValue,
+    as_completed,
     make_iterator,
     map_leaves,
+    refuse_in_callback,
 )
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.startup import await_workers, check_addresses
@@ -254,6 +256,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             )
         engine = self._engine
         self._refuse_if_closed("schedule")
+        refuse_in_callback("schedule()")
         began = time.perf_counter()
         call = engine.sender.pack(fn, args, kwargs)
         value = RemoteValue(engine.result_condition, call.function.name)
@@ -275,6 +278,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             Exception: the first error of a closure, once; the rest has been cancelled.
         """
         engine = self._engine
+        refuse_in_callback("join()")
         with engine.changed:
             self._joining += 1
             try:
@@ -307,6 +311,47 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def fetch(self, val: Any) -> Any:
         """Wait for every `RemoteValue` in a nest and return the nest with their results."""
         return map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
+
+    def as_completed(
+        self, values: Iterable[RemoteValue], timeout_s: float | None = None
+    ) -> Iterator[RemoteValue]:
+        """Yield each value as soon as its result or error is there, in the order in which they finish.
+
+        Args:
+            values: results of `schedule`; one that is given twice is yielded once.
+            timeout_s: how long all of them may take together; by default without limit.
+
+        Raises:
+            DeadlineExceeded: not all are done within `timeout_s`.
+
+        Example:
+            >>> import stratagem as sg
+            >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+            ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+            ...     with sg.ClusterCoordinator(strategy) as coordinator:
+            ...         values = [coordinator.schedule(lambda n: n * n, args=(n,)) for n in (1, 2)]
+            ...         [value.get() for value in coordinator.as_completed(values)]
+            [1, 4]
+        """
+        return as_completed(values, timeout_s)
+
+    def cancel(self) -> None:
+        """Cancel every closure that no worker has started; their values raise `ClosureCancelled`.
+
+        Closures that run go on: `join` waits for them. Use it to stop early with a long queue.
+
+        Example:
+            >>> import stratagem as sg
+            >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+            ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+            ...     with sg.ClusterCoordinator(strategy) as coordinator:
+            ...         for n in range(10_000):
+            ...             value = coordinator.schedule(lambda: 0)
+            ...         coordinator.cancel()
+            ...         coordinator.join()
+        """
+        self._refuse_if_closed("cancel")
+        self._engine.cancel()
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Return a dataset that every worker builds for itself; ``iter()`` starts an iterator on each.
@@ -385,14 +430,16 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     def _ready_to_schedule(self) -> None:
         """Wait for a place in the queue and for joins of other threads; raise a kept error."""
-        engine, queue = self._engine, self._engine.queue
-        if engine.closed or queue.stopped or self._joining or queue.full:
-            engine.changed.wait_for(
+        engine, closures = self._engine, self._engine.queue
+        if engine.closed or closures.stopped or self._joining or engine.locked_full:
+            # Results make room for more arguments, so each of them wakes this thread.
+            engine.result_condition.wait_for_value(
                 lambda: (
                     engine.closed
-                    or (queue.stopped and queue.quiet)
-                    or not (queue.stopped or self._joining or queue.full)
-                )
+                    or (closures.stopped and closures.quiet)
+                    or not (closures.stopped or self._joining or engine.locked_full)
+                ),
+                None,
             )
             self._refuse_if_closed("schedule")
             self._raise_error()

@@ -89,7 +89,6 @@ class Engine:
         self.links: dict[int, WorkerLink] = {}
         self.closed = False
         self.abandoned = False
-        self.error: BaseException | None = None  # to be raised at the user's next call
         self.worker_facts: dict[int, metrics.Snapshot] = {}
         self._make_link = make_link
         self._started = False
@@ -125,6 +124,7 @@ class Engine:
             )
             self.changed.notify_all()
         self.recoveries.close()
+        self.result_condition.run_callbacks()
         close_links([*self.links.values(), *self._released_links], self.options.close_timeout_s)
         self._watch.close(self.options.close_timeout_s)
 
@@ -154,6 +154,11 @@ class Engine:
 
     # ------------------------------------------------------------------ events of the user
 
+    @property
+    def locked_full(self) -> bool:
+        """True if `schedule` must wait: too many closures are queued, or their arguments are too large."""
+        return self.queue.full or 0 < self.options.queue_bytes <= self.closures.argument_bytes
+
     def locked_add(self, closure: Closure) -> list[Sending]:
         """Queue a closure; return what to `execute` without the lock."""
         found = self.queue.add(self.closures.add(closure))
@@ -161,11 +166,15 @@ class Engine:
 
     def locked_take_error(self) -> BaseException | None:
         """Return the error to raise, if any, and accept closures again."""
-        error, self.error = self.error, None
-        if error is not None:
+        error = self.result_condition.take_error()
+        if self.queue.stopped:
             self.queue.resume()
             self.changed.notify_all()
         return error
+
+    def cancel(self) -> None:
+        """Cancel every closure that no worker has started."""
+        self._handle(self.queue.cancel)
 
     def add_resource(self, call: Call) -> PerWorkerValues:
         """Build a value on every worker, now and whenever a worker joins or returns."""
@@ -337,6 +346,8 @@ class Engine:
                 )
             else:
                 self._fence(link, action.incarnation)
+        if self.result_condition.callbacks:
+            self.result_condition.run_callbacks()
 
     def _send_closures(self, link: WorkerLink) -> None:
         with link.sending:
@@ -401,7 +412,8 @@ class Engine:
                 self._locked_release(self.links.pop(action.worker))
             else:
                 assert cause is not None
-                self.error = cause.error
+                self.result_condition.error = cause.error
+                self.result_condition.one_closure = action.closure is not None
                 if action.closure is None:
                     _log.error("%s", cause.error)
                     self.closures.keep_error(cause)

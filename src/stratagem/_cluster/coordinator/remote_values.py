@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import enum
 import inspect
+import logging
+import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -20,24 +24,45 @@ from stratagem._core import context
 from stratagem._core.user_contexts import InputContext
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame, Packed
-from stratagem.errors import ClosureAborted, DeadlineExceeded, WrongArgumentType
+from stratagem.errors import ClosureAborted, DeadlineExceeded, MisuseError, WrongArgumentType
 
 if TYPE_CHECKING:
     from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 
+_log = logging.getLogger("stratagem.coordinator")
+
+_in_callback: set[int] = set()  # threads that run a callback now
+
+
+def refuse_in_callback(what: str) -> None:
+    """Raise if a callback of `add_done_callback` calls something that waits: results would not arrive."""
+    if threading.get_ident() in _in_callback:
+        raise MisuseError(
+            f"{what} in a callback of add_done_callback: the thread that runs the callback receives the "
+            "results that the call waits for. Use the callback to note or queue something, and call "
+            f"{what} in the program's own thread."
+        )
+
 
 @final
 class ResultCondition:
-    """A condition that counts the threads waiting for a result, so that others are woken less often.
+    """What threads that wait for results share with the engine. The lock guards every attribute.
 
-    Args:
-        lock: guards everything that waiting threads read.
+    Attributes:
+        waiting_for_values: threads that every result must wake, such as those inside `RemoteValue.get`.
+        error: the first error, to be raised at the user's next call.
+        one_closure: whether it is the error of one closure, not of a server or of the cluster.
+        error_delivered: whether `RemoteValue.get` has raised it already.
+        callbacks: callbacks of values that are done. The engine runs them without the lock.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
         self.condition = threading.Condition(lock)
         self.waiting_for_values = 0
-        """Threads inside `RemoteValue.get`: they must be woken by every result."""
+        self.error: BaseException | None = None
+        self.one_closure = False
+        self.error_delivered = False
+        self.callbacks: deque[tuple[Callable[[RemoteValue], object], RemoteValue]] = deque()
 
     def wait_for_value(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait, holding the lock, until a value is there; return False after the timeout."""
@@ -46,6 +71,38 @@ class ResultCondition:
             return self.condition.wait_for(ready, timeout_s)
         finally:
             self.waiting_for_values -= 1
+
+    def take_error(self) -> BaseException | None:
+        """Return the error to raise, if any. Called holding the lock.
+
+        The error of a closure is raised once, here or by `RemoteValue.get`.
+        """
+        error = None if self.error_delivered and self.one_closure else self.error
+        self.error, self.error_delivered = None, False
+        return error
+
+    def run_callbacks(self) -> None:
+        """Run the callbacks of values that are done. Called without the lock."""
+        while self.callbacks:
+            try:
+                callback, value = self.callbacks.popleft()
+            except IndexError:  # another thread took it
+                return
+            run_callback(callback, value)
+
+
+def run_callback(callback: Callable[[RemoteValue], object], value: RemoteValue) -> None:
+    """Run one callback; log its error, as concurrent.futures does."""
+    thread = threading.get_ident()
+    nested = thread in _in_callback
+    _in_callback.add(thread)
+    try:
+        callback(value)
+    except Exception:  # noqa: BLE001 - the thread that runs it has other values to deliver
+        _log.exception("a callback of %r failed", value)
+    finally:
+        if not nested:
+            _in_callback.discard(thread)
 
 
 class RemoteValueStatus(enum.Enum):
@@ -73,9 +130,19 @@ class RemoteValue:
         3
     """
 
-    __slots__ = ("__weakref__", "_condition", "_error", "_name", "_raw", "_status", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_condition",
+        "_error",
+        "_name",
+        "_raw",
+        "_status",
+        "_value",
+    )
 
     def __init__(self, condition: ResultCondition, name: str) -> None:
+        self._callbacks: list[Callable[[RemoteValue], object]] | None = None
         self._condition = condition
         self._name = name
         self._status = RemoteValueStatus.NOT_READY
@@ -102,6 +169,8 @@ class RemoteValue:
         with self._condition.condition:
             self._wait(timeout_s)
             if self._error is not None:
+                if self._error is self._condition.error:
+                    self._condition.error_delivered = True
                 raise self._error
             if self._raw is not None:
                 # Unpacked here and not on arrival: most results of training steps are never read.
@@ -114,8 +183,34 @@ class RemoteValue:
         """Return the result as `get` does, with tensors as NumPy arrays (bfloat16 as float32)."""
         return map_leaves(_to_numpy, self.get(timeout_s))
 
+    def add_done_callback(self, fn: Callable[[RemoteValue], object]) -> None:
+        """Call ``fn(value)`` once, when the result or the error is there; at once if it is there already.
+
+        A thread of the coordinator runs `fn`, so `fn` should be short and must not wait: `schedule`, `join` and
+        `get` of an unfinished value raise inside it. An exception of `fn` is logged.
+
+        Example:
+            >>> import stratagem as sg
+            >>> finished = []
+            >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+            ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+            ...     with sg.ClusterCoordinator(strategy) as coordinator:
+            ...         value = coordinator.schedule(lambda: 3)
+            ...         value.add_done_callback(lambda value: finished.append(value.get()))
+            >>> finished
+            [3]
+        """
+        with self._condition.condition:
+            if self._status is RemoteValueStatus.NOT_READY:
+                self._callbacks = [*(self._callbacks or ()), fn]
+                return
+        run_callback(fn, self)
+
     def _wait(self, timeout_s: float | None) -> None:
-        if self._status is RemoteValueStatus.NOT_READY and not self._condition.wait_for_value(
+        if self._status is not RemoteValueStatus.NOT_READY:
+            return
+        refuse_in_callback("get()")
+        if not self._condition.wait_for_value(
             lambda: self._status is not RemoteValueStatus.NOT_READY, timeout_s
         ):
             raise DeadlineExceeded(f"{self._name} has no result after {timeout_s:g} s.")
@@ -125,23 +220,48 @@ class RemoteValue:
     def _set(self, value: Packed | None, frame: Frame | None) -> None:
         if value is not None and frame is not None:
             self._raw = (value, frame)
-        self._error = None
-        self._status = RemoteValueStatus.READY
+        self._end(None, RemoteValueStatus.READY)
 
     def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self._status = RemoteValueStatus.READY
+        self._end(error, RemoteValueStatus.READY)
 
     def _abort(self, error: ClosureAborted) -> None:
-        self._error = error
         self._raw = None
         self._value = None
-        self._status = RemoteValueStatus.ABORTED
+        self._end(error, RemoteValueStatus.ABORTED)
+
+    def _end(self, error: BaseException | None, status: RemoteValueStatus) -> None:
+        self._error = error
+        self._status = status
+        if self._callbacks:
+            self._condition.callbacks.extend((fn, self) for fn in self._callbacks)
+            self._callbacks = None
 
     @override
     def __repr__(self) -> str:
         error = f": {self._error!r}" if self._error is not None else ""
         return f"<RemoteValue of {self._name} [{self._status.value}{error}]>"
+
+
+def as_completed(
+    values: Iterable[RemoteValue], timeout_s: float | None = None
+) -> Iterator[RemoteValue]:
+    """Yield each value as soon as it is done; see `ClusterCoordinator.as_completed`."""
+    refuse_in_callback("as_completed()")
+    waiting = list(dict.fromkeys(values))
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    done: queue.SimpleQueue[RemoteValue] = queue.SimpleQueue()
+    for value in waiting:
+        value.add_done_callback(done.put)
+    for number in range(len(waiting)):
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            yield done.get(timeout=left_s)
+        except queue.Empty:
+            raise DeadlineExceeded(
+                f"as_completed: {number} of {len(waiting)} values are done after {timeout_s:g} s. Wait "
+                "longer, or look at coordinator.workers."
+            ) from None
 
 
 @final

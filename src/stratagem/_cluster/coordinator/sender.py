@@ -30,6 +30,7 @@ class Call:
     version: int
     holds: Sequence[object] = ()
     """Objects of the strategy that the function captures: kept alive until the call is done."""
+    argument_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,10 +82,13 @@ class Sender:
                 self._version += 1
                 self._updates.append((self._version, packed_updates))
             packed, holds = self._packer.function(function)
-            arguments = None
-            if args or kwargs:
-                arguments = self._packer.arguments(args or (), dict(kwargs or {}))
-            return Call(packed, arguments, self._version, holds)
+            if not (args or kwargs):
+                return Call(packed, None, self._version, holds)
+            arguments = self._packer.arguments(args or (), dict(kwargs or {}))
+            size = len(arguments.packed.payload) + sum(
+                memoryview(each).nbytes for each in arguments.buffers
+            )
+            return Call(packed, arguments, self._version, holds, size)
 
     def catch_up(self, link: WorkerLink) -> None:
         """Send a new worker the changes that its definitions will not contain."""

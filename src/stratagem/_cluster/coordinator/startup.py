@@ -54,7 +54,7 @@ def await_workers(engine: Engine) -> None:
         _log.warning("waiting for workers: %s, up to %g s (%s)", why, limit_s, _SETTING)
     _wait(engine, began + limit_s - time.monotonic())
     with engine.lock:
-        error = engine.error
+        error = engine.result_condition.error
         up, wanted = engine.queue.workers_up(), len(engine.links)
     if error is not None:
         raise error
@@ -74,7 +74,7 @@ def _wait(engine: Engine, timeout_s: float) -> bool:
     def all_answered() -> bool:
         refused = sum(link.taken or link.refused for link in engine.links.values())
         up = engine.queue.workers_up()
-        return engine.error is not None or up + refused >= len(engine.links)
+        return engine.result_condition.error is not None or up + refused >= len(engine.links)
 
     with engine.changed:
         return engine.changed.wait_for(all_answered, timeout=timeout_s)

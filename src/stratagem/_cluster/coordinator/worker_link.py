@@ -8,6 +8,7 @@ definitions, updates and closures keep their order. The engine decides what to s
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -340,9 +341,16 @@ def _attempt_limit_s(options: ClusterOptions) -> float:
 
 
 def log_output(task: str, line: messages.LogLine) -> None:
-    """Log a line that a worker printed or logged, under ``stratagem.tasks.<task>``."""
-    origin = f"{line.logger}: " if line.logger else ""
+    """Log a line that a worker printed or logged, under ``stratagem.tasks.<task>``.
+
+    Print a line that a worker printed, unless the program has set up logging to show it.
+    """
     logger = logging.getLogger(f"stratagem.tasks.{task}")
+    if not line.logger and not (logger.isEnabledFor(line.level) and logger.hasHandlers()):
+        stream = sys.stdout if line.level < logging.WARNING else sys.stderr
+        print(f"[{task}] {line.text}", file=stream, flush=True)
+        return
+    origin = f"{line.logger}: " if line.logger else ""
     logger.log(line.level, "[%s] %s%s", task, origin, line.text)
 
 

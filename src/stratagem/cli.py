@@ -194,6 +194,11 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
         metavar="DIRECTORY",
         help="let a parameter server write and read its part of checkpoints below it; repeatable",
     )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        help="threads of torch (default: the cores divided by the cluster's tasks on this host)",
+    )
 
 
 def _server(options: argparse.Namespace) -> int:
@@ -204,6 +209,7 @@ def _server(options: argparse.Namespace) -> int:
         index=options.index,
         cluster=options.cluster,
         checkpoint_directories=options.checkpoint_dir,
+        threads=options.threads,
     )
 
 

@@ -302,3 +302,12 @@ def test_fifty_idle_workers_can_connect() -> None:
                     for n in range(200)
                 ]
                 assert [n for _, n in coordinator.fetch(values)] == list(range(200))
+
+
+def test_processes_are_named_after_their_task(cluster: LocalCluster) -> None:
+    """Issue 17, point 8."""
+    names = {
+        task: Path(f"/proc/{cluster.pid(*task)}/comm").read_text().strip()
+        for task in (("worker", 0), ("worker", 1), ("ps", 0))
+    }
+    assert list(names.values()) == ["sg worker 0", "sg worker 1", "sg ps 0"]

@@ -44,6 +44,7 @@ def test_job_and_index_are_inferred_or_asked_for() -> None:
         ({"job_name": "worker", "task_index": 7}, ValueError),
         ({"job_name": "ps", "protocol": "pigeon"}, NotFoundError),
         ({"job_name": "ps", "config": 3}, TypeError),
+        ({"job_name": "ps", "threads": 0}, ValueError),
     ):
         with pytest.raises(kind):
             sg.Server(two, **options)  # type: ignore[arg-type]
@@ -277,3 +278,34 @@ def test_join_returns_when_closed() -> None:
     server.join()
     closer.join()
     assert "closed" in repr(server)
+
+
+TASK = """
+import sys, threading, torch, stratagem as sg
+spec = {"worker": ["127.0.0.1:0"] * 64, "ps": ["10.0.0.9:1"]}
+with sg.Server(spec, "worker", 3, threads=int(sys.argv[1]) or None) as server:
+    server.join(timeout_s=0.01)
+    print(open("/proc/self/comm").read().strip(), torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [(0, {}, "1"), (3, {}, "3"), (0, {"OMP_NUM_THREADS": "2"}, "2")],
+    ids=["share of the cores", "argument", "environment"],
+)
+@pytest.mark.process
+def test_a_task_names_its_process_and_uses_its_share_of_the_cores(
+    given: int, environment: dict[str, str], expected: str
+) -> None:
+    """Issue 17, point 8: many tasks on a host must not use all of its cores each."""
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    printed = subprocess.run(
+        [sys.executable, "-c", TASK, str(given)],
+        env={**inherited, "PYTHONPATH": SRC, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert printed.split() == ["sg", "worker", "3", expected]

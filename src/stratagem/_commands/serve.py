@@ -17,6 +17,7 @@ def serve(
     index: int | None,
     cluster: str | None,
     checkpoint_directories: Sequence[str] = (),
+    threads: int | None = None,
 ) -> int:
     """Run the task until it is stopped (Ctrl-C, SIGTERM)."""
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec
@@ -36,6 +37,7 @@ def serve(
         job_name=job,
         task_index=index,
         checkpoint_directories=checkpoint_directories,
+        threads=threads,
     ) as server:
         # The program that started us may wait for this line: the port is open now.
         sys.stdout.write(f"serving /job:{job}/task:{index} at {server.target}\n")

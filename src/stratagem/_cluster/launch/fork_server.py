@@ -40,6 +40,7 @@ from typing import Any, Final, NoReturn
 
 from stratagem import config
 from stratagem._cluster.launch.launcher import TaskEvent, TaskOrder
+from stratagem._cluster.launch.task_process import name_process
 from stratagem._cluster.launch.tasks import run_task, warm_up
 
 PR_SET_PDEATHSIG: Final = 1
@@ -246,6 +247,7 @@ def fork_server_main(command: int, events: int, parent: int) -> None:
     """Run the fork server's process, until `parent` ends or asks for it."""
     os.set_inheritable(command, False)
     os.set_inheritable(events, False)
+    name_process("sg fork server")
     import_all()
     gc.collect()
     gc.freeze()  # pages shared with the children stay shared

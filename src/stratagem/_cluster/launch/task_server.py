@@ -12,10 +12,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self, final
 
+import torch
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.launch.open_files import check_open_files
+from stratagem._cluster.launch.task_process import name_process, threads_of_task
 from stratagem._cluster.launch.tasks import Task, make_task, warm_up
 from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
@@ -50,6 +52,8 @@ class Server(Owner):
             address in the cluster specification (behind NAT, in a container).
         checkpoint_directories: a parameter server writes and reads its part of a checkpoint only below
             these. Without any, its rows pass through the coordinator.
+        threads: torch threads of this process, set by `join`. By default the cores of this machine divided
+            by the number of the cluster's tasks on it, unless ``OMP_NUM_THREADS`` is set.
 
     Raises:
         TypeError: not a cluster.
@@ -76,6 +80,7 @@ class Server(Owner):
         key: str | None = None,
         advertised_address: str | None = None,
         checkpoint_directories: Sequence[str] = (),
+        threads: int | None = None,
     ) -> None:
         log_as_environment_says()
         spec = ClusterSpec(server_or_cluster_def)
@@ -87,8 +92,11 @@ class Server(Owner):
             )
         if config is not None and not isinstance(config, ClusterOptions):
             raise TypeError(f"config={config!r}: expected ClusterOptions or None.")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads!r}: expected a number >= 1, or None.")
         self.cluster_spec = spec
         self._key = key
+        self._threads = threads or threads_of_task(spec, self.job_name, self.task_index)
         self._checkpoint_directories = tuple(checkpoint_directories)
         address = spec.task_address(self.job_name, self.task_index)
         self._advertised = _split(advertised_address or address)
@@ -128,9 +136,12 @@ class Server(Owner):
 
         From this call on, the process belongs to the task: a worker also sends printed lines and log
         records to its coordinator, and derives the random numbers of closures from the coordinator's
-        seed.
+        seed. It has its own number of torch threads, and its name says which task it is.
         """
         self.start()
+        name_process(f"sg {self.job_name} {self.task_index}")
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         if isinstance(self._task, Worker):
             keep_freed_memory()
             self._task.own_process(echo=True)

@@ -13,6 +13,7 @@ import torch
 from stratagem import config
 from stratagem._checkpoint.server_files import access_to
 from stratagem._cluster.launch.launcher import TaskOrder
+from stratagem._cluster.launch.task_process import name_process
 from stratagem._cluster.worker.worker import Worker
 from stratagem._ps.malloc import keep_freed_memory
 from stratagem._ps.server.loop import ParameterServer, ServerOptions
@@ -77,6 +78,7 @@ def make_task(
 
 def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     """Run one task in this process until it ends; call `ready` with its address when it listens."""
+    name_process(f"sg {order.job} {order.index}")
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()

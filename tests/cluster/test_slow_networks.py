@@ -109,6 +109,16 @@ def test_training_with_round_trips_of_300_ms(loss: float) -> None:
         torch.testing.assert_close(dict(training.model.state_dict()), dict(expected.state_dict()))
 
 
+@pytest.mark.soak
+def test_training_with_round_trips_of_more_than_a_second() -> None:
+    """No limit is shorter than a few measured round trips; a worker is not lost while it connects to the servers."""
+    with ExitStack() as stack:
+        training = Training(Network(stack, delay_s=0.6), stack)
+        training.run(6)
+        training.check()
+        assert [worker.incarnation for worker in training.coordinator.workers] == [1, 1]
+
+
 SHORT = {"heartbeat_s": 0.2, "heartbeat_limit_s": 1.0}
 
 

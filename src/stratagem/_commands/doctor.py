@@ -45,8 +45,6 @@ class Finding:
 _OPEN_FILES_WANTED = 1024
 # With less, even a small model with two servers competes with the page cache.
 _MEMORY_WANTED_BYTES = 2 << 30
-# Connecting to this machine takes less than a millisecond; some sandboxes drop the packets.
-_CONNECT_LIMIT_S = 3.0
 
 
 def examine() -> list[Finding]:
@@ -187,13 +185,15 @@ def _open_files() -> Iterator[Finding]:
 def _ports() -> Iterator[Finding]:
     from stratagem._wire.connecting import connect
     from stratagem._wire.listener import Listener
+    from stratagem._wire.round_trip import answer_limit_s
 
     problem = ""
     try:
         with Listener("127.0.0.1:0") as listener, ThreadPoolExecutor(1) as pool:
-            reached = pool.submit(connect, listener.address, timeout_s=_CONNECT_LIMIT_S)
-            accepted = listener.accept(timeout_s=_CONNECT_LIMIT_S)
-            reached.result(_CONNECT_LIMIT_S).close()
+            limit_s = answer_limit_s()  # some sandboxes drop the packets
+            reached = pool.submit(connect, listener.address)
+            accepted = listener.accept(timeout_s=limit_s)
+            reached.result(limit_s).close()
             if accepted is not None:
                 accepted.close()
     except (WireError, OSError) as error:

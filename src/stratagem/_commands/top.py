@@ -10,12 +10,10 @@ from stratagem._demo.view import Picture, ServerRow, WorkerRow, open_view
 from stratagem._wire import messages
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import connect
+from stratagem._wire.round_trip import answer_limit_s
 from stratagem.errors import WireError
 
 __all__ = ["look", "watch"]
-
-# A busy worker answers new connections once a second; the rest is for loaded machines.
-_ANSWER_LIMIT_S = 3.0
 
 
 def watch(*, cluster: str | None, once: bool, interval_s: float) -> int:
@@ -59,12 +57,11 @@ def _indices(spec: ClusterSpec, job: str) -> list[int]:
 def _ask(address: str, *, greet: bool) -> dict[str, object] | None:
     """Return the figures that a task reports, or None if it does not answer."""
     try:
-        with connect(address, key=cluster_key(), timeout_s=_ANSWER_LIMIT_S) as channel:
-            if (
-                greet
-            ):  # a parameter server expects a first message that says what the connection is for
-                channel.request(messages.Hello(purpose="control"), timeout_s=_ANSWER_LIMIT_S)
-            reply = channel.request(messages.AskStats(), timeout_s=_ANSWER_LIMIT_S).message
+        with connect(address, key=cluster_key()) as channel:
+            limit_s = channel.round_trip.limit_s(answer_limit_s())
+            if greet:  # a parameter server expects a first message with the connection's purpose
+                channel.request(messages.Hello(purpose="control"), timeout_s=limit_s)
+            reply = channel.request(messages.AskStats(), timeout_s=limit_s).message
     except WireError:
         return None
     return dict(reply.facts) if isinstance(reply, messages.Stats) else None

@@ -30,6 +30,7 @@ from stratagem._wire import frames, messages
 from stratagem._wire.failures import exception_from
 from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.messages import Frame, Message
+from stratagem._wire.round_trip import RoundTrip
 from stratagem._wire.stream import FrameStream, wait_for
 from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
@@ -51,6 +52,7 @@ class Channel(Owner):
         peer: str,
         limits: Limits | None = None,
         may_unpickle: bool = False,
+        round_trip: RoundTrip | None = None,
     ) -> None:
         """Use a connected, authenticated socket.
 
@@ -59,8 +61,10 @@ class Channel(Owner):
             peer: name of the peer in errors and logs.
             limits: size limits of received frames.
             may_unpickle: whether to unpickle exceptions: only from peers that may run code here.
+            round_trip: measured in the handshake; unknown by default.
         """
         self.peer = peer
+        self.round_trip = RoundTrip() if round_trip is None else round_trip
         self._stream = FrameStream(sock, peer=peer, limits=limits)
         self._may_unpickle = may_unpickle
         self._send_lock = threading.Lock()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import ipaddress
 import os
 import re
@@ -15,11 +14,12 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 from stratagem._wire.channel import Channel
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClientHandshake, ClusterKey
+from stratagem._wire.round_trip import RoundTrip, answer_limit_s
 from stratagem._wire.stream import prepare, wait_for
 from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
@@ -142,7 +142,7 @@ def connect(
     address: str,
     *,
     key: ClusterKey | None = None,
-    timeout_s: float = 10.0,
+    timeout_s: float | None = None,
     peer: str | None = None,
     limits: Limits | None = None,
     may_unpickle: bool = False,
@@ -153,7 +153,8 @@ def connect(
     Args:
         address: ``host:port``.
         key: the cluster's key, or None for a cluster without one.
-        timeout_s: for connection and handshake together.
+        timeout_s: for connection and handshake together, the heartbeat limit by default. A peer that has answered
+            once gets at least the time that the measured round trip demands.
         peer: name of the peer in errors; its address by default.
         limits: size limits of received frames.
         may_unpickle: see `Channel`.
@@ -166,10 +167,10 @@ def connect(
     """
     host, port = split_address(address)
     name = peer or address
-    deadline = time.monotonic() + timeout_s
-    wait = functools.partial(_wait, deadline=deadline, stopped=stopped, name=name)
+    timeout_s = answer_limit_s() if timeout_s is None else timeout_s
+    attempt = _Attempt(name, timeout_s, stopped)
     try:
-        sock = _dial(host, port, wait)
+        sock = _dial(host, port, attempt)
     except WireError:
         raise
     except TimeoutError as error:
@@ -184,7 +185,7 @@ def connect(
         if sock.getsockname() == sock.getpeername():
             # A connection to a free local port can connect to itself.
             raise ConnectionLost(f"no process listens at {address!r}, the address of {name}")
-        _prove(sock, ClientHandshake(key, who=name), wait, name)
+        _prove(sock, ClientHandshake(key, who=name), attempt)
     except BaseException as error:  # Ctrl-C too: no channel owns it yet
         sock.close()
         if isinstance(error, OSError) and not isinstance(error, WireError):
@@ -194,27 +195,39 @@ def connect(
                 f"{name} at {address!r} closed the connection at once: {error}"
             ) from error
         raise
-    return Channel(sock, peer=name, limits=limits, may_unpickle=may_unpickle)
+    return Channel(
+        sock, peer=name, limits=limits, may_unpickle=may_unpickle, round_trip=attempt.round_trip
+    )
 
 
-_Wait: TypeAlias = Callable[[socket.socket, int], bool]
-"""Waits for an event on a socket; False when the time is over."""
+class _Attempt:
+    """Time limit and measured round trip of one attempt to connect."""
 
+    def __init__(self, name: str, timeout_s: float, stopped: Callable[[], bool]) -> None:
+        self.name = name
+        self.round_trip = RoundTrip()
+        self._stopped = stopped
+        self._deadline = time.monotonic() + timeout_s
 
-def _wait(
-    sock: socket.socket, events: int, *, deadline: float, stopped: Callable[[], bool], name: str
-) -> bool:
-    while True:
-        if stopped():
-            raise ConnectionLost(f"this process gave up connecting to {name}")
+    def wait(self, sock: socket.socket, events: int) -> bool:
+        """Wait for an event on a socket; return False when the time is over."""
+        while True:
+            if self._stopped():
+                raise ConnectionLost(f"this process gave up connecting to {self.name}")
+            now = time.monotonic()
+            if wait_for(sock, events, min(self._deadline, now + _STOP_SLICE_S)):
+                return True
+            if now >= self._deadline:
+                return False
+
+    def answered(self, asked_at: float) -> None:
+        """Note an answer of the peer; give it time for the next one."""
         now = time.monotonic()
-        if wait_for(sock, events, min(deadline, now + _STOP_SLICE_S)):
-            return True
-        if now >= deadline:
-            return False
+        self.round_trip.measured(now - asked_at)
+        self._deadline = max(self._deadline, now + self.round_trip.limit_s(0.0))
 
 
-def _dial(host: str, port: int, wait: _Wait) -> socket.socket:
+def _dial(host: str, port: int, attempt: _Attempt) -> socket.socket:
     """Return a socket connected to the first address of the host that answers."""
     failure: OSError = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -223,7 +236,7 @@ def _dial(host: str, port: int, wait: _Wait) -> socket.socket:
             sock.setblocking(False)
             code = sock.connect_ex(where)
             if code == errno.EINPROGRESS:
-                if not wait(sock, select.POLLOUT):
+                if not attempt.wait(sock, select.POLLOUT):
                     code = errno.ETIMEDOUT
                 else:
                     code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -237,15 +250,16 @@ def _dial(host: str, port: int, wait: _Wait) -> socket.socket:
     raise failure
 
 
-def _prove(sock: socket.socket, handshake: ClientHandshake, wait: _Wait, name: str) -> None:
-    outgoing = handshake.opening()
+def _prove(sock: socket.socket, handshake: ClientHandshake, attempt: _Attempt) -> None:
+    name, outgoing = attempt.name, handshake.opening()
     while not handshake.done:
+        asked_at = time.monotonic()
         try:
             if outgoing:
                 sock.sendall(outgoing)  # at most 48 bytes into an empty socket buffer
             data = b""
             while len(data) < handshake.needed:
-                if not wait(sock, select.POLLIN):
+                if not attempt.wait(sock, select.POLLIN):
                     raise DeadlineExceeded(f"{name} accepted the connection but does not answer")
                 part = sock.recv(handshake.needed - len(data))
                 if not part:
@@ -261,4 +275,5 @@ def _prove(sock: socket.socket, handshake: ClientHandshake, wait: _Wait, name: s
             raise ConnectionLost(
                 f"{name} closed the connection during the handshake: {error}"
             ) from error
+        attempt.answered(asked_at)
         outgoing = handshake.feed(data)

@@ -27,6 +27,7 @@ from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Message
 from stratagem._wire.process_probe import LivenessCheck
+from stratagem._wire.round_trip import attempt_limit_s
 from stratagem.config import ClusterOptions
 from stratagem.errors import (
     ConnectionLost,
@@ -135,6 +136,7 @@ class WorkerLink:
         self._busy_since: float | None = None
         self._channel: Channel | None = None
         self._opening: Channel | None = None  # while a session is being opened, for leave()
+        self._preparing: Channel | None = None  # while the worker connects to the servers
         self._liveness = LivenessCheck(self.task, log=_log)
         self._end_reason: Exception | None = None
         self._stop = threading.Event()
@@ -176,21 +178,25 @@ class WorkerLink:
     def watch(self, now: float, *, send_heartbeat: bool) -> None:
         """Give the worker up if it was silent for too long; send a heartbeat. Never waits."""
         channel, options = self._channel, self._options
-        silent_s = 0.0 if channel is None else channel.silent_s()
+        silent_s, limit_s = 0.0, options.heartbeat_limit_s
+        if channel is not None:
+            silent_s, limit_s = channel.silent_s(), channel.round_trip.limit_s(limit_s)
         why = self._liveness.judge(
             now,
             silent_s=silent_s,
-            limit_s=options.heartbeat_limit_s,
+            limit_s=limit_s,
             busy_limit_s=options.busy_limit_s,
             cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
         )
         if why is not None:
             self.give_up(WorkerLost(f"no sign of life for {silent_s:.1f} s{why}", task=self.task))
-        elif channel is not None and send_heartbeat:
+        target = channel or self._preparing
+        if why is None and target is not None and send_heartbeat:
             try:
-                channel.try_notify(messages.Beat())  # unless another message is being sent
+                target.try_notify(messages.Beat())  # unless another message is being sent
             except WireError as error:
-                self.give_up(error)
+                if target is channel:
+                    self.give_up(error)
 
     def give_up(self, reason: Exception) -> None:
         """End this session: the worker is silent, or cannot be sent to."""
@@ -263,7 +269,7 @@ class WorkerLink:
         channel = connect(
             self.address,
             key=self._settings.key,
-            timeout_s=_attempt_limit_s(options),
+            timeout_s=min(attempt_limit_s(options), options.connect_timeout_s),
             peer=self.task,
             limits=Limits(),
             may_unpickle=True,
@@ -284,16 +290,17 @@ class WorkerLink:
                 heartbeat_s=options.heartbeat_s,
                 heartbeat_limit_s=options.heartbeat_limit_s,
             )
-            reply = channel.request(
-                opening, outgoing.buffers, timeout_s=options.connect_timeout_s
-            ).message
+            limit_s = options.connect_timeout_s
+            call = channel.begin(opening, outgoing.buffers, timeout_s=limit_s)
+            self._preparing = channel
+            reply = channel.collect(call, timeout_s=limit_s).message
             if not isinstance(reply, messages.WorkerOpened):
                 raise WireError(f"{self.task} answered {type(reply).__name__} to OpenWorker")
         except BaseException:
             channel.close()
             raise
         finally:
-            self._opening = None
+            self._opening = self._preparing = None
         with self.sending:
             self.sent = SentObjects()
             self.incarnation = incarnation
@@ -329,15 +336,6 @@ class WorkerLink:
     def __repr__(self) -> str:
         state = f"incarnation {self.incarnation}" if self.connected else f"{self.last_error!r}"
         return f"<WorkerLink to {self.task} at {self.address} [{state}]>"
-
-
-def _attempt_limit_s(options: ClusterOptions) -> float:
-    """Return the limit of one attempt to connect.
-
-    Several attempts fit into `partition_limit_s`, because a worker may come back at another address.
-    """
-    limit_s = max(options.heartbeat_limit_s, options.partition_limit_s / 4)
-    return min(limit_s, options.connect_timeout_s)
 
 
 def log_output(task: str, line: messages.LogLine) -> None:

@@ -19,7 +19,6 @@ from stratagem._wire.messages import LogLine
 from stratagem.errors import WireError
 
 TEXT_LIMIT: Final = 1 << 16  # longest line sent: a longer message would end the connection
-SEND_S: Final = 2.0  # how long a line may take to be sent
 
 
 @final
@@ -56,7 +55,7 @@ class OutputForwarder:
             text = f"{text[:TEXT_LIMIT]} … {len(text) - TEXT_LIMIT} characters left out"
         text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates
         try:
-            channel.notify(LogLine(level=level, logger=logger, text=text), timeout_s=SEND_S)
+            channel.notify(LogLine(level=level, logger=logger, text=text))
         except WireError:
             return False
         return not self._echo

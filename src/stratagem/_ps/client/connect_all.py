@@ -9,12 +9,15 @@ ready: such a server is waited for like one that refuses connections.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 
 from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._wire.connecting import check_destination, is_unknown_name, reason
+from stratagem._wire.round_trip import attempt_limit_s
 from stratagem.errors import (
     AuthenticationError,
     ConnectionLost,
@@ -33,9 +36,8 @@ _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 1.0
 """Between two rounds of attempts."""
 
-_FIRST_ATTEMPT_S: Final = 2.0
-_LONGEST_ATTEMPT_S: Final = 20.0
-"""For one attempt at one server: one whose machine swallows everything must not hide the others."""
+_AT_ONCE: Final = 32
+"""Attempts at the same time."""
 
 _SETTING: Final = "STRATAGEM_SERVER_WAIT_S"
 
@@ -60,15 +62,40 @@ def connect_all(
         ParameterServerLost: servers cannot be reached; all of them are named.
         AuthenticationError, ProtocolError: a task of another kind or cluster answers.
     """
-    if not patient:
-        for connection in connections:
-            try:
-                connection.open(timeout_s=timeout_s)
-            except (ConnectionLost, DeadlineExceeded) as error:
-                raise connection.fail(f"cannot be reached: {reason(error)}") from error
+    if patient:
+        _refuse_invalid_addresses(connections)
+        _Wait(connections, timeout_s).run()
         return
-    _refuse_invalid_addresses(connections)
-    _Wait(connections, timeout_s).run()
+    for connection, error in _open_side_by_side(connections, timeout_s).items():
+        if isinstance(error, ConnectionLost | DeadlineExceeded):
+            raise connection.fail(f"cannot be reached: {reason(error)}") from error
+        if error is not None:
+            raise error
+
+
+def _open_side_by_side(
+    connections: Sequence[ServerConnection], attempt_s: float
+) -> dict[ServerConnection, Exception | None]:
+    """Make one attempt at each server, all at the same time; return the errors.
+
+    One whose machine discards every packet does not delay the others, and a slow network costs its round trips once.
+    """
+    stop = threading.Event()
+
+    def attempt(connection: ServerConnection) -> Exception | None:
+        try:
+            connection.open(timeout_s=attempt_s, stopped=stop.is_set)
+        except Exception as error:  # noqa: BLE001 - returned to the caller's thread
+            return error
+        return None
+
+    if len(connections) == 1:
+        return {connections[0]: attempt(connections[0])}
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="stratagem-connect") as pool:
+        try:
+            return dict(zip(connections, pool.map(attempt, connections), strict=True))
+        finally:
+            stop.set()  # Ctrl-C
 
 
 class _Wait:
@@ -83,37 +110,40 @@ class _Wait:
         self._has_logged = False
 
     def run(self) -> None:
-        pause_s, attempt_s = _FIRST_PAUSE_S, _FIRST_ATTEMPT_S
+        pause_s, attempt_s = _FIRST_PAUSE_S, attempt_limit_s()
         while True:
-            for connection in list(self._missing):
-                self._try(connection, attempt_s)
+            left_s = max(0.1, self._deadline - time.monotonic())
+            found = _open_side_by_side(list(self._missing), min(attempt_s, left_s))
+            for connection, error in found.items():
+                self._note(connection, error)
             if not self._missing:
                 break
+            self._log_late()
             if time.monotonic() + pause_s >= self._deadline:
                 self._give_up()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
-            attempt_s = min(attempt_s * 1.3, _LONGEST_ATTEMPT_S)
         if self._has_logged:
             waited_s = time.monotonic() - self._began
             _log.warning("all %d parameter servers answer after %.1f s", self._count, waited_s)
 
-    def _try(self, connection: ServerConnection, attempt_s: float) -> None:
-        left_s = self._deadline - time.monotonic()
-        try:
-            connection.open(timeout_s=max(0.1, min(attempt_s, left_s)))
-        except (ConnectionLost, DeadlineExceeded) as error:
+    def _note(self, connection: ServerConnection, error: Exception | None) -> None:
+        if error is None:
+            del self._missing[connection]
+        elif isinstance(error, ConnectionLost | DeadlineExceeded):
             self._missing[connection] = error
-            if not self._has_logged and time.monotonic() - self._began >= LOG_AFTER_S:
-                self._has_logged = True
-                _log.warning(
-                    "waiting for %s, up to %g s (%s)", self._describe(), self._timeout_s, _SETTING
-                )
-        except (AuthenticationError, ProtocolError) as error:  # it would give the same answer again
+        elif isinstance(error, AuthenticationError | ProtocolError):  # it would answer the same
             where = f"{connection.task} at {connection.last_address!r}"
             raise type(error)(f"{where}: {error}") from error
         else:
-            del self._missing[connection]
+            raise error
+
+    def _log_late(self) -> None:
+        if not self._has_logged and time.monotonic() - self._began >= LOG_AFTER_S:
+            self._has_logged = True
+            _log.warning(
+                "waiting for %s, up to %g s (%s)", self._describe(), self._timeout_s, _SETTING
+            )
 
     def _describe(self) -> str:
         return "; ".join(

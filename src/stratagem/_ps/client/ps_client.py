@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Final, final
+from typing import final
 
 from torch import Tensor
 from typing_extensions import override
@@ -40,13 +40,11 @@ from stratagem._ps.types import (
 )
 from stratagem._wire import codec, messages
 from stratagem._wire.messages import Frame, Message
+from stratagem._wire.round_trip import answer_limit_s, attempt_limit_s
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost
 
 _log = logging.getLogger("stratagem.ps")
-
-CLOSE_LIMIT_S: Final = 5.0
-"""For all servers together to confirm that the session is over; each needs a millisecond, or is in a long step."""
 
 
 @final
@@ -81,7 +79,7 @@ class PsClient(Owner):
         *,
         incarnation: int = 0,
         shared_memory: bool | None = None,
-        connect_timeout_s: float = 10.0,
+        connect_timeout_s: float | None = None,
     ) -> None:
         """Connect to every server.
 
@@ -91,7 +89,7 @@ class PsClient(Owner):
             membership: session, own task name and role.
             incarnation: incarnation of this task; part of every write.
             shared_memory: False forces bytes over the connection; by default as configured.
-            connect_timeout_s: for each server; for the session's owner, who waits for servers that
+            connect_timeout_s: for each server, `attempt_limit_s` by default; for the session's owner, who waits for servers that
                 are just starting, for all of them.
 
         Raises:
@@ -120,7 +118,8 @@ class PsClient(Owner):
         )
         self._closed = False
         try:
-            connect_all(self._connections, timeout_s=connect_timeout_s, patient=membership.is_owner)
+            limit_s = attempt_limit_s() if connect_timeout_s is None else connect_timeout_s
+            connect_all(self._connections, timeout_s=limit_s, patient=membership.is_owner)
             for server, connection in enumerate(self._connections):
                 assert connection.welcome is not None
                 self._control.introduce(server, connection.welcome)
@@ -357,17 +356,17 @@ class PsClient(Owner):
 
     # -- facts and end ------------------------------------------------------------------------
 
-    def ping(self, server: int, *, timeout_s: float = 2.0) -> messages.Pong:
+    def ping(self, server: int, *, timeout_s: float | None = None) -> messages.Pong:
         """Ask a server for a sign of life; it answers even while it works on a long step.
 
         Raises:
             ParameterServerLost: it is gone, or does not answer in time.
         """
-        return self._control.ping(server, timeout_s=timeout_s)
+        return self._control.ping(server, timeout_s=timeout_s or answer_limit_s())
 
-    def stats(self, server: int, *, timeout_s: float = 5.0) -> dict[str, object]:
+    def stats(self, server: int, *, timeout_s: float | None = None) -> dict[str, object]:
         """Return numbers about a server, at most half a second old."""
-        return self._control.stats(server, timeout_s=timeout_s)
+        return self._control.stats(server, timeout_s=timeout_s or answer_limit_s())
 
     def check_servers(self, options: ClusterOptions) -> None:
         """Check every server once; call it again and again. Never waits for a connected server.
@@ -414,7 +413,7 @@ class PsClient(Owner):
     def close(self) -> None:
         """Close all connections; the coordinator's client first ends the session. May be called again.
 
-        Servers that do not answer are waited for once, all together, for `CLOSE_LIMIT_S`.
+        Servers that do not answer are waited for once, all together, for the heartbeat limit.
         """
         with self._lock:
             if self._closed:
@@ -437,7 +436,6 @@ class PsClient(Owner):
     # -- inside -------------------------------------------------------------------------------
 
     def _end_session(self) -> None:
-        deadline = time.monotonic() + CLOSE_LIMIT_S
         calls: list[tuple[ServerConnection, Pending]] = []
         for connection in self._connections:
             if connection.is_open:  # else the server is gone, and its variables with it
@@ -445,6 +443,8 @@ class PsClient(Owner):
                 connection.send(pending, later=True)
                 connection.flush()
                 calls.append((connection, pending))
+        limit_s = max((connection.closing_limit_s() for connection, _ in calls), default=0.0)
+        deadline = time.monotonic() + limit_s
         for connection, pending in calls:
             try:
                 connection.collect(pending, timeout_s=max(0.0, deadline - time.monotonic()))

@@ -24,6 +24,7 @@ from stratagem._wire.connecting import connect
 from stratagem._wire.frames import Buffer, Limits
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
+from stratagem._wire.round_trip import answer_limit_s
 from stratagem.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -129,14 +130,14 @@ class ServerConnection:
         """Whether the connection is open, as far as this process knows."""
         return self._state.phase is Phase.OPEN
 
-    def open(self, *, timeout_s: float) -> None:
-        """Connect and enter the session: one attempt.
+    def open(self, *, timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Connect and enter the session: one attempt, which ends early when `stopped` returns True.
 
         Raises:
             ConnectionLost, DeadlineExceeded: no server answers there.
             AuthenticationError, ProtocolError: another kind of task answers there.
         """
-        self._connect(time.monotonic() + timeout_s)
+        self._connect(time.monotonic() + timeout_s, stopped)
 
     def begin(self, message: Message, buffers: Sequence[Buffer] = ()) -> Pending:
         """Send a request; `collect` waits for its reply."""
@@ -233,6 +234,11 @@ class ServerConnection:
         self._state.restored(server)
         self._wake_waiting()
 
+    def closing_limit_s(self) -> float:
+        """Return how long to wait for the answer to a last request."""
+        least_s = answer_limit_s()
+        return least_s if self._channel is None else self._channel.round_trip.limit_s(least_s)
+
     def close(self) -> None:
         """Close the connection. May be called again."""
         self._state.closed()
@@ -260,24 +266,28 @@ class ServerConnection:
         assert self._channel is not None
         return self._channel
 
-    def _connect(self, deadline: float) -> None:
+    def _connect(self, deadline: float, stopped: Callable[[], bool] = lambda: False) -> None:
         channel = connect(
             self.find_address(),
             key=self._membership.key,
             peer=self.task,
             timeout_s=max(0.1, deadline - time.monotonic()),
+            stopped=stopped,
         )
         try:
             self._enter(channel, deadline)
-        except BaseException:
+        except BaseException as error:
             channel.close()
+            if self.is_open:
+                self._state.broken(f"did not answer: {error}")
             raise
         self._channel = channel
 
     def _enter(self, channel: Channel, deadline: float) -> None:
         def ask(message: Message) -> Message:
-            left = max(0.1, deadline - time.monotonic())
-            return channel.request(message, timeout_s=left).message
+            left_s = max(0.1, deadline - time.monotonic())
+            limit_s = channel.round_trip.limit_s(left_s)
+            return channel.request(message, timeout_s=limit_s).message
 
         welcome = ask(messages.Hello(purpose="data", task=self._membership.task))
         if not isinstance(welcome, messages.Welcome):

@@ -23,6 +23,7 @@ from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Message
 from stratagem._wire.process_probe import LivenessCheck
+from stratagem._wire.round_trip import answer_limit_s, attempt_limit_s
 from stratagem.config import ClusterOptions
 from stratagem.errors import (
     ConnectionLost,
@@ -36,9 +37,6 @@ _log = logging.getLogger("stratagem.ps")
 
 _CLOSE_S: Final = 1.0
 """How long `close` waits for an attempt to connect to end, which takes a tenth of that."""
-
-ANSWER_S: Final = 1.0
-"""A server that has not answered for so long may be out of reach; most answer in a millisecond."""
 
 _PAUSE_S: Final = 0.01
 """Between two checks of servers whose answers are awaited."""
@@ -117,7 +115,7 @@ class ControlConnections:
 
     def answers_checks(self, server: int) -> bool:
         """Return whether a server has answered the last check, or still has time to. Never waits."""
-        return self._controls[server].unanswered_s() < ANSWER_S
+        return self._controls[server].answers()
 
     def await_answers(self, options: ClusterOptions, *, of: Collection[int]) -> None:
         """Wait until each of these servers has answered or counts as lost, which is logged."""
@@ -163,6 +161,7 @@ class _Control:
         self._server = ""  # identity of the process that holds the variables
         self._ping: int | None = None  # the call that has not been answered
         self._asked_at = 0.0
+        self._answer_limit_s = answer_limit_s()  # until a round trip was measured
         self._is_connecting = False  # in order to ping
         self._connector: threading.Thread | None = None  # connects while checks go on
         self._connect_error: WireError | None = None  # of the last attempt of the connector
@@ -209,10 +208,10 @@ class _Control:
                 what = f"did not answer within {timeout_s:g} s" if silent else "is gone"
                 raise self._data.fail(f"{what}: {error}") from error
 
-    def unanswered_s(self) -> float:
-        """Return for how long a ping, or an attempt to connect for one, has waited for its answer."""
+    def answers(self) -> bool:
+        """Return whether the last ping, or attempt to connect for one, was answered or still has time."""
         waits = self._ping is not None or self._is_connecting
-        return time.monotonic() - self._asked_at if waits else 0.0
+        return not waits or time.monotonic() - self._asked_at < self._answer_limit_s
 
     def check(self, options: ClusterOptions, *, every_s: float) -> None:
         """Take in the answer to the last ping, or judge its absence; ping again when it is time."""
@@ -237,6 +236,8 @@ class _Control:
         if self._ping is not None and channel is not None and channel.is_open:
             if channel.has_reply(self._ping):
                 channel.collect(self._ping, timeout_s=0.0)
+                channel.round_trip.measured(now - self._asked_at)
+                self._answer_limit_s = channel.round_trip.limit_s(2 * options.heartbeat_s)
                 self._ping, self.alive_at = None, self._asked_at
             elif self.is_open:  # looking for the reply may have found it broken
                 self._judge(options, now)
@@ -250,7 +251,7 @@ class _Control:
             error, self._connect_error = self._connect_error, None
             if error is not None and _is_final(error):
                 raise error
-            self._connect_in_background(options.heartbeat_limit_s)
+            self._connect_in_background(attempt_limit_s(options))
             self._judge(options, now)  # the silence is judged, not one attempt
             return
         try:
@@ -289,11 +290,11 @@ class _Control:
 
     def _judge(self, options: ClusterOptions, now: float) -> None:
         channel = self._channel
-        silent_s = now - self._asked_at
+        silent_s, least_s = now - self._asked_at, options.heartbeat_limit_s
         why = self._liveness.judge(
             now,
             silent_s=silent_s,
-            limit_s=options.heartbeat_limit_s,
+            limit_s=least_s if channel is None else channel.round_trip.limit_s(least_s),
             busy_limit_s=options.busy_limit_s,
             partition_limit_s=options.partition_limit_s,
             cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
@@ -338,7 +339,8 @@ class _Control:
         )
         try:
             hello = messages.Hello(purpose="control")
-            welcome = channel.request(hello, timeout_s=_left(deadline)).message
+            limit_s = channel.round_trip.limit_s(_left(deadline))
+            welcome = channel.request(hello, timeout_s=limit_s).message
             if not isinstance(welcome, messages.Welcome):
                 raise ProtocolError(f"{self._data.task} answered Hello by {type(welcome).__name__}")
             self.recognise(welcome)

@@ -16,6 +16,7 @@ from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
 from stratagem._wire.messages import Message
+from stratagem._wire.round_trip import attempt_limit_s
 
 
 @final
@@ -49,7 +50,7 @@ class ServerReplacement:
         self._optimizers[server, message.optimizer] = message
 
     def connect_beside(
-        self, server: int, *, timeout_s: float = 10.0, as_owner: bool = False
+        self, server: int, *, timeout_s: float | None = None, as_owner: bool = False
     ) -> ServerConnection:
         """Return another connection to a server, for a thread of its own; the caller closes it.
 
@@ -58,7 +59,7 @@ class ServerReplacement:
         known = self._connections[server]
         beside = replace(self._membership, is_owner=as_owner)
         connection = ServerConnection(known.task, known.find_address, beside)
-        connection.open(timeout_s=timeout_s)
+        connection.open(timeout_s=timeout_s or attempt_limit_s())
         return connection
 
     def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:

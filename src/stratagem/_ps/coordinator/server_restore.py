@@ -17,6 +17,7 @@ from stratagem._ps.client.transfers import follow
 from stratagem._ps.recovery_point import RecoveryPoint, ServerRecovery
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
+from stratagem._wire.round_trip import answer_limit_s
 from stratagem.errors import (
     CheckpointError,
     ConnectionLost,
@@ -29,7 +30,6 @@ from stratagem.errors import (
 if TYPE_CHECKING:
     from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 
-_ATTEMPT_S: Final = 2.0
 _PAUSE_S: Final = 0.05
 
 
@@ -97,12 +97,12 @@ def _await_server(
     last: Exception | None = None
     while time.monotonic() < deadline and not stopped():
         try:
-            return client.replacement.connect_beside(server, timeout_s=_ATTEMPT_S), True
+            return client.replacement.connect_beside(server, timeout_s=answer_limit_s()), True
         except NotFoundError:
             # A new process: the session does not exist there.
             try:
                 return client.replacement.connect_beside(
-                    server, timeout_s=_ATTEMPT_S, as_owner=True
+                    server, timeout_s=answer_limit_s(), as_owner=True
                 ), False
             except WireError as error:
                 last = error

@@ -356,19 +356,3 @@ def test_an_optimizer_made_outside_scope_is_explained_not_copied(cluster):
             x = torch.ones(1, 2)
             value = coordinator.schedule(lambda: elsewhere(x).detach())
             torch.testing.assert_close(value.get(), elsewhere(x).detach())
-
-
-def test_a_scheduler_in_a_scheduled_function_is_refused_with_the_remedy(cluster):
-    """Each worker would step a copy; the rate here, and of other workers, would stay."""
-    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
-        with strategy.scope():
-            model = nn.Linear(2, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        with sg.ClusterCoordinator(strategy) as coordinator:
-            with pytest.raises(
-                ValueError, match=r"StepLR .*scheduler\.step\(\) on the coordinator"
-            ):
-                coordinator.schedule(lambda: scheduler.step())
-            rate = coordinator.schedule(lambda: optimizer.param_groups[0]["lr"])
-            assert rate.fetch() == 0.1

@@ -75,6 +75,15 @@ class StrategyOnCoordinator(Protocol):
     def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
         """Let requests of this process to a lost server wait for its recovery."""
 
+    def advance(self, worker: int, incarnation: int, report: int, advances: Sequence[Any]) -> None:
+        """Make what a closure did to schedulers, gradient scalers and settings on the coordinator's objects.
+
+        Called once for each closure; without `advances` if the closure does not count. Never waits.
+        """
+
+    def snapshot(self, worker: int, incarnation: int, known: Collection[Any]) -> object | None:
+        """Return an update about such objects that the worker must get before its next closure, if any."""
+
     def finish_closures(self, closures: Sequence[int]) -> None:
         """Let servers refuse late writes of these closures, which are finished. Never waits."""
 
@@ -110,6 +119,9 @@ class StrategyOnWorker(Protocol):
 
         `quick`: the function usually takes less than a millisecond, so its writes may be batched.
         """
+
+    def advances(self) -> tuple[int, Sequence[object]] | None:
+        """Return what the closure that ended last did to schedulers, scalers and settings, with a number."""
 
     def written(self) -> int:
         """Return the number of writes so far."""

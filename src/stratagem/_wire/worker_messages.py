@@ -89,10 +89,15 @@ class Leave(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """A closure's result; `value` None: it returned None. `waited_s` before it started, `ran_s` since."""
+    """A closure's result; `value` None: it returned None. `waited_s` before it started, `ran_s` since.
+
+    `advances`: what it did to schedulers, gradient scalers and settings of optimizers; `report` is their number.
+    """
 
     closure: int
     value: Packed | None = None
+    advances: Packed | None = None
+    report: int = 0
     waited_s: float = 0.0
     ran_s: float = 0.0
 
@@ -103,13 +108,14 @@ class Failed(Message, frozen=True):
     `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``path`` for a server that this worker
     does not reach, ``server`` for another
     unreachable parameter server, ``deadline`` for a late one. `lacks`: a definition or an update is missing on the
-    worker; the coordinator sends it again.
+    worker; the coordinator sends it again. `report`: number of its advances, which do not count.
     """
 
     closure: int
     failure: RemoteFailure
     blame: str = "user"
     lacks: bool = False
+    report: int = 0
 
 
 class Returned(Message, frozen=True):

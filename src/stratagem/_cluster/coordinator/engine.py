@@ -39,6 +39,7 @@ from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
 from stratagem._wire import messages
+from stratagem._wire.codec import unpack
 from stratagem._wire.failures import exception_from
 from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
@@ -244,9 +245,11 @@ class Engine:
         with self.changed:
             if self.closed:
                 return  # its closures have been cancelled
+            done: list[Action] = []
             if results:
                 done = self.queue.finished(link.number, tuple(results), ran_s / len(results))
-                pending += self._locked_execute(done, results=results)
+            pending += self._locked_advance(link, frames, done)
+            pending += self._locked_execute(done, results=results)
             for message in others:
                 pending += self._locked_report(link, message)
             # With a hundred batches a second, waking a join for each would cost more than the rest.
@@ -417,6 +420,30 @@ class Engine:
                 if action.closure is None:
                     _log.error("%s", cause.error)
                     self.closures.keep_error(cause)
+        return pending
+
+    def _locked_advance(
+        self, link: WorkerLink, frames: Sequence[Frame], done: Sequence[Action]
+    ) -> list[Sending]:
+        """Make what closures did to schedulers and settings, before their results are known."""
+        counted = {
+            number
+            for action in done
+            if isinstance(action, actions.DeliverResults)
+            for number in action.closures
+        }
+        pending: list[Sending] = []
+        for frame in frames:
+            message = frame.message
+            if isinstance(message, messages.Finished | messages.Failed) and message.report:
+                made: Sequence[object] = ()
+                if isinstance(message, messages.Finished) and message.closure in counted:
+                    assert message.advances is not None
+                    made = unpack(message.advances, frame)
+                try:
+                    self.views.advance(link.number, link.incarnation, message.report, made)
+                except Exception as error:  # noqa: BLE001 - schedulers are users' classes
+                    pending += self._locked_execute(self.queue.stop(), Cause(error, link.task))
         return pending
 
     def _locked_report(self, link: WorkerLink, message: Message) -> list[Sending]:

@@ -18,6 +18,7 @@ from stratagem._cluster.coordinator.packer import Encoded, PackedObject, Packer
 from stratagem._cluster.coordinator.remote_values import RemoteValue
 from stratagem._cluster.coordinator.worker_link import WorkerLink
 from stratagem._wire import messages
+from stratagem._wire.codec import Outgoing, pack
 from stratagem._wire.frames import Buffer
 
 
@@ -135,6 +136,11 @@ class Sender:
             for token in arguments.tokens:
                 self._add_definition(link, token, batch)
             buffers = arguments.buffers
+        snapshot = self._views.snapshot(link.number, link.incarnation, sent.tokens)
+        if snapshot is not None:
+            outgoing = Outgoing()
+            update = messages.Update(updates=pack([snapshot], outgoing))
+            batch.append((update, outgoing.buffers))
         run = messages.Run(
             closure=closure.number,
             function=function.digest,

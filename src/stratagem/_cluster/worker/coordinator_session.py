@@ -214,8 +214,15 @@ class CoordinatorSession:
                 self._last_run_s.clear()
             self._last_run_s[message.function] = ended - began
             value, buffers = (None, ()) if result is None else _packed(result)
+            advanced = views.advances()
+            number, advances = (0, None) if advanced is None else _packed_advances(*advanced)
             finished = messages.Finished(
-                closure=message.closure, value=value, waited_s=began - arrived, ran_s=ended - began
+                closure=message.closure,
+                value=value,
+                advances=advances,
+                report=number,
+                waited_s=began - arrived,
+                ran_s=ended - began,
             )
             self._results.hold(finished, buffers, views)
             self.steps += 1
@@ -246,6 +253,18 @@ class CoordinatorSession:
             f"incarnation {self.order.incarnation} for {self.order.coordinator!r}, "
             f"{len(self._waiting)} closures waiting"
         )
+
+
+def _packed_advances(number: int, advances: Sequence[object]) -> tuple[int, Packed]:
+    """Pack what a closure did to schedulers and settings, which is plain data."""
+    outgoing = Outgoing()
+    packed = pack(advances, outgoing)
+    if outgoing.buffers:
+        raise TypeError(
+            f"a scheduled function gave a scheduler or an optimizer setting a tensor or an array: {advances!r}. "
+            "Give it a number."
+        )
+    return number, packed
 
 
 def _packed(result: object) -> tuple[Packed, Sequence[Buffer]]:

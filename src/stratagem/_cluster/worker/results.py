@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
+from msgspec import structs
 from typing_extensions import override
 
 from stratagem._cluster.contract import StrategyOnWorker
@@ -106,7 +107,8 @@ class Results:
             message, buffers, _ = held.popleft()
             late = views.late_failure(message.closure)
             if late is not None and isinstance(message, messages.Finished):
-                message, buffers = self.failure(message.closure, late, views), ()
+                failed = self.failure(message.closure, late, views)
+                message, buffers = structs.replace(failed, report=message.report), ()
             batch.append((message, buffers))
         if batch:
             self._channel.notify_all(batch)

@@ -269,6 +269,9 @@ def set_stages(scaler: torch.amp.GradScaler, stages: dict[int, Any]) -> None:
 refresh_scaler_state: Callable[[], dict[str, Any]] = _find(
     "torch.amp.grad_scaler._refresh_per_optimizer_state", "GradScaler in replicas"
 )
+update_scale: Callable[..., Tensor] = _find(
+    "torch._amp_update_scale_", "GradScaler in scheduled functions"
+)
 inject_class: Callable[[nn.Module], None] = _find(
     "torch.nn.utils.parametrize._inject_new_class", "parametrized modules on workers"
 )

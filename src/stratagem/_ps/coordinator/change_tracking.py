@@ -94,6 +94,15 @@ class ChangeTracker:
             self._keep(token, obj, values, set(values))
             self._looks.clear()
 
+    def take_as_sent(self, token: Token, entries: dict[Entry, Any]) -> None:
+        """Take these values of an object's entries as known to the workers, which made them."""
+        for _, known, _ in self._living([token]):
+            known.sent |= entries.keys()
+            for entry, value in entries.items():
+                known.entries[entry] = self._look(entry, value)
+            self._suspects.add(token)  # the program may have set other values since
+        self._looks.clear()
+
     def forget(self, tokens: Iterable[Token]) -> None:
         """Drop objects that no longer exist."""
         for token in tokens:

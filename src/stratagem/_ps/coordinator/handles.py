@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -26,6 +27,7 @@ from stratagem._core.managed import find_managed
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.variables import Variable
 from stratagem._ps import definitions
+from stratagem._ps.coordinator.advance_ledger import AdvanceLedger
 from stratagem._ps.coordinator.change_tracking import ChangeTracker
 from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorBuffer,
@@ -67,6 +69,7 @@ class ObjectHandles:
         self._objects: weakref.WeakValueDictionary[Token, Any] = weakref.WeakValueDictionary()
         self._gone: deque[tuple[int, Token]] = deque()
         self._tracker = ChangeTracker(self._token_or_none, self._name_parts)
+        self._ledger = AdvanceLedger(self._objects.get)
         self._tables: set[Token] = set()  # parameters that are tables of rows on workers
         self._unsent: list[Token] = []  # objects that are gone, until an update says so
 
@@ -87,12 +90,9 @@ class ObjectHandles:
         if isinstance(obj, (nn.Module, Optimizer, Variable, PerWorkerVariable)):
             return self._describe_new(obj)
         if isinstance(obj, LRScheduler) and self.describe(obj.optimizer) is not None:
-            # Every worker would step a copy at its own pace, and the coordinator's would not move.
-            raise ValueError(
-                f"{type(obj).__name__} was captured by or passed to a scheduled function: a learning "
-                "rate is changed in one place. Call scheduler.step() on the coordinator, between "
-                "closures; functions scheduled afterwards use the new rate."
-            )
+            return self._token_of(obj, "scheduler")
+        if isinstance(obj, GradScaler) and obj.is_enabled():
+            return self._token_of(obj, "scaler")
         return ("strategy", 0) if obj is self._strategy() else None
 
     def _token_or_none(self, obj: object) -> Token | None:
@@ -114,6 +114,8 @@ class ObjectHandles:
             return define_module(obj)
         if isinstance(obj, Optimizer):
             return self._define_optimizer(token, obj)
+        if isinstance(obj, LRScheduler | GradScaler):
+            return self._define_stateful(token, obj)
         return (self._define_variable(obj),)
 
     def check_definition(self, token: Token, named: Collection[Hashable]) -> None:
@@ -255,6 +257,13 @@ class ObjectHandles:
         )
         return made, *_hook_entries(token, optimizer)
 
+    def _define_stateful(self, token: Token, obj: LRScheduler | GradScaler) -> Sequence[object]:
+        if isinstance(obj, LRScheduler):
+            self._ledger.watch(self._token_of(obj.optimizer, "optimizer"), obj.optimizer)
+        self._ledger.watch(token, obj)
+        reduced: Any = obj.__reduce_ex__(4)
+        return definitions.ModuleDefinition(*reduced[:2]), definitions.ModuleState(reduced[2])
+
     # -------------------------------------------------------------- changes
 
     def changes(self) -> tuple[Sequence[object], Sequence[Token]]:
@@ -267,7 +276,12 @@ class ObjectHandles:
                 del self._tokens[key]
             self._tables.discard(token)
             self._tracker.forget((token,))
-        changed = self._tracker.changes()
+            self._ledger.forget(token)
+        with self._ledger.lock:
+            for token, settings in self._ledger.settings().items():
+                self._tracker.take_as_sent(token, settings)
+            self._ledger.look()
+            changed = self._tracker.changes()
         if not changed and not self._unsent:
             return (), ()
         for change in changed:
@@ -321,6 +335,16 @@ class ObjectHandles:
         owner = type(self._objects.get(update.token)).__name__
         what = "a hook" if update.entry in HOOKS else repr(update.entry)
         return f"{what} of {owner}, which was set after the first use of it,"
+
+    # -------------------------------------------------------------- advances
+
+    def advance(self, worker: int, incarnation: int, report: int, advances: Sequence[Any]) -> None:
+        """Make what a closure did to schedulers, gradient scalers and settings on the coordinator's objects."""
+        self._ledger.advance(worker, incarnation, report, advances)
+
+    def snapshot(self, worker: int, incarnation: int, known: Collection[Any]) -> object | None:
+        """Return the state of these objects that the worker must get before its next closure, if any."""
+        return self._ledger.snapshot(worker, incarnation, known)
 
     # -------------------------------------------------------------- workers and servers
 

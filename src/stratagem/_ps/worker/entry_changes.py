@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stratagem._core.torch_patches import module_members, special_modules
 from stratagem._ps.definitions import HOOK_MARKS, HOOKS, MEMBERS, EntryChange, compute
+from stratagem._ps.training_state import set_setting
 
 _REGISTER = {
     "_optimizer_step_pre_hooks": "register_step_pre_hook",
@@ -60,7 +61,7 @@ class EntryWriter:
             put(key, obj, value or {})
         elif isinstance(obj, Optimizer):
             if isinstance(entry, tuple):
-                obj.param_groups[entry[0]][entry[1]] = value
+                set_setting(obj, entry[0], entry[1], value)
         elif isinstance(obj, Tensor):
             obj.requires_grad_(value)
         elif entry == "__class__":

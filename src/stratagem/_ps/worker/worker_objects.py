@@ -30,6 +30,8 @@ from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.tables.replicated_table import ReplicatedTable
 from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.training_state import Advance, StateSnapshot
+from stratagem._ps.worker.advance_recorder import AdvanceRecorder, WatchedGroup
 from stratagem._ps.worker.entry_changes import EntryWriter
 from stratagem._ps.worker.worker_variables import WorkerClosure, WorkerVariables
 from stratagem._wire.handshake import ClusterKey
@@ -80,6 +82,7 @@ class WorkerObjects:
         self._waiting: dict[Hashable, dict[definitions.Entry, definitions.EntryChange]] = {}
         self._steppers: dict[Hashable, OptimizerStepper] = {}
         self._writer = EntryWriter(self._put_buffer)
+        self._recorder = AdvanceRecorder()
         # Parameters of several replicas; modules hold them only by name.
         self._all_managed: list[ReplicatedParameter] = []
 
@@ -88,7 +91,7 @@ class WorkerObjects:
     def define(self, token: Hashable, definition: object, *, last: bool) -> None:
         """Rebuild the object of a token, or add to it; `last`: its definition is complete."""
         if isinstance(definition, definitions.ModuleState):
-            self._fill_module(token, definition.state)
+            self._fill(token, definition.state)
         elif isinstance(definition, definitions.EntryChange):
             self._set(self._objects[token], definition)
         elif token not in self._objects:  # it is, if a later part of the definition failed
@@ -130,6 +133,9 @@ class WorkerObjects:
         failures: dict[Hashable, Exception] = {}
         gone: list[Hashable] = []
         for update in updates:
+            if isinstance(update, StateSnapshot):
+                self._recorder.load(update)
+                continue
             if isinstance(update, definitions.ForgetObjects):
                 self._forget(update.tokens)
                 gone += update.tokens
@@ -157,8 +163,12 @@ class WorkerObjects:
         """Return a context manager around one closure: fresh values, the strategy's scope."""
         scope = self._strategy.scope()
         return self._variables.closure(
-            number, exactly_once=exactly_once, gathers=quick, scope=scope
+            number, exactly_once=exactly_once, gathers=quick, scope=scope, recorder=self._recorder
         )
+
+    def advances(self) -> tuple[int, Sequence[Advance]] | None:
+        """Return what the last closure did to schedulers, scalers and settings, with a number; None: nothing."""
+        return self._recorder.last()
 
     def written(self) -> int:
         """Return how many writes have been made so far."""
@@ -214,13 +224,17 @@ class WorkerObjects:
                 )
         return parameter
 
-    def _fill_module(self, token: Hashable, state: Any) -> None:
-        module: nn.Module = self._objects[token]
+    def _fill(self, token: Any, state: Any) -> None:
+        """Give a module, scheduler or scaler its state."""
+        module = self._objects[token]
         set_state = getattr(module, "__setstate__", None)
         if set_state is not None:
             set_state(state)
         else:
             module.__dict__.update(state)
+        if not isinstance(module, nn.Module):
+            self._recorder.add(token, module)
+            return
         self._writer.define(token, module)
         if self._strategy.num_replicas_in_sync > 1:
             self._answer_by_replica(module)
@@ -247,7 +261,7 @@ class WorkerObjects:
                 buffers.bind(name, ReplicatedBuffer(value, strategy=self._strategy))
         module._buffers = buffers
 
-    def _optimizer(self, token: Hashable, definition: definitions.OptimizerDefinition) -> Optimizer:
+    def _optimizer(self, token: Any, definition: definitions.OptimizerDefinition) -> Optimizer:
         # Not the class's own __init__: it may allocate state, which is on the servers.
         made: Optimizer = definition.kind.__new__(definition.kind)
         groups = [dict(group) for group in definition.groups]
@@ -255,18 +269,21 @@ class WorkerObjects:
         stepper = OptimizerStepper(self._variables, definition.number, definition.settings)
         self._steppers[token] = stepper
         self._strategy.steppers[id(made)] = stepper
+        made.__dict__["_opt_called"] = True  # or schedulers would warn that it never stepped
+        self._recorder.add(token, made, watch_reads=self._strategy.num_replicas_in_sync == 1)
         if self._strategy.num_replicas_in_sync == 1:
             made.__dict__["step"] = types.MethodType(stepper.step, made)
             if type(made).zero_grad is Optimizer.zero_grad:
                 made.__dict__["zero_grad"] = types.MethodType(clear_gradients, made)
         return made
 
-    def _forget(self, tokens: Sequence[Hashable]) -> None:
+    def _forget(self, tokens: Sequence[Any]) -> None:
         for token in tokens:
             gone = self._objects.pop(token, None)
             self._waiting.pop(token, None)
             self._steppers.pop(token, None)
             self._writer.forget(token)
+            self._recorder.forget(token)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
                 self._all_managed = [
@@ -284,6 +301,8 @@ class WorkerObjects:
         settings = {name: value for name, value in group.items() if name != "params"}
         self._steppers[change.token].settings[number] = settings
         optimizer.add_param_group(group)
+        if self._strategy.num_replicas_in_sync == 1:
+            optimizer.param_groups[-1] = WatchedGroup(optimizer.param_groups[-1])
 
     def _variable(self, definition: definitions.VariableDefinition) -> Variable:
         index = self._place if definition.per_worker else 0
@@ -328,6 +347,9 @@ class OptimizerStepper:
         for after in tuple(optimizer._optimizer_step_post_hooks.values()):
             after(optimizer, arguments, {})
         return loss
+
+
+OptimizerStepper.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers would warn
 
 
 def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:

@@ -31,6 +31,7 @@ from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.optimizer_settings import Settings, changed_settings
 from stratagem._ps.placement import Description
 from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.worker.advance_recorder import AdvanceRecorder
 from stratagem._ps.worker.gradient_push import COMPARED, DenseParameter, StepBuilder
 from stratagem._ps.worker.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
 from stratagem.errors import ForeignParameterError, NotFoundError
@@ -124,6 +125,7 @@ class WorkerVariables:
         exactly_once: bool = False,
         gathers: bool = False,
         scope: AbstractContextManager[Any] = _NO_SCOPE,
+        recorder: AdvanceRecorder | None = None,
     ) -> WorkerClosure:
         """Return a context around one scheduled function: it refreshes copies and sends changes.
 
@@ -132,12 +134,15 @@ class WorkerVariables:
             exactly_once: servers recognise its writes if another worker repeats them.
             gathers: small writes may wait for others, because the function is short.
             scope: entered around everything else, such as the strategy's.
+            recorder: of changes of schedulers, scalers and settings.
 
         Raises:
             ForeignParameterError: at the end, if the function wrote into a parameter.
             ValueError: at the end, if it registered a buffer that no server knows.
         """
-        return WorkerClosure(self, number, scope, exactly_once=exactly_once, gathers=gathers)
+        return WorkerClosure(
+            self, number, scope, recorder, exactly_once=exactly_once, gathers=gathers
+        )
 
     def _begin_closure(self) -> None:
         if self._dense or self._buffers:
@@ -338,13 +343,14 @@ class WorkerClosure:
     Not an ``ExitStack``: it is used for every closure, and some take 50 µs.
     """
 
-    __slots__ = ("_exactly_once", "_gathers", "_number", "_scope", "_variables")
+    __slots__ = ("_exactly_once", "_gathers", "_number", "_recorder", "_scope", "_variables")
 
     def __init__(
         self,
         variables: WorkerVariables,
         number: int,
         scope: AbstractContextManager[Any],
+        recorder: AdvanceRecorder | None,
         *,
         exactly_once: bool,
         gathers: bool,
@@ -352,6 +358,7 @@ class WorkerClosure:
         self._variables = variables
         self._number = number
         self._scope = scope
+        self._recorder = recorder
         self._exactly_once = exactly_once
         self._gathers = gathers
 
@@ -363,6 +370,8 @@ class WorkerClosure:
                 self._number, exactly_once=self._exactly_once, gathers=self._gathers
             )
             self._variables._begin_closure()
+            if self._recorder is not None:
+                self._recorder.begin()
         except BaseException as error:  # Ctrl-C, too
             outbox.end_closure()
             self._scope.__exit__(type(error), error, error.__traceback__)
@@ -374,8 +383,12 @@ class WorkerClosure:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        succeeded = False
         try:
             self._variables._end_closure(succeeded=exc is None)
+            succeeded = exc is None
         finally:
+            if self._recorder is not None:
+                self._recorder.end(succeeded=succeeded)
             self._variables.client.outbox.end_closure()
             self._scope.__exit__(exc_type, exc, traceback)

@@ -50,6 +50,9 @@ class PlainOnWorker:
     def late_failure(self, number: int) -> Exception | None:
         return None
 
+    def advances(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 
@@ -102,6 +105,12 @@ class PlainOnCoordinator:
 
     def recover_with(self, recovery: Any) -> None:
         pass
+
+    def advance(self, worker: int, incarnation: int, report: int, advances: Sequence[Any]) -> None:
+        raise AssertionError("a plain worker reports no advances")
+
+    def snapshot(self, worker: int, incarnation: int, known: object) -> None:
+        return None
 
     def finish_closures(self, closures: Sequence[int]) -> None:
         self.finished += closures

@@ -142,7 +142,7 @@ def test_a_scheduler_stepped_in_functions_and_on_the_coordinator(
 ) -> None:
     """Functions scheduled after a step or a load on the coordinator continue from it."""
     with alone.strategy.scope():
-        model, optimizer, scheduler, step = make_program("ExponentialLR")()
+        _, optimizer, scheduler, step = make_program("ExponentialLR")()
     start = copy.deepcopy(scheduler.state_dict())
 
     def rate() -> float:
@@ -296,7 +296,7 @@ def test_a_rate_computed_from_itself_on_two_workers_is_refused(pair: sg.LocalClu
         optimizer.param_groups[0]["lr"] *= 0.999
 
     with sg.ClusterCoordinator(strategy) as coordinator:
-        with pytest.raises(MisuseError, match="'lr' of SGD .*from a count"):
+        with pytest.raises(MisuseError, match=r"'lr' of SGD .*from a count"):
             for _ in range(1000):
                 for _ in range(20):
                     coordinator.schedule(decay)

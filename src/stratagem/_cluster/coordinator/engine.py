@@ -34,12 +34,12 @@ from stratagem._cluster.coordinator.remote_values import (
     RemoteValue,
     ResultCondition,
 )
+from stratagem._cluster.coordinator.reported_advances import reported_advances
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
 from stratagem._wire import messages
-from stratagem._wire.codec import unpack
 from stratagem._wire.failures import exception_from
 from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
@@ -426,24 +426,12 @@ class Engine:
         self, link: WorkerLink, frames: Sequence[Frame], done: Sequence[Action]
     ) -> list[Sending]:
         """Make what closures did to schedulers and settings, before their results are known."""
-        counted = {
-            number
-            for action in done
-            if isinstance(action, actions.DeliverResults)
-            for number in action.closures
-        }
         pending: list[Sending] = []
-        for frame in frames:
-            message = frame.message
-            if isinstance(message, messages.Finished | messages.Failed) and message.report:
-                made: Sequence[object] = ()
-                if isinstance(message, messages.Finished) and message.closure in counted:
-                    assert message.advances is not None
-                    made = unpack(message.advances, frame)
-                try:
-                    self.views.advance(link.number, link.incarnation, message.report, made)
-                except Exception as error:  # noqa: BLE001 - schedulers are users' classes
-                    pending += self._locked_execute(self.queue.stop(), Cause(error, link.task))
+        for report, made in reported_advances(frames, done):
+            try:
+                self.views.advance(link.number, link.incarnation, report, made)
+            except Exception as error:  # noqa: BLE001 - schedulers are users' classes
+                pending += self._locked_execute(self.queue.stop(), Cause(error, link.task))
         return pending
 
     def _locked_report(self, link: WorkerLink, message: Message) -> list[Sending]:

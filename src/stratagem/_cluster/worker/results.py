@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
-from msgspec import structs
 from typing_extensions import override
 
 from stratagem._cluster.contract import StrategyOnWorker
@@ -88,8 +87,12 @@ class Results:
         views: StrategyOnWorker,
         *,
         lacks: bool = False,
+        report: int = 0,
     ) -> messages.Failed:
-        """Make the report of an error. `lacks`: an object that the closure needs must be sent again."""
+        """Make the report of an error.
+
+        `lacks`: an object that the closure needs must be sent again. `report`: number of its advances.
+        """
         blame = "user"
         if isinstance(error, ClosureInputError):
             blame = "input"
@@ -98,7 +101,9 @@ class Results:
         elif isinstance(error, DeadlineExceeded):
             blame = "deadline"
         failure = failure_from(error, task=self._task, with_pickle=True)
-        return messages.Failed(closure=closure, failure=failure, blame=blame, lacks=lacks)
+        return messages.Failed(
+            closure=closure, failure=failure, blame=blame, lacks=lacks, report=report
+        )
 
     def _send(self, views: StrategyOnWorker, acknowledged: int) -> None:
         batch: list[tuple[Message, Sequence[Buffer]]] = []
@@ -107,8 +112,8 @@ class Results:
             message, buffers, _ = held.popleft()
             late = views.late_failure(message.closure)
             if late is not None and isinstance(message, messages.Finished):
-                failed = self.failure(message.closure, late, views)
-                message, buffers = structs.replace(failed, report=message.report), ()
+                failed = self.failure(message.closure, late, views, report=message.report)
+                message, buffers = failed, ()
             batch.append((message, buffers))
         if batch:
             self._channel.notify_all(batch)

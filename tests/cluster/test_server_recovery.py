@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +87,13 @@ def test_the_script_goes_on_and_the_loss_is_reported_exactly(
                 handle = manager.save(60, wait=True)
                 assert handle.done
                 pid = cluster.pid("ps", 1)
-                mine.run(coordinator, 1)
-                cluster.kill_ps(1)
-                mine.run(coordinator, 1)  # a second loss is restored from the newer checkpoint
-                assert [one.step for one in coordinator.recoveries] == [20, 60]
+                for updates in (1, 3):  # from the newer checkpoint, the second time since the first
+                    mine.run(coordinator, updates)
+                    cluster.kill_ps(1)
+                    mine.run(coordinator, 1)
+                found = coordinator.recoveries
+                assert [one.step for one in found] == [20, 60, 60]
+                assert [set(one.updates.values()) for one in found] == [{10}, {1}, {4}]
                 assert cluster.pid("ps", 1) != pid
 
 
@@ -127,7 +132,10 @@ class MovingResolver(SimpleClusterResolver):
 
 
 @pytest.mark.timeout(300)
-def test_a_server_started_by_hand_at_another_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["same", "other"])
+def test_a_server_started_by_hand_at_the_same_or_another_address(
+    tmp_path: Path, where: str
+) -> None:
     allowed = [str(tmp_path)]
     with (
         sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
@@ -144,7 +152,8 @@ def test_a_server_started_by_hand_at_another_address(tmp_path: Path) -> None:
                 manager.save(4, wait=True)
                 mine.run(coordinator, 2)
                 goes.close()
-                with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as comes:
+                address = goes.address if where == "same" else "127.0.0.1:0"
+                with sg.Server({"ps": [address]}, checkpoint_directories=allowed) as comes:
                     spec["ps"][1] = comes.address
                     resolver.spec = sg.ClusterSpec(spec)
                     mine.run(coordinator, 3)
@@ -153,3 +162,140 @@ def test_a_server_started_by_hand_at_another_address(tmp_path: Path) -> None:
                     assert mine.first.numpy().tolist() == [9.0] * 3
                     assert mine.second.numpy().tolist() == [7.0] * 3
                     strategy.close()
+
+
+HUNG = """
+import sys
+import stratagem as sg
+with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=[sys.argv[1]]) as server:
+    print(server.address, flush=True)
+    server.join()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_hung_server_that_was_replaced_is_fenced_when_it_wakes(tmp_path: Path) -> None:
+    """Its late answers count nothing. If it gets its address back, its old values are deleted."""
+    allowed = [str(tmp_path)]
+    hung = subprocess.Popen(
+        [sys.executable, "-c", HUNG, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert hung.stdout is not None
+        first_address = hung.stdout.readline().strip()
+        with (
+            sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
+            sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as stays,
+        ):
+            spec = {"ps": [stays.address, first_address], "worker": [worker.address]}
+            resolver = MovingResolver(sg.ClusterSpec(spec))
+            strategy = sg.ParameterServerStrategy(resolver)
+            with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+                mine = Counters(strategy)
+                with sg.CheckpointManager(mine.checkpoint(second=mine.second), tmp_path) as manager:
+                    mine.run(coordinator, 4)
+                    manager.save(4, wait=True)
+                    mine.run(coordinator, 2)
+                    hung.send_signal(signal.SIGSTOP)
+                    with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as new:
+                        spec["ps"][1] = new.address
+                        resolver.spec = sg.ClusterSpec(spec)
+                        mine.run(coordinator, 3)  # the first of these waits for the hung server
+                        hung.send_signal(signal.SIGCONT)
+                        mine.run(coordinator, 3)
+                        assert mine.first.numpy().tolist() == [12.0] * 3
+                        assert mine.second.numpy().tolist() == [10.0] * 3
+                        spec["ps"][1] = first_address
+                        resolver.spec = sg.ClusterSpec(spec)
+                    mine.run(coordinator, 1)
+                    assert [one.step for one in coordinator.recoveries] == [4, 4]
+                    assert coordinator.recoveries[-1].updates["second"] == 6
+                    assert mine.first.numpy().tolist() == [13.0] * 3
+                    assert mine.second.numpy().tolist() == [5.0] * 3
+                    strategy.close()
+    finally:
+        hung.kill()
+        hung.communicate(timeout=LIMIT_S)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
+def test_a_rewound_run_repeats_the_steps_since_the_checkpoint(tmp_path: Path, name: str) -> None:
+    """After two losses every variable on every server has had each step exactly once."""
+    steps, kills = 24, {5, 17}
+    seen: list[int] = []
+    with LocalCluster(workers=2, ps=2) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            with strategy.scope():
+                first = sg.Variable(torch.zeros(3, dtype=torch.float64), name="first")
+                second = sg.Variable(torch.zeros(3, dtype=torch.float64), name="second")
+                layer = nn.Linear(4, 4)
+                for parameter in layer.parameters():
+                    nn.init.zeros_(parameter)
+                optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.5)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+
+            def step() -> None:
+                first.assign_add(torch.ones(3, dtype=torch.float64))
+                second.assign_add(torch.ones(3, dtype=torch.float64))
+                optimizer.zero_grad()
+                layer(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+
+            checkpoint = sg.Checkpoint(
+                first=first, second=second, layer=layer, optimizer=optimizer, schedule=schedule
+            )
+            with sg.CheckpointManager(
+                checkpoint, tmp_path, every_steps=10, on_server_loss="rewind"
+            ) as manager:
+                saving = None
+                for number in manager.steps(steps):
+                    coordinator.schedule(step)
+                    schedule.step()
+                    seen.append(number)
+                    if number in kills:
+                        kills.remove(number)
+                        if saving is not None:
+                            saving.wait(LIMIT_S)
+                        coordinator.join(timeout_s=LIMIT_S)
+                        cluster.kill_ps(number % 2)
+                        coordinator.schedule(step)
+                        coordinator.join(timeout_s=LIMIT_S)  # the loss is noticed in this step
+                    saving = manager.step(number + 1) or saving
+                assert first.numpy().tolist() == second.numpy().tolist() == [float(steps)] * 3
+                assert schedule.last_epoch == steps
+                expected = nn.Linear(4, 4)
+                for parameter in expected.parameters():
+                    nn.init.zeros_(parameter)
+                plain = getattr(torch.optim, name)(expected.parameters(), lr=0.5)
+                for _ in range(steps):
+                    plain.zero_grad()
+                    expected(torch.ones(1, 4)).sum().backward()
+                    plain.step()
+                assert torch.allclose(layer.weight, expected.weight)
+                found = coordinator.recoveries
+                assert [one.step for one in found] == [0, 10]
+                assert [set(one.updates.values()) for one in found] == [{6}, {8}]
+                assert seen == [*range(6), *range(18), *range(10, 24)]
+                manager.save(steps, wait=True)
+                assert sorted(saved.step for saved in manager.all()) == [0, 10, 20, 24]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_loss_outside_of_the_loop_is_not_rewound(tmp_path: Path) -> None:
+    with LocalCluster(workers=1, ps=1) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            mine = Counters(strategy)
+            with sg.CheckpointManager(
+                mine.checkpoint(second=mine.second), tmp_path, on_server_loss="rewind"
+            ) as manager:
+                for _ in manager.steps(2):
+                    mine.run(coordinator, 1)
+                cluster.kill_ps(0)
+                with pytest.raises(ParameterServerLost):
+                    mine.run(coordinator, 1)

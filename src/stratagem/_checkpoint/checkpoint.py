@@ -285,8 +285,12 @@ class ObjectSnapshot:
         try:
             return self._write(directory, order, show=show)
         finally:
-            for cut in self.cuts:
-                cut.close()
+            self.discard()
+
+    def discard(self) -> None:
+        """Let the servers continue without a cut; idempotent."""
+        for cut in self.cuts:
+            cut.close()
 
     def points(self, saved: SavedCheckpoint) -> list[tuple[CoordinatorVariables, RecoveryPoint]]:
         """Return what lost parameter servers can be restored from, now that it has been written."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
@@ -22,12 +22,11 @@ from stratagem._checkpoint.checkpoint_writer import SaveOrder
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
 from stratagem._checkpoint.manifest import NAME
 from stratagem._checkpoint.retention import Best, Due, KnownCheckpoint, to_delete
+from stratagem._checkpoint.rewinding import RecoveryPoints, drain
 from stratagem._checkpoint.save_handle import SAVE_LIMIT_S, SaveHandle
 from stratagem._checkpoint.server_group import ServerLostInSave
 from stratagem._checkpoint.sigterm import EXIT_CODE, SigtermNote
 from stratagem._owner import Owner
-from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
-from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem.errors import CheckpointCorrupt, CheckpointError, CheckpointTimeout
 
 _log = logging.getLogger("stratagem.checkpoint")
@@ -57,8 +56,9 @@ class CheckpointManager(Owner):
             exit code 143.
         allow_pickle: accept values of any class in states; only pickle can save and read them.
         on_server_loss: what happens when a parameter server is lost. ``"partial"``: its variables return to
-            the newest checkpoint of this manager, and training goes on. ``"raise"``: the run ends with
-            `ParameterServerLost`.
+            the newest checkpoint of this manager, and training continues. ``"rewind"``: in a loop over
+            `steps`, everything returns to the newest checkpoint, and the loop repeats the steps since.
+            ``"raise"``: the run ends with `ParameterServerLost`.
 
     Raises:
         CheckpointBusy: another manager uses the directory.
@@ -93,10 +93,12 @@ class CheckpointManager(Owner):
         best_to_keep: int = 1,
         save_on_sigterm: bool = False,
         allow_pickle: bool = False,
-        on_server_loss: Literal["partial", "raise"] = "partial",
+        on_server_loss: Literal["partial", "rewind", "raise"] = "partial",
     ) -> None:
-        if on_server_loss not in ("partial", "raise"):
-            raise ValueError(f"on_server_loss={on_server_loss!r}: expected 'partial' or 'raise'.")
+        if on_server_loss not in ("partial", "rewind", "raise"):
+            raise ValueError(
+                f"on_server_loss={on_server_loss!r}: expected 'partial', 'rewind' or 'raise'."
+            )
         for name, value in (
             ("max_to_keep", max_to_keep),
             ("every_s", every_s),
@@ -110,8 +112,9 @@ class CheckpointManager(Owner):
         self._due = Due(every_s, every_steps)
         self._best = None if keep_best is None else Best(keep_best, best_to_keep)
         self._allow_pickle = allow_pickle
-        self._recovers = on_server_loss == "partial"
-        self._recoverable: list[CoordinatorVariables] = []
+        self._recovers = on_server_loss != "raise"
+        self._rewinds = on_server_loss == "rewind"
+        self._points = RecoveryPoints(is_active=on_server_loss == "partial")
         path = Path(directory)
         if (path / NAME).exists():
             raise CheckpointError(
@@ -193,6 +196,8 @@ class CheckpointManager(Owner):
         self._raise_earlier_failure()
         if self._running is not None and not self._running.done:
             return None
+        if self._rewinds and self._points.is_mixed:
+            return None
         since_s = time.monotonic() - self._last_time
         if not self._due.at(step=step, last_step=self._last_step, since_s=since_s):
             return None
@@ -205,6 +210,7 @@ class CheckpointManager(Owner):
         *,
         wait: bool = False,
         final: bool = False,
+        quiet: bool = False,
     ) -> SaveHandle:
         """Save now. Return when the state has been copied; a thread writes it to disk.
 
@@ -214,6 +220,8 @@ class CheckpointManager(Owner):
             metrics: numbers to keep with the checkpoint.
             wait: return only when the checkpoint is complete.
             final: mark the run's last checkpoint; an `Evaluator` stops after it.
+            quiet: wait until all scheduled closures are done, so that all parameter servers are saved at the
+                same point of the run. ``on_server_loss="rewind"`` always does.
 
         Raises:
             CheckpointError: this save failed, or an earlier one had; or the directory has checkpoints
@@ -227,6 +235,8 @@ class CheckpointManager(Owner):
             step = self._last_step + 1 if self._seen_step is None else self._seen_step
         step = _checked_step(step)
         numbers = {name: float(value) for name, value in metrics.items()}
+        if quiet or self._rewinds:
+            drain(self._checkpoint._objects)
         for _ in range(_ATTEMPTS - 1 if self._recovers else 0):
             try:
                 return self._save_once(step, numbers, wait=wait, final=final)
@@ -246,6 +256,12 @@ class CheckpointManager(Owner):
             allow_pickle=self._allow_pickle,
         )
         handle.paused_s = time.monotonic() - handle._began
+        if self._rewinds and self._points.is_mixed:
+            snapshot.discard()
+            why = f"step {step} is not saved: a parameter server was lost, and the loop goes back."
+            handle._seen = True
+            handle._end(None, CheckpointError(why))
+            return handle
         self._serial += 1
         self._last_step, self._last_time, self._seen_step = step, time.monotonic(), None
         self._running = handle
@@ -283,7 +299,7 @@ class CheckpointManager(Owner):
             handle._seen = True
             handle._end(None, error)
             raise
-        self._set_points(snapshot.points(saved))
+        self._points.set(snapshot.points(saved))
         try:
             self._delete_old()
         except OSError as error:
@@ -293,14 +309,6 @@ class CheckpointManager(Owner):
         counters.counter("checkpoint.bytes").add(saved.bytes)
         counters.distribution("checkpoint.seconds").record(handle.seconds)
         _log.info("saved step %d to %s in %.2f s", order.step, saved.path, handle.seconds)
-
-    def _set_points(self, points: Sequence[tuple[CoordinatorVariables, RecoveryPoint]]) -> None:
-        """Let lost parameter servers be restored from these."""
-        if self._recovers:
-            for variables, point in points:
-                variables.client.replacement.set_point(point)
-                if variables not in self._recoverable:
-                    self._recoverable.append(variables)
 
     def _delete_old(self) -> None:
         going = to_delete(
@@ -345,7 +353,7 @@ class CheckpointManager(Owner):
             _log.warning("skipping a checkpoint: %s", unreadable)
             failure = failure or unreadable
         for saved in reversed(found):
-            points: list[tuple[CoordinatorVariables, RecoveryPoint]] = []
+            points: list[Any] = []
             try:
                 restored = restore_objects(
                     self._checkpoint._objects,
@@ -360,7 +368,7 @@ class CheckpointManager(Owner):
                 failure = failure or error
                 continue
             self._continues = True
-            self._set_points(points)
+            self._points.set(points)
             self._last_step, self._last_time = restored.step, time.monotonic()
             _log.info("restored step %d from %s", restored.step, saved.path)
             return restored.step
@@ -372,6 +380,40 @@ class CheckpointManager(Owner):
             ) from failure
         self._continues = True
         return 0
+
+    def steps(self, stop: int) -> Iterator[int]:
+        """Restore the newest checkpoint, then yield the numbers of the steps to make.
+
+        With ``on_server_loss="rewind"``, steps are yielded again after a parameter server was lost: the newest
+        checkpoint is restored once more, and the numbers continue from its step. The first checkpoint is
+        saved at the start, and the last number is followed by a wait for all scheduled closures. A loss outside
+        of the loop raises `ParameterServerLost`.
+
+        Args:
+            stop: how many steps the run has.
+
+        Raises:
+            CheckpointError: the checkpoint could not be restored.
+
+        Example:
+            >>> import tempfile, torch, stratagem as sg
+            >>> model = torch.nn.Linear(2, 1)
+            >>> checkpoint = sg.Checkpoint(model=model)
+            >>> with sg.CheckpointManager(checkpoint, tempfile.mkdtemp(), every_steps=2) as manager:
+            ...     for step in manager.steps(3):
+            ...         _ = manager.step(step + 1)
+            ...     step
+            2
+        """
+        step = self.restore_or_initialize()
+        if not self._rewinds:
+            yield from range(step, stop)
+            return
+        if self.latest is None:
+            self.save(step, wait=True)
+        yield from self._points.repeating(
+            step, stop, self._checkpoint._objects, self.restore_or_initialize
+        )
 
     # ------------------------------------------------------------------ the end
 
@@ -389,8 +431,7 @@ class CheckpointManager(Owner):
             self._finish_running()
             self._raise_earlier_failure()
         finally:
-            for variables in self._recoverable:
-                variables.client.replacement.set_point(None)
+            self._points.activate(is_active=False)
             self._copies.free()
             self._lock.close()
             if self._sigterm is not None:

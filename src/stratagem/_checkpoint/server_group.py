@@ -170,6 +170,11 @@ class ServerGroup(Owner):
                 return f"{client.tasks[server]}: {answer.refused}"
         return ""
 
+    def map_everything(self) -> None:
+        """Map the memory of all variables: it outlives its server, and says what a lost one had done."""
+        for remote in list(self.variables._remotes):
+            self.variables.client.map(remote.places)
+
     def ask(self, wanted: Mapping[int, Message]) -> dict[int, Any]:
         """Send one request to each server, all at once; return the answers."""
         calls = {server: self.connections[server].begin(one) for server, one in wanted.items()}

@@ -301,9 +301,7 @@ def make_cuts(
                     group.close()
                     continue
                 variables: dict[int, list[int]] = {}
-                # Mapped memory outlives its server: its versions say what a lost server had done.
-                for remote in list(group.variables._remotes):
-                    group.variables.client.map(remote.places)
+                group.map_everything()
                 for tensor in wanted(group):
                     for piece in tensor.pieces:
                         variables.setdefault(piece.server, []).append(piece.variable)

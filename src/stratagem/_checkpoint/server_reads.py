@@ -17,6 +17,7 @@ from stratagem._checkpoint.manifest import NAME, Manifest, StoredTensor
 from stratagem._checkpoint.server_group import (
     RemoteTensor,
     ServerGroup,
+    ServerLostInSave,
     layout_of,
     pieces_of,
     say_once,
@@ -28,7 +29,7 @@ from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
 from stratagem._wire.messages import CutItem, PartRef
-from stratagem.errors import CheckpointError, ParameterServerLost, WireError
+from stratagem.errors import ParameterServerLost, WireError
 
 
 @final
@@ -156,16 +157,14 @@ class ServerReads(Owner):
                     orders[server] = messages.ReadParts(
                         chain=places, parts=tuple(parts), state=tuple(items), verify=verify
                     )
-            if not verify:
-                path, manifest = chain[0]
-                point = RecoveryPoint(manifest.step, str(path), time.monotonic(), orders)
-                self.points.append((group.variables, point))
             try:
                 group.ask(orders)
                 for server in orders:
                     group.follow(server)
+                if not verify:
+                    self.points.append((group.variables, _point(group, *chain[0], orders)))
             except (WireError, ParameterServerLost) as error:
-                raise CheckpointError(
+                raise ServerLostInSave(
                     f"a parameter server did not read its rows: {error}"
                 ) from error
 
@@ -174,6 +173,26 @@ class ServerReads(Owner):
         """Close the connections. May be called again."""
         for group in self._groups:
             group.close()
+
+
+def _point(
+    group: ServerGroup, path: Path, manifest: Manifest, orders: Mapping[int, messages.ReadParts]
+) -> RecoveryPoint:
+    """Return what lost servers can be restored from, now that all of them have read the checkpoint."""
+    group.map_everything()
+    made = group.ask(
+        {
+            server: messages.MakeCut(
+                variables=tuple({part.variable for part in order.parts}),
+                directory=str(path.resolve()),
+                probe=NAME,
+            )
+            for server, order in orders.items()
+        }
+    )
+    group.ask({server: messages.EndCut(cut=one.cut) for server, one in made.items()})
+    facts = {server: one.facts for server, one in made.items()}
+    return RecoveryPoint(manifest.step, str(path), time.monotonic(), orders, facts)
 
 
 @dataclass

@@ -18,7 +18,8 @@ class RecoveryPoint:
         path: its directory.
         cut_at: when the servers made their cut, in seconds of `time.monotonic`.
         orders: by server, the order to read its rows.
-        facts: by server, versions of its variables and its ledger at the cut.
+        facts: by server, ``versions`` of its variables and its ``ledger`` at the cut. Of a server that was
+            restored from this checkpoint, the versions after that, and ``since`` when it had them.
     """
 
     step: int
@@ -26,6 +27,10 @@ class RecoveryPoint:
     cut_at: float
     orders: Mapping[int, ReadParts]
     facts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def facts_of(self, server: int) -> Mapping[str, Any]:
+        """Return what is known of one server."""
+        return self.facts.get(server, {})
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,11 @@ class ServerConnection:
         return self.last_address
 
     @property
+    def server(self) -> str:
+        """Identity of the server process that has the variables; empty before the first connection."""
+        return self._state.server
+
+    @property
     def is_open(self) -> bool:
         """Whether the connection is open, as far as this process knows."""
         return self._state.phase is Phase.OPEN

@@ -5,6 +5,7 @@ Nothing here takes the client's lock: a thread that waits for the lost server ma
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import final
@@ -37,6 +38,8 @@ class ServerReplacement:
         self._membership = membership
         self._finished = finished
         self.point: RecoveryPoint | None = None
+        self.restored = 0
+        """Number of servers that got older variables."""
         self._recovery: Callable[[Exception], bool] | None = None
         self._fences: dict[str, int] = {}
         self._optimizers: dict[tuple[int, int], messages.CreateOptimizer] = {}
@@ -62,6 +65,14 @@ class ServerReplacement:
         connection.open(timeout_s=timeout_s or attempt_limit_s())
         return connection
 
+    def is_current(self, server: int, connection: ServerConnection) -> bool:
+        """Return whether a connection leads to the process that has the variables of a server."""
+        return connection.server == self._connections[server].server
+
+    def end_old_session(self, connection: ServerConnection) -> None:
+        """Fence a process that hung, was replaced and answers again: it deletes what it has."""
+        connection.request(messages.CloseSession(session=self._membership.session))
+
     def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
         """Let requests to a lost server wait for its recovery, once there is a checkpoint."""
         self._recovery = recovery
@@ -73,9 +84,17 @@ class ServerReplacement:
         for connection in self._connections:
             connection.recovery = self._recovery if point is not None else None
 
-    def accept(self, server: int, welcome: messages.Welcome) -> None:
-        """Use a restored server. Takes no lock: a thread that waits for the server may hold it."""
+    def accept(
+        self,
+        server: int,
+        welcome: messages.Welcome,
+        places: Sequence[ShardLocation] = (),
+        located: messages.Located | None = None,
+    ) -> None:
+        """Use a restored server, and its memory. Takes no lock: a thread that waits may hold it."""
         self._mappings.forget_server(server)
+        if located is not None:
+            self._mappings.add(server, places, located)
         self._control.accept(server, welcome)
         self._connections[server].accept(welcome.life)
 
@@ -94,6 +113,17 @@ class ServerReplacement:
     def names_on(self, server: int) -> dict[int, str]:
         """Return the names of the variables on a server."""
         return dict(self._connections[server].names)
+
+    def note_restored(self, point: RecoveryPoint, server: int, versions: dict[int, int]) -> None:
+        """Count lost updates of a restored server from here on; a newer checkpoint may be there already."""
+        self.restored += 1
+        if self.point is point:
+            facts = {
+                **point.facts.get(server, {}),
+                "versions": {str(number): version for number, version in versions.items()},
+                "since": time.monotonic(),
+            }
+            self.point = replace(point, facts={**point.facts, server: facts})
 
     def last_version(self, place: ShardLocation) -> int | None:
         """Return the version of a variable in mapped memory, also after its server ended; else None."""

@@ -63,7 +63,17 @@ def restore_server(
         for message in client.replacement.standing_orders():
             connection.request(message)
         assert connection.welcome is not None
-        client.replacement.accept(server, connection.welcome)
+        if is_same:
+            client.replacement.accept(server, connection.welcome)
+        else:
+            numbers = tuple(places)
+            versions = connection.request(messages.AskVersions(variables=numbers)).message
+            located = connection.request(messages.Locate(variables=numbers)).message
+            assert isinstance(versions, messages.Versions)
+            assert isinstance(located, messages.Located)
+            client.replacement.note_restored(point, server, dict(versions.versions))
+            shards = [place for place, _ in places.values()]
+            client.replacement.accept(server, connection.welcome, shards, located)
     for remote in list(variables._remotes):
         if any(place.server == server for place in remote.places):
             remote.forget_memory()
@@ -71,7 +81,9 @@ def restore_server(
         task=connection.task,
         step=-1 if is_same else point.step,
         path=point.path,
-        lost_s=0.0 if is_same else max(0.0, began - point.cut_at),
+        lost_s=0.0
+        if is_same
+        else max(0.0, began - point.facts_of(server).get("since", point.cut_at)),
         variables=tuple(sorted(names.values())),
         updates=lost,
         seconds=time.monotonic() - began,
@@ -97,7 +109,11 @@ def _await_server(
     last: Exception | None = None
     while time.monotonic() < deadline and not stopped():
         try:
-            return client.replacement.connect_beside(server, timeout_s=answer_limit_s()), True
+            connection = client.replacement.connect_beside(server, timeout_s=answer_limit_s())
+            if client.replacement.is_current(server, connection):
+                return connection, True
+            with closing(connection):  # it was replaced before, and has old values
+                client.replacement.end_old_session(connection)
         except NotFoundError:
             # A new process: the session does not exist there.
             try:
@@ -175,7 +191,7 @@ def _fill(
             )
         )
         follow(connection)
-    ledger = point.facts.get(server, {}).get("ledger")
+    ledger = point.facts_of(server).get("ledger")
     if ledger:
         connection.request(messages.RestoreLedger(ledger=ledger))
     for sequence, number in enumerate(sorted(copies.keys() & places.keys() - saved), 1):
@@ -193,7 +209,7 @@ def _updates_lost(
     places: dict[int, tuple[ShardLocation, str]],
 ) -> dict[str, int]:
     """Return how many updates each variable lost, as far as its memory is still mapped here."""
-    before = point.facts.get(server, {}).get("versions", {})
+    before = point.facts_of(server).get("versions", {})
     found: dict[str, int] = {}
     for number, (place, name) in places.items():
         last = variables.client.replacement.last_version(place)

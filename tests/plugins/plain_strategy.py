@@ -53,6 +53,9 @@ class PlainOnWorker:
     def advances(self) -> None:
         return None
 
+    def abandon(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -135,6 +135,9 @@ class StrategyOnWorker(Protocol):
     def late_failure(self, number: int) -> Exception | None:
         """Return, once, the error of a closure's writes after its context was left."""
 
+    def abandon(self) -> None:
+        """Let requests to servers fail from now on, also those that wait. Any thread may call it."""
+
     def close(self) -> None:
         """Disconnect from the servers."""
 

@@ -118,6 +118,8 @@ class CoordinatorSession:
         """Let the working thread end: no more messages will come."""
         self._ended = True
         self._inbox.put(None)
+        if self._views is not None:
+            self._views.abandon()  # a closure may wait for a server that hangs
 
     def _claim(self, closure: int) -> bool:
         """Take a closure to start it or to give it back; return False if the other thread has it."""

@@ -409,6 +409,11 @@ class PsClient(Owner):
         """Return whether this process may read the server's variables in shared memory."""
         return self._shares_reads[server]
 
+    def abandon(self) -> None:
+        """Let waiting and later requests fail. Takes no lock: another thread may wait for a server."""
+        for connection in self._connections:
+            connection.give_up("is no longer used: the session of this worker has ended")
+
     @override
     def close(self) -> None:
         """Close all connections; the coordinator's client first ends the session. May be called again.

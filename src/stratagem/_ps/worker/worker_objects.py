@@ -190,6 +190,10 @@ class WorkerObjects:
         """Return, once, the error of a closure's write that failed after the closure ended."""
         return self._client.outbox.failures.pop(number, None)
 
+    def abandon(self) -> None:
+        """Let requests to servers fail from now on, also those that wait. Any thread may call it."""
+        self._client.abandon()
+
     def close(self) -> None:
         """End the connections to the servers."""
         self._strategy.close()

@@ -1,6 +1,7 @@
 """`sg.cluster_resolver`: the classes that find a cluster and this task's place in it."""
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+from stratagem._cluster.discovery.file_resolver import FileResolver
 from stratagem._cluster.discovery.platform_resolvers import (
     ExecutableLocation,
     GCEClusterResolver,
@@ -19,6 +20,7 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "ExecutableLocation",
+    "FileResolver",
     "GCEClusterResolver",
     "KubernetesClusterResolver",
     "SageMakerClusterResolver",

@@ -372,6 +372,10 @@ class ClusterOptions:
     restart_pause_s: float = 0.25
     """Seconds between attempts to reconnect to a lost worker; a fork server needs about 0.1 s."""
 
+    membership_s: float = 1.0
+    """Seconds between calls of the resolver that look for workers that joined or left; 0: the workers stay
+    those of the start."""
+
     queue_limit: int = 262_144
     """Queued closures at which `schedule` waits; 0 means no limit."""
 

@@ -280,7 +280,7 @@ class ParameterServerStrategy(Strategy):
     @override
     def _run_steps(self, step: Any, dataset: Any, steps: int | None) -> Iterator[Any]:
         coordinator = _coordinator_class()(self)
-        return step_loop.run_on_workers(coordinator, len(self._workers), step, dataset, steps)
+        return step_loop.run_on_workers(coordinator, step, dataset, steps)
 
     @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,10 @@ class Scheduler(Protocol):
     def join(self) -> None:
         """Wait for every scheduled call."""
 
+    @property
+    def workers(self) -> Sized:
+        """The workers at present."""
+
 
 def check_arguments(step: object, steps: object) -> None:
     """Refuse a step that cannot be called and a number of steps that is not one."""
@@ -66,7 +70,7 @@ def run_here(strategy: Strategy, step: Step, dataset: Any, steps: int | None) ->
 
 
 def run_on_workers(
-    coordinator: Scheduler, workers: int, step: Step, dataset: Any, steps: int | None
+    coordinator: Scheduler, step: Step, dataset: Any, steps: int | None
 ) -> Iterator[Any]:
     """Schedule every batch on some worker; yield the results in batch order.
 
@@ -74,8 +78,6 @@ def run_on_workers(
     loop waits for these batches, so that no update is under way after it.
     """
     from stratagem._data.dataset import as_dataset  # strategies load the input pipeline on use
-
-    limit = _AHEAD + _AHEAD_PER_WORKER * workers
 
     def run_batch(batch: Any) -> Any:  # runs on a worker
         return _run_batch_on_worker(step, batch)
@@ -85,7 +87,7 @@ def run_on_workers(
         with closing(iter(as_dataset(dataset))) as batches:
             for batch in itertools.islice(batches, steps):
                 waiting.append(coordinator.schedule(run_batch, args=(batch,)))
-                if len(waiting) >= limit:
+                if len(waiting) >= _AHEAD + _AHEAD_PER_WORKER * len(coordinator.workers):
                     yield waiting.popleft().get()
         while waiting:
             yield waiting.popleft().get()

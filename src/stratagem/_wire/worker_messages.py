@@ -81,6 +81,10 @@ class Forget(Message, frozen=True):
     resources: tuple[int, ...] = ()
 
 
+class Retire(Message, frozen=True):
+    """End the task as soon as it serves no coordinator; the answer is Ok. Sent by the task's cluster."""
+
+
 class Leave(Message, frozen=True):
     """End this incarnation: the coordinator does not need the worker any more."""
 

@@ -151,6 +151,10 @@ class ClosureQueue:
         """Return whether the worker answers."""
         return worker in self._workers and self._workers[worker].up
 
+    def is_draining(self, worker: int) -> bool:
+        """Return whether the worker gets no more closures."""
+        return worker in self._workers and self._workers[worker].draining
+
     def servers_out_of_reach(self) -> list[str]:
         """Return the servers that a majority of the workers does not reach."""
         half = len(self._workers) / 2

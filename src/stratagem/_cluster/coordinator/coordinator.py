@@ -33,6 +33,7 @@ from stratagem._cluster.coordinator.remote_values import (
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.startup import await_workers, check_addresses
 from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
+from stratagem._cluster.coordinator.worker_membership import WorkerMembership
 from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._owner import Owner
 from stratagem._ps.recovery_point import ServerRecovery
@@ -63,6 +64,8 @@ class WorkerStatus:
     incarnation: int
     """How many sessions it has had with this coordinator: above 1, it was lost and came back."""
     address: str = ""
+    draining: bool = False
+    """True if it is leaving: it finishes the closure that it runs and gets no more."""
     last_error: BaseException | None = None
     """Why its last session ended, or why the last attempt to connect failed."""
 
@@ -192,7 +195,11 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        """State of every worker, in order."""
+        """Present state of every worker, in the order in which they joined.
+
+        Workers that appear in the resolver join within ``membership_s``; workers that disappear from it leave
+        when they have finished what they run.
+        """
         with self._engine.lock:
             return [
                 WorkerStatus(
@@ -201,6 +208,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
                     connected=self._engine.queue.is_up(number),
                     incarnation=link.incarnation,
                     address=link.address,
+                    draining=self._engine.queue.is_draining(number),
                     last_error=link.last_error,
                 )
                 for number, link in self._engine.links.items()
@@ -465,14 +473,16 @@ def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
     check_open_files(len(tasks))
     check_addresses((task, spec.task_address("worker", task)) for task in tasks)
     key = cluster_key(resolver.cluster_key_text())
+    addresses = WorkerAddresses(resolver.cluster_spec, options.restart_pause_s)
     settings = LinkSettings(
         options=options,
         setup=lambda: engine.worker_setup(),  # noqa: PLW0108 - made below
-        addresses=WorkerAddresses(resolver.cluster_spec, options.restart_pause_s),
+        addresses=addresses,
         key=key,
         seed=torch.initial_seed(),
     )
     engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
+    engine.membership = WorkerMembership(engine, addresses.workers)
     engine.sender.keep_secret(key.text())
     views.recover_with(engine.recoveries.await_recovery)
     return engine

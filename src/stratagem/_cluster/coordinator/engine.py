@@ -39,6 +39,7 @@ from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
+from stratagem._cluster.coordinator.worker_membership import WorkerMembership
 from stratagem._wire import messages
 from stratagem._wire.failures import exception_from
 from stratagem._wire.messages import Frame, Message
@@ -102,6 +103,7 @@ class Engine:
         self._collected: deque[int] = deque()  # resources that nothing refers to any more
         self._path_errors: dict[str, ParameterServerLost] = {}  # the last report about each server
         self._workers_lost = metrics.counter("coordinator.workers_lost")
+        self.membership: WorkerMembership | None = None  # follows the resolver
         self._watch = WatchThreads(self)
         self.recoveries = ServerRecoveries(self)
         for task in tasks:
@@ -140,6 +142,8 @@ class Engine:
         number = next(self._worker_numbers)
         link = self._make_link(self, number, task_index)
         with self.changed:
+            if self.closed:
+                return
             self.queue.add_worker(number)
             self.links[number] = link
             self._tasks[number] = link.task

@@ -1,4 +1,4 @@
-"""Three threads beside a coordinator's engine: for heartbeats, for closures, for parameter servers.
+"""Threads beside a coordinator's engine: for heartbeats, closures, parameter servers, and the resolver.
 
 They report events to the engine. The first thread never waits for another process: otherwise a worker that
 hangs in the middle of a large message would delay the heartbeats to the others.
@@ -39,6 +39,7 @@ class WatchThreads:
                 ("heartbeats", self._watch_heartbeats),
                 ("closures", self._watch_closures),
                 ("servers", self._watch_servers),
+                ("membership", self._watch_membership),
             )
         ]
         self._progress_at = time.monotonic()
@@ -82,6 +83,11 @@ class WatchThreads:
         while not self._stop.wait(min(TICK_S, options.heartbeat_s)):
             self._guard(lambda: self._engine.views.check_servers(options))
             self._guard(self._check_paths)
+
+    def _watch_membership(self) -> None:
+        membership, every_s = self._engine.membership, self._engine.options.membership_s
+        while membership is not None and every_s > 0 and not self._stop.wait(every_s):
+            self._guard(membership.check)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

@@ -75,15 +75,23 @@ class WorkerAddresses:
         Raises:
             ConnectionLost: the resolver failed, or does not know the worker.
         """
+        try:
+            return self._spec().task_address("worker", task_index)
+        except Exception as error:  # resolvers are users' classes
+            raise ConnectionLost(f"the cluster resolver gave no address: {error}") from error
+
+    def workers(self) -> list[int]:
+        """Return the task indices of the workers; raise any error of the resolver."""
+        spec = self._spec()
+        return spec.task_indices("worker") if "worker" in spec.jobs else []
+
+    def _spec(self) -> ClusterSpec:
         with self._lock:
             now = time.monotonic()
-            try:
-                if self._known is None or now - self._asked_at >= self._max_age_s:
-                    self._known = self._cluster_spec()
-                    self._asked_at = now
-                return self._known.task_address("worker", task_index)
-            except Exception as error:  # resolvers are users' classes
-                raise ConnectionLost(f"the cluster resolver gave no address: {error}") from error
+            if self._known is None or now - self._asked_at >= self._max_age_s:
+                self._known = self._cluster_spec()
+                self._asked_at = now
+            return self._known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,6 +225,8 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: an object with ``list_pod_for_all_namespaces(label_selector=...)``, used instead
             of the kubernetes package's client.
         executable_location: whether this program runs inside the Kubernetes cluster.
+        elastic: pods come and go while training runs. The task index is then the number at the end of the pod's
+            name, as a StatefulSet gives it, so that pods keep their index; pods that do not run are left out.
 
     Example:
         >>> from types import SimpleNamespace as Bag
@@ -242,8 +244,11 @@ class KubernetesClusterResolver(ClusterResolver):
         rpc_layer: str | None = "grpc",
         override_client: Any = None,
         executable_location: ExecutableLocation = ExecutableLocation.WITHIN_CLUSTER,
+        *,
+        elastic: bool = False,
     ) -> None:
         super().__init__(rpc_layer=rpc_layer)
+        self._elastic = elastic
         if not isinstance(executable_location, ExecutableLocation):
             raise ValueError(
                 f"executable_location={executable_location!r}: expected one of "
@@ -255,18 +260,38 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        cluster: dict[str, list[str]] = {}
+        cluster: dict[str, dict[int, str]] = {}
         for job, selectors in self._labels.items():
             for selector in selectors:
                 pods = self._client.list_pod_for_all_namespaces(label_selector=selector).items
                 for pod in sorted(pods, key=lambda pod: str(pod.metadata.name)):
+                    tasks = cluster.setdefault(job, {})
+                    if self._elastic:
+                        if (
+                            pod.status.phase == "Running"
+                            and pod.metadata.deletion_timestamp is None
+                        ):
+                            index = _ordinal(pod.metadata.name, tasks)
+                            tasks[index] = join_address(pod.status.host_ip, self._port)
+                        continue
                     if pod.status.phase != "Running":
                         raise RuntimeError(
                             f"pod {pod.metadata.name!r} is {pod.status.phase!r}, not 'Running': "
                             "wait until every pod of the cluster runs."
                         )
-                    cluster.setdefault(job, []).append(join_address(pod.status.host_ip, self._port))
+                    tasks[len(tasks)] = join_address(pod.status.host_ip, self._port)
         return ClusterSpec(cluster)
+
+
+def _ordinal(pod: str, taken: Mapping[int, str]) -> int:
+    """Return the number at the end of a pod's name."""
+    number = re.search(r"-(\d+)$", pod)
+    if number is None or int(number[1]) in taken:
+        raise RuntimeError(
+            f"pod {pod!r}: with elastic=True the names of a job's pods must end in different numbers, as "
+            "those of one StatefulSet do (worker-0, worker-1, …)."
+        )
+    return int(number[1])
 
 
 def _kubernetes_client(location: ExecutableLocation) -> Any:

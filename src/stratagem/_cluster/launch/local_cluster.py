@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import numbers
+import signal
+from dataclasses import replace
 from typing import Any, Final, final
 
 from typing_extensions import override
@@ -15,11 +17,19 @@ from stratagem._cluster.launch.launcher import EventHandler, Launcher, TaskOrder
 from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._cluster.launch.supervisor import TaskSupervisor
 from stratagem._owner import Owner
+from stratagem._wire import messages
+from stratagem._wire.cluster_key import cluster_key
+from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions, cluster_key_text, log_as_environment_says
+from stratagem.errors import MisuseError, WireError
 
 START_TIMEOUT_S: Final = 60.0
 """For the whole start; 2 + 2 tasks take about 3 s on two idle cores."""
+
+
+RETIRE_TIMEOUT_S: Final = 30.0
+"""How long a worker may take to answer; a closure that holds Python's lock delays the answer."""
 
 
 @final
@@ -65,20 +75,23 @@ class LocalCluster(Owner):
         # Every user of the machine can connect to loopback, and workers run the functions that they receive.
         self._key = cluster_key_text() or ClusterKey.random().text()
         self._closed = False
+        self._in_process = in_process
         stopped_limit_s = ClusterOptions.from_environment().heartbeat_limit_s if restart else 0.0
+        self._start_timeout_s = start_timeout_s
+        # The tasks belong to the user of this process, who may write anywhere anyway.
+        self._order = TaskOrder(
+            job="worker",
+            index=0,
+            key=self._key,
+            threads=int(threads),
+            any_optimizer=True,
+            checkpoint_directories=("/",),
+            stopped_limit_s=stopped_limit_s,
+        )
         self._tasks = TaskSupervisor(
             functools.partial(_make_launcher, in_process, start_timeout_s),
             [
-                TaskOrder(
-                    job=job,
-                    index=index,
-                    key=self._key,
-                    threads=int(threads),
-                    any_optimizer=True,
-                    # The tasks belong to the user of this process, who may write anywhere anyway.
-                    checkpoint_directories=("/",),
-                    stopped_limit_s=stopped_limit_s,
-                )
+                replace(self._order, job=job, index=index)
                 for job, count in (("ps", ps), ("worker", workers))
                 for index in range(count)
             ],
@@ -115,6 +128,61 @@ class LocalCluster(Owner):
             MisuseError: the cluster is in-process.
         """
         self._tasks.stop(f"ps:{index}", signal_number)
+
+    def add_worker(self) -> int:
+        """Start one more worker and return its index. A running coordinator uses it within a second.
+
+        Raises:
+            StartupError: the worker was not ready within the cluster's `start_timeout_s`.
+
+        Example:
+            >>> import stratagem as sg
+            >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+            ...     cluster.add_worker(), cluster.add_worker()
+            (1, 2)
+        """
+        check_open_files(len(self._tasks.indices("worker")) + len(self._tasks.indices("ps")) + 1)
+        index = self._tasks.free_index("worker")
+        self._tasks.add(replace(self._order, index=index), self._start_timeout_s)
+        return index
+
+    def remove_worker(self, index: int | None = None, *, drain: bool = True) -> int:
+        """Remove a worker, by default the one with the highest index; return its index without waiting.
+
+        Args:
+            index: the worker.
+            drain: let it finish the closure that it runs. Its process ends when the coordinator has released
+                it, or at once without a coordinator. False: kill it; its closures run on other workers.
+
+        Raises:
+            ValueError: there is no such worker, or it is the last one.
+            MisuseError: ``drain=False``, and the cluster is in-process.
+
+        Example:
+            >>> import stratagem as sg
+            >>> with sg.LocalCluster(workers=3, ps=1, in_process=True) as cluster:
+            ...     cluster.remove_worker(1), cluster.resolver.cluster_spec().task_indices("worker")
+            (1, [0, 2])
+        """
+        workers = self._tasks.indices("worker")
+        if index is None:
+            index = workers[-1]
+        if index not in workers:
+            raise ValueError(f"there is no worker {index!r}: expected one of {workers}.")
+        if len(workers) == 1:
+            raise ValueError(
+                f"worker {index} is the last one: a cluster needs a worker. Add another one first, or "
+                "close the cluster."
+            )
+        task = f"worker:{index}"
+        if not drain and self._in_process:
+            raise MisuseError(
+                f"{task} is a thread of this process, which cannot be killed: use remove_worker(drain=True)."
+            )
+        address = self._tasks.remove(task)
+        if not drain or not _retire(address, self._key):
+            self._tasks.launcher.stop(task, signal.SIGKILL)
+        return index
 
     def wait_restarted(self, index: int, old_pid: int, timeout_s: float = 30.0) -> int:
         """Wait until the process id of worker `index` differs from `old_pid`; return the new one."""
@@ -155,6 +223,16 @@ class _LocalResolver(ClusterResolver):
     @override
     def __reduce__(self) -> Any:
         return SimpleClusterResolver, (self.cluster_spec(),)  # without the key
+
+
+def _retire(address: str, key: str) -> bool:
+    """Ask a worker to end as soon as no coordinator uses it; return False if it does not answer."""
+    try:
+        with connect(address, key=cluster_key(key), timeout_s=RETIRE_TIMEOUT_S) as channel:
+            channel.request(messages.Retire(), timeout_s=RETIRE_TIMEOUT_S)
+    except WireError:
+        return False
+    return True
 
 
 def _make_launcher(in_process: bool, start_timeout_s: float, on_event: EventHandler) -> Launcher:

@@ -1,11 +1,12 @@
 """`TaskSupervisor`: the tasks of a cluster on any launcher, with their addresses and states.
 
-It starts the tasks, waits until they are ready, and replaces tasks that exit.
+It starts the tasks, waits until they are ready, replaces tasks that exit, adds tasks and removes them.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -66,11 +67,57 @@ class TaskSupervisor(Owner):
             raise
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return where the tasks are now."""
+        """Return where the tasks are now. Tasks that are starting for the first time are not listed yet."""
         jobs: dict[str, dict[int, str]] = {}
-        for state in self._states.values():
-            jobs.setdefault(state.order.job, {})[state.order.index] = state.address
+        with self._changed:
+            for state in self._states.values():
+                if state.address and not state.removed:
+                    jobs.setdefault(state.order.job, {})[state.order.index] = state.address
         return ClusterSpec(jobs)
+
+    def add(self, order: TaskOrder, start_timeout_s: float) -> None:
+        """Start one more task and wait until it is ready.
+
+        Raises:
+            StartupError: it was not ready in time, or exited while starting.
+        """
+        state = _TaskState(order)
+        with self._changed:
+            self._states[order.task] = state
+        self.launcher.spawn(order)
+        with self._changed:
+            self._changed.wait_for(lambda: state.ready or state.ended, timeout=start_timeout_s)
+            if state.ready:
+                return
+            state.removed = True
+            if state.ended:
+                del self._states[order.task]
+        if not state.ended:
+            self.launcher.stop(order.task, signal.SIGKILL)
+        raise StartupError(
+            f"the task could not start (limit {start_timeout_s:g} s): {state!r}{state.last_lines()}"
+        )
+
+    def remove(self, task: str) -> str:
+        """List the task no more and do not replace it; return its address. The caller ends the task."""
+        state = self._state(task)
+        with self._changed:
+            state.removed = True
+            if state.ended and state.order.job not in self._restart:
+                del self._states[task]
+        return state.address
+
+    def indices(self, job: str) -> list[int]:
+        """Return the task indices of a job, without removed tasks."""
+        with self._changed:
+            states = [state for state in self._states.values() if state.order.job == job]
+            return sorted(state.order.index for state in states if not state.removed)
+
+    def free_index(self, job: str) -> int:
+        """Return the smallest task index that no task has, not even one that is ending."""
+        with self._changed:
+            taken = {state.order.index for state in self._states.values() if state.order.job == job}
+        return next(index for index in range(len(taken) + 1) if index not in taken)
 
     def pid(self, task: str) -> int:
         """Return the process number of a task."""
@@ -119,6 +166,8 @@ class TaskSupervisor(Owner):
 
     def _on_event(self, event: TaskEvent) -> None:
         """Update the table; replace a task that exited."""
+        if event.kind != "lost" and event.task not in self._states:
+            return  # of a task that was removed
         if event.kind == "output":
             state = self._states[event.task]
             state.lines = [*state.lines[1 - LINES_KEPT :], event.text]
@@ -126,11 +175,15 @@ class TaskSupervisor(Owner):
             logging.getLogger(f"stratagem.tasks.{task}").info("[%s] %s", task, event.text)
             return
         again: TaskOrder | None = None
+        stop = False
         with self._changed:
             if event.kind == "lost":
                 _log.error("%s, and the tasks with it", event.text)
                 for state in self._states.values():
                     state.ready, state.ended = False, f"ended: {event.text}"
+            elif event.kind == "exited" and self._states[event.task].removed:
+                state = self._states.pop(event.task)
+                state.ready, state.ended = False, event.text
             elif event.kind == "exited":
                 again = self._locked_exited(self._states[event.task], event.text)
             else:
@@ -141,9 +194,12 @@ class TaskSupervisor(Owner):
                     state.incarnation += 1
                 else:
                     state.address, state.ready = event.address, True
+                    stop = state.removed  # while it was being replaced
             self._changed.notify_all()
         if again is not None:
             self.launcher.spawn(again)
+        if stop:
+            self.launcher.stop(event.task, signal.SIGKILL)
 
     def _locked_exited(self, state: _TaskState, how: str) -> TaskOrder | None:
         """Note the end of a task; return the order for its replacement, if there is to be one."""
@@ -175,6 +231,7 @@ class _TaskState:
         self.pid = 0
         self.ready = False
         self.ended = ""
+        self.removed = False  # not listed, not replaced; its process may be ending
         self.incarnation = 0
         self.retries = 0
         self.lines: list[str] = []

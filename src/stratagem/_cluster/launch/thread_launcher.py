@@ -27,7 +27,8 @@ class ThreadLauncher(Owner):
 
     def __init__(self, on_event: EventHandler) -> None:
         self._on_event = on_event
-        self._tasks: list[tuple[Task, threading.Thread]] = []
+        self._lock = threading.Lock()
+        self._tasks: dict[Task, threading.Thread] = {}
 
     def spawn(self, order: TaskOrder) -> None:
         """Start a task."""
@@ -41,14 +42,27 @@ class ThreadLauncher(Owner):
             checkpoint_directories=order.checkpoint_directories,
         )
         thread = threading.Thread(
-            target=task.serve, name=f"stratagem-{order.job}-{order.index}", daemon=True
+            target=self._serve,
+            args=(order, task),
+            name=f"stratagem-{order.job}-{order.index}",
+            daemon=True,
         )
+        with self._lock:
+            self._tasks[task] = thread
         thread.start()
-        self._tasks.append((task, thread))
         self._on_event(TaskEvent(kind="started", task=order.task, pid=os.getpid()))
         self._on_event(
             TaskEvent(kind="ready", task=order.task, pid=os.getpid(), address=task.address)
         )
+
+    def _serve(self, order: TaskOrder, task: Task) -> None:
+        task.serve()
+        with self._lock:
+            if task not in self._tasks:
+                return  # the launcher closes it
+            del self._tasks[task]
+        task.close()
+        self._on_event(TaskEvent(kind="exited", task=order.task, pid=os.getpid(), text="retired"))
 
     def stop(self, task: str, signal_number: int) -> None:
         """Refuse: a thread cannot be killed.
@@ -64,8 +78,9 @@ class ThreadLauncher(Owner):
     @override
     def close(self) -> None:
         """End every task. May be called again."""
-        for task, _ in self._tasks:
+        with self._lock:
+            tasks, self._tasks = self._tasks, {}
+        for task in tasks:
             task.close()
-        for _, thread in self._tasks:
+        for thread in tasks.values():
             thread.join(CLOSE_S)
-        self._tasks.clear()

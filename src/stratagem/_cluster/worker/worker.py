@@ -73,6 +73,7 @@ class Worker(Owner):
         self._listener = Listener(address, key=key, may_unpickle=True)
         self.address = self._listener.address
         self._closed = threading.Event()
+        self._retiring = False  # ends when the present session has ended
         self._sessions: queue.SimpleQueue[CoordinatorSession | None] = queue.SimpleQueue()
         self._current: CoordinatorSession | None = None
         self._first_message_s = config.partition_limit_s()  # after the proof of the key
@@ -103,7 +104,7 @@ class Worker(Owner):
         return self._output is not None
 
     def serve(self) -> None:
-        """Run closures on this thread until `close`."""
+        """Run closures on this thread until `close`, or until a peer has sent Retire."""
         with context.worker_index(self.index):
             while (session := self._sessions.get()) is not None:
                 session.work()
@@ -146,7 +147,7 @@ class Worker(Owner):
     # ------------------------------------------------------------------ the receiving thread
 
     def _receive(self) -> None:
-        while not self._closed.is_set():
+        while not (self._closed.is_set() or self._retiring):
             poll = select.poll()
             poll.register(self._listener, select.POLLIN)
             for channel, _ in self._visitors:
@@ -166,6 +167,7 @@ class Worker(Owner):
                     _log.exception("%s: serving a coordinator failed", self.task)
         for channel, _ in self._visitors:
             channel.close()
+        self._sessions.put(None)
 
     def _next_first_message(self) -> tuple[Channel, Frame] | None:
         """Return a new peer and its first message, if one has arrived; close peers that are late. Never waits."""
@@ -227,13 +229,17 @@ class Worker(Owner):
                     _log.info("%s turned away %s: %s", self.task, channel.peer, error)
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
-        """Answer a request for statistics; refuse anything else.
+        """Answer a request for statistics or for the end of the task; refuse anything else.
 
         Raises:
             ProtocolError: the peer looks for another kind of task.
         """
         if isinstance(frame.message, messages.AskStats):
             channel.reply(frame, messages.Stats(facts=self.facts()), timeout_s=ANSWER_S)
+            return
+        if isinstance(frame.message, messages.Retire):
+            self._retiring = True
+            channel.reply(frame, messages.Ok(), timeout_s=ANSWER_S)
             return
         error = ProtocolError(
             f"this is {self.task}, a worker, which does not know {type(frame.message).__name__}: give "

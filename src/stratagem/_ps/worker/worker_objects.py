@@ -72,7 +72,8 @@ class WorkerObjects:
     def __init__(self, setup: PsWorkerSetup, client: PsClient, worker_index: int) -> None:
         self._client = client
         self._worker_index = worker_index
-        self._place = setup.workers.index(worker_index)
+        workers = setup.workers
+        self._place = workers.index(worker_index) if worker_index in workers else None
         self._variables = WorkerVariables(client)
         self._cache = ReadCache()
         self._strategy = setup.make_strategy(setup, self._variables, self._cache)
@@ -310,6 +311,12 @@ class WorkerObjects:
 
     def _variable(self, definition: definitions.VariableDefinition) -> Variable:
         index = self._place if definition.per_worker else 0
+        if index is None:
+            raise ValueError(
+                f"per-worker variable {definition.request.name!r} has no part on worker "
+                f"{self._worker_index}, which joined after the strategy was made: use an ordinary variable "
+                "in a cluster whose workers join and leave."
+            )
         remote = self._variables.remote(definition.descriptions[index])
         if definition.per_worker:
             remote.put(

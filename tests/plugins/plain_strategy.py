@@ -109,6 +109,9 @@ class PlainOnCoordinator:
     def recover_with(self, recovery: Any) -> None:
         pass
 
+    def counted(self, function: Any, owners: Sequence[Any]) -> Any:
+        return function
+
     def advance(self, worker: int, incarnation: int, report: int, advances: Sequence[Any]) -> None:
         raise AssertionError("a plain worker reports no advances")
 

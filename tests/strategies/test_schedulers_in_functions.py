@@ -318,3 +318,102 @@ def test_a_scheduler_that_has_ended_stops_the_run(pair: sg.LocalCluster) -> None
                 coordinator.schedule(step)
             coordinator.join(timeout_s=60)
         assert scheduler.last_epoch <= 10
+
+
+# ------------------------------------------------------------------ counters
+
+
+class ScheduledOptim:
+    """A learning-rate rule with a counter, as in attention-is-all-you-need."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.n_steps = 0
+
+    def step_and_update_lr(self) -> None:
+        self.n_steps += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.1 * min(self.n_steps**-0.5, self.n_steps * 4**-1.5)
+        self._optimizer.step()
+
+
+calls = 0
+
+
+def test_counters_of_objects_globals_and_closures_move_once_per_closure(
+    alone: sg.ClusterCoordinator,
+) -> None:
+    """The coordinator has them after join(), and a value set there is the next one to be counted on."""
+    global calls
+    calls, inner = 0, 0
+
+    def make() -> tuple[Any, Any, Any]:
+        model = make_model()
+        rule = ScheduledOptim(make_optimizer(model))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int, int]:
+            global calls
+            nonlocal inner
+            calls += 1
+            inner = inner + 2
+            model.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            rule.step_and_update_lr()
+            return loss.item(), calls, inner
+
+        return model, rule, step
+
+    with alone.strategy.scope():
+        model, rule, step = make()
+    found = alone.fetch([alone.schedule(step, args=batch) for batch in BATCHES])
+    alone.join(timeout_s=60)
+    assert (rule.n_steps, calls, inner) == (STEPS, STEPS, 2 * STEPS)
+    assert [one[1:] for one in found] == [(n, 2 * n) for n in range(1, STEPS + 1)]
+    plain_model, plain_rule, plain_step = make()
+    wanted = [plain_step(*batch) for batch in BATCHES]
+    assert [one[0] for one in found] == pytest.approx([one[0] for one in wanted], rel=1e-6)
+    torch.testing.assert_close(model.state_dict(), plain_model.state_dict())
+    assert rule._optimizer.param_groups[0]["lr"] == plain_rule._optimizer.param_groups[0]["lr"]
+    rule.n_steps = 100  # as a restore does
+    packed = sg.metrics.snapshot().to_plain()
+    alone.schedule(step, args=BATCHES[0]).get(timeout_s=60)
+    alone.join(timeout_s=60)
+    assert rule.n_steps == 101
+    again = sg.metrics.snapshot().to_plain()
+    name = "coordinator.functions_packed_again"
+    assert again.get(name) == packed.get(name)  # a counter is no reason to send the function again
+
+
+def test_counters_of_two_workers_add_up_and_failed_functions_do_not_count(
+    pair: sg.LocalCluster,
+) -> None:
+    strategy = sg.ParameterServerStrategy(pair.resolver)
+    with strategy.scope():
+        rule = ScheduledOptim(make_optimizer(make_model()))
+
+    def step(fail: bool) -> int:
+        rule.step_and_update_lr()
+        if fail:
+            raise ArithmeticError("as asked")
+        return sg.get_current_worker_index()
+
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        done: set[int] = set()
+        count = 0
+        while len(done) < 2:
+            done |= set(
+                coordinator.fetch([coordinator.schedule(step, (False,)) for _ in range(20)])
+            )
+            count += 20
+        coordinator.join(timeout_s=60)
+        assert rule.n_steps == count
+        with pytest.raises(ArithmeticError):
+            coordinator.schedule(step, (True,))
+            coordinator.join(timeout_s=60)
+        coordinator.schedule(step, (False,))
+        coordinator.join(timeout_s=60)
+        assert rule.n_steps == count + 1
+        assert rule._optimizer.param_groups[0]["lr"] == 0.1 * min(
+            rule.n_steps**-0.5, rule.n_steps * 4**-1.5
+        )

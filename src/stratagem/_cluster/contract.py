@@ -75,6 +75,9 @@ class StrategyOnCoordinator(Protocol):
     def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
         """Let requests of this process to a lost server wait for its recovery."""
 
+    def counted(self, function: Callable[..., Any], owners: Sequence[Any]) -> Callable[..., Any]:
+        """Return a function with counters (`_core/counters.py`) as it is sent to workers."""
+
     def advance(self, worker: int, incarnation: int, report: int, advances: Sequence[Any]) -> None:
         """Make what a closure did to schedulers, gradient scalers and settings on the coordinator's objects.
 

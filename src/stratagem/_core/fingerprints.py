@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from stratagem._core.counters import counted_attributes, counted_in, counted_names, is_counter
 from stratagem._core.installed import is_installed
 from stratagem._core.torch_patches.private_api import version_of
 
@@ -112,8 +113,10 @@ class Fingerprint:
         root: the value.
         token_of: returns the token of an object that the strategy manages, None for any other object.
         digest: returns the digest of an object that cannot be compared part by part.
+        find_counters: leave counters (`counters.py`) out, and find them.
 
     Attributes:
+        counters: owner and name of each counter.
         managed: the managed objects that `root` leads to; the caller clears the list before it keeps the fingerprint.
         can_change: whether a part of `root` can change while `root` remains the same object.
 
@@ -132,20 +135,34 @@ class Fingerprint:
     """
 
     __slots__ = (
+        "_attributes",
         "_digest",
+        "_find_counters",
         "_found",
         "_left",
         "_numbers",
         "_todo",
         "_token_of",
         "can_change",
+        "counters",
         "managed",
     )
 
     def __init__(
-        self, root: Any, token_of: Callable[[Any], Hashable | None], digest: Digest
+        self,
+        root: Any,
+        token_of: Callable[[Any], Hashable | None],
+        digest: Digest,
+        *,
+        find_counters: bool = False,
     ) -> None:
         self.managed: list[Any] = []
+        self.counters: list[tuple[Any, str]] = []
+        self._find_counters = find_counters
+        self._attributes: frozenset[str] = frozenset()
+        code = getattr(getattr(root, "__func__", root), "__code__", None)
+        if find_counters and isinstance(code, types.CodeType):
+            self._attributes = counted_names(code).attributes
         self.can_change = False
         self._token_of = token_of
         self._digest = digest
@@ -212,7 +229,14 @@ class Fingerprint:
         if id(value) in self._numbers:
             return "again", self._numbers[id(value)]
         self._numbers[id(value)] = len(self._numbers)
-        return self._code(kind), self._container(dict, vars(value))
+        held = vars(value)
+        if self._find_counters:
+            names = self._attributes | counted_attributes(kind)  # type: ignore[arg-type]
+            counted = {name for name in names if is_counter(held.get(name))}
+            if counted:
+                self.counters += [(value, name) for name in sorted(counted)]
+                held = {name: one for name, one in held.items() if name not in counted}
+        return self._code(kind), self._container(dict, held)
 
     def _container(self, kind: Any, value: Any) -> Hashable:
         self.can_change |= kind is not tuple and kind is not frozenset
@@ -256,7 +280,16 @@ class Fingerprint:
     def _function(self, function: types.FunctionType) -> Hashable:
         found: list[Hashable] = [function.__code__]
         names, held = names_of(function.__code__), function.__globals__
-        for cell in function.__closure__ or ():
+        counted: set[str] = set()
+        if self._find_counters:
+            counters = list(counted_in(function))
+            self.counters += counters
+            counted = {name for _, name in counters}
+            names = tuple(name for name in names if name not in counted) if counted else names
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            if name in counted:
+                continue
             try:
                 found.append(self._part(cell.cell_contents, names))
             except ValueError:  # the variable has no value yet

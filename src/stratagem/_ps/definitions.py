@@ -27,6 +27,9 @@ Entry = str | tuple[int, str]
 ATTRIBUTES: Final = "attributes"
 """Entry of an optimizer of the user's own class: its plain attributes, which only servers use."""
 
+COUNTER: Final = "counter"
+"""Kind of the token of a counter."""
+
 MEMBERS: Final = ("_parameters", "_buffers", "_modules")
 """Dicts in which a module keeps its parameters, buffers and submodules."""
 

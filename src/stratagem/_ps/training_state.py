@@ -17,11 +17,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from stratagem._core.counters import Counter, is_counter
 from stratagem._core.torch_patches.private_api import update_scale
 from stratagem._ps.definitions import Token
 from stratagem.errors import MisuseError
 
-Stateful = Optimizer | LRScheduler | GradScaler
+Stateful = Optimizer | LRScheduler | GradScaler | Counter
 
 
 class SchedulerStep(NamedTuple):
@@ -51,7 +52,14 @@ class SettingWritten(NamedTuple):
     was_read: bool
 
 
-Advance = SchedulerStep | ScalerUpdate | SettingWritten
+class CounterMoved(NamedTuple):
+    """An amount that was added to a counter."""
+
+    token: Token
+    by: int
+
+
+Advance = SchedulerStep | ScalerUpdate | SettingWritten | CounterMoved
 
 
 class StateSnapshot(NamedTuple):
@@ -74,6 +82,8 @@ def state_of(obj: Stateful) -> Any:
             {name: as_number(value) for name, value in dict.items(group) if name not in _NO_SETTING}
             for group in obj.param_groups
         ]
+    if isinstance(obj, Counter):
+        return obj.get()
     return copy.deepcopy(obj.state_dict())
 
 
@@ -94,6 +104,8 @@ def load_state(obj: Stateful, state: Any) -> None:
                     set_setting(obj, number, name, settings[name])
                 else:
                     dict.pop(group, name)
+    elif isinstance(obj, Counter):
+        obj.set(state)
     else:
         obj.load_state_dict(copy.deepcopy(state))
 
@@ -118,6 +130,9 @@ def make_advance(obj: Any, advance: Advance) -> None:
         obj.step(*advance.args, **advance.kwargs)
     elif isinstance(advance, ScalerUpdate):
         _update_scaler(obj, advance)
+    elif isinstance(advance, CounterMoved):
+        if is_counter(obj.get()):  # the program may have deleted it
+            obj.set(obj.get() + advance.by)
     else:
         now = as_number(dict.get(obj.param_groups[advance.group], advance.name))
         if advance.was_read and now != advance.before:

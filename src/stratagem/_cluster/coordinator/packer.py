@@ -87,12 +87,13 @@ class Packer:
         The second result are the strategy's objects that the function sees. The caller keeps them until
         the closure is done; nothing here keeps them alive, so that a forgotten model is freed.
         """
-        seen = Fingerprint(function, self._token_or_none, self._digest)
+        seen = Fingerprint(function, self._token_or_none, self._digest, find_counters=True)
         held, seen.managed = seen.managed, []
+        owners, seen.counters = seen.counters, []
         packed = self._recent.get((self._epoch, seen))
         if packed is not None:
             return packed, held
-        packed, captured = self._pack_function(function)
+        packed, captured = self._pack_function(function, owners)
         self._recent[self._epoch, seen] = packed
         if len(self._recent) > FUNCTION_LIMIT:
             self._recent.popitem(last=False)
@@ -171,12 +172,13 @@ class Packer:
         return path_to(root, name, can_pack)
 
     def _pack_function(
-        self, function: Callable[..., object]
+        self, function: Callable[..., object], owners: Sequence[tuple[Any, str]]
     ) -> tuple[PackedObject, Sequence[object]]:
         _ship_user_modules_by_value()
+        counted = self._views.counted(function, owners) if owners else function
         self._holding = True
         try:
-            packed = self._pack(function)
+            packed = self._pack(counted)
         except (ValueError, OSError, StratagemError):  # no file descriptor is left
             raise
         except Exception as error:  # pickling runs the users' own code

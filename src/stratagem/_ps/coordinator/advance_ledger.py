@@ -8,13 +8,14 @@ itself, has changed something since.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Final
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._ps.definitions import Entry, Token
+from stratagem._core.counters import CounterSlot, Owner
+from stratagem._ps.definitions import COUNTER, Entry, Token
 from stratagem._ps.training_state import (
     Advance,
     SettingWritten,
@@ -51,7 +52,10 @@ class AdvanceLedger:
 
     def __init__(self, object_of: Callable[[Token], Any]) -> None:
         self.lock = threading.RLock()
-        self._object_of = object_of
+        self._find = object_of
+        self._counters: dict[Hashable, tuple[int, CounterSlot]] = {}  # number and slot
+        self._slots: dict[Token, CounterSlot] = {}
+        self._last_counter = 0
         self._states: dict[Token, Any] = {}  # as last seen; optimizers before their schedulers
         self._workers: dict[int, _Progress] = {}
         self._settings: dict[Token, dict[Entry, Any]] = {}  # set by advances
@@ -68,6 +72,25 @@ class AdvanceLedger:
         with self.lock:
             self._states.pop(token, None)
             self._settings.pop(token, None)
+
+    def count(self, owner: Owner, name: str) -> int:
+        """Keep a counter in step on all workers; return its number."""
+        with self.lock:
+            key = CounterSlot.key(owner, name)
+            number, slot = self._counters.get(key, (0, None))
+            if slot is None or slot.is_gone:
+                self._last_counter += 1
+                number, slot = self._last_counter, CounterSlot(owner, name)
+                self._counters[key] = number, slot
+                self._slots[COUNTER, number] = slot
+                self.watch((COUNTER, number), slot)
+                for token in [token for token, slot in self._slots.items() if slot.is_gone]:
+                    del self._slots[token], self._states[token]
+            return number
+
+    def _object_of(self, token: Token) -> Any:
+        slot = self._slots.get(token)
+        return self._find(token) if slot is None else slot
 
     def look(self) -> None:
         """Note the changes that the program itself made."""
@@ -129,7 +152,11 @@ class AdvanceLedger:
             return None
         with self.lock:
             progress = self._progress(worker, incarnation)
-            states = {token: state for token, state in self._states.items() if token in known}
+            states = {
+                token: state
+                for token, state in self._states.items()
+                if token in known or token[0] == COUNTER
+            }
             if not progress.is_behind and len(states) == progress.tokens:
                 return None
             progress.is_behind = False

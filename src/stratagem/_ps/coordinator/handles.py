@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from stratagem import config
+from stratagem._core.counters import CountedFunction
 from stratagem._core.managed import find_managed
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.variables import Variable
@@ -93,6 +94,8 @@ class ObjectHandles:
             return self._token_of(obj, "scheduler")
         if isinstance(obj, GradScaler) and obj.is_enabled():
             return self._token_of(obj, "scaler")
+        if obj is self._ledger:
+            return "counters", 0
         return ("strategy", 0) if obj is self._strategy() else None
 
     def _token_or_none(self, obj: object) -> Token | None:
@@ -104,7 +107,7 @@ class ObjectHandles:
     def definitions(self, token: Token) -> Sequence[object]:
         """Return what a worker needs to rebuild the object of a token, in order."""
         kind, _ = token
-        if kind == "strategy":
+        if kind in ("strategy", "counters"):
             return (definitions.StrategyDefinition(),)
         obj = self._objects[token]
         if isinstance(obj, CoordinatorParameter | CoordinatorBuffer):
@@ -337,6 +340,13 @@ class ObjectHandles:
         return f"{what} of {owner}, which was set after the first use of it,"
 
     # -------------------------------------------------------------- advances
+
+    def counted(
+        self, function: Callable[..., Any], owners: Sequence[tuple[Any, str]]
+    ) -> CountedFunction:
+        """Return a function with its counters, as it is sent to workers."""
+        places = [(self._ledger.count(owner, name), owner, name) for owner, name in owners]
+        return CountedFunction(function, places, self._ledger)
 
     def advance(self, worker: int, incarnation: int, report: int, advances: Sequence[Any]) -> None:
         """Make what a closure did to schedulers, gradient scalers and settings on the coordinator's objects."""

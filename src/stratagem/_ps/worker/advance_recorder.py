@@ -7,7 +7,7 @@ the same change once (`training_state.py`). A closure that fails changes nothing
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from stratagem._core.context import current_replica
+from stratagem._core.counters import Counter, CounterSlot, is_counter
 from stratagem._core.torch_patches.private_api import refresh_scaler_state, set_stages
-from stratagem._ps.definitions import Token
+from stratagem._ps.definitions import COUNTER, Token
 from stratagem._ps.training_state import (
     Advance,
+    CounterMoved,
     ScalerUpdate,
     SchedulerStep,
     SettingWritten,
@@ -65,6 +67,7 @@ class AdvanceRecorder:
         self._objects: dict[Token, Stateful] = {}
         self._tokens: dict[int, Token] = {}
         self._optimizers: dict[Token, Optimizer] = {}
+        self._counters: dict[Token, Counter] = {}
         self._settings: dict[Token, Any] = {}  # of optimizers, when they were last looked at
         self._before: dict[Token, Any] = {}  # states to return to if the closure fails
         self._made: list[Advance] = []
@@ -99,16 +102,21 @@ class AdvanceRecorder:
         self._is_recording = False
         try:
             for token, state in snapshot.states.items():
-                if token in self._objects:
+                if token[0] == COUNTER:
+                    self._counters.setdefault(token, Counter()).set(state)
+                elif token in self._objects:
                     load_state(self._objects[token], state)
             for _, made in self._unsent:
                 for one in made:
-                    if one.token in self._objects:
+                    if one.token in self._objects or one.token in self._counters:
                         if isinstance(one, SettingWritten):
                             one = one._replace(was_read=False)
-                        make_advance(self._objects[one.token], one)
+                        make_advance(self._find(one.token), one)
         finally:
             self._is_recording = True
+
+    def _find(self, token: Token) -> Stateful:
+        return self._counters[token] if token[0] == COUNTER else self._objects[token]
 
     # -------------------------------------------------------------- closures
 
@@ -131,7 +139,7 @@ class AdvanceRecorder:
             self._unsent.append(self._last)
         elif not succeeded:
             for token, state in before.items():
-                load_state(self._objects[token], state)
+                load_state(self._find(token), state)
             for obj in self._objects.values():
                 if isinstance(obj, GradScaler):
                     set_stages(obj, defaultdict(refresh_scaler_state))
@@ -182,9 +190,27 @@ class AdvanceRecorder:
         number = None if new is None else float(new)
         self._made.append(ScalerUpdate(token, bool(overflowed), number))
 
+    def run_counted(
+        self, function: Callable[..., Any], slots: Sequence[tuple[int, CounterSlot]], call: Any
+    ) -> Any:
+        """Call a function with the present values of its counters, and record how far they move."""
+        for number, slot in slots:
+            slot.set(self._counters[COUNTER, number].get())
+        args, kwargs = call
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for number, slot in slots:
+                token, now = (COUNTER, number), slot.get()
+                counter = self._counters[token]
+                if is_counter(now) and now != counter.get():
+                    self._save(token)
+                    self._made.append(CounterMoved(token, now - counter.get()))
+                    counter.set(now)
+
     def _save(self, token: Token) -> None:
         if token not in self._before:
-            self._before[token] = state_of(self._objects[token])
+            self._before[token] = state_of(self._find(token))
 
     def _note_settings(self, token: Token) -> None:
         """Record the settings of an optimizer that differ from those that it had."""

@@ -77,13 +77,16 @@ class WorkerObjects:
         self._variables = WorkerVariables(client)
         self._cache = ReadCache()
         self._strategy = setup.make_strategy(setup, self._variables, self._cache)
-        self._objects: dict[Hashable, Any] = {("strategy", 0): self._strategy}
+        self._recorder = AdvanceRecorder()
+        self._objects: dict[Hashable, Any] = {
+            ("strategy", 0): self._strategy,
+            ("counters", 0): self._recorder,
+        }
         self._variables.new_buffers.is_view = self._is_view
         # Changes of objects that are not defined here yet.
         self._waiting: dict[Hashable, dict[definitions.Entry, definitions.EntryChange]] = {}
         self._steppers: dict[Hashable, OptimizerStepper] = {}
         self._writer = EntryWriter(self._put_buffer)
-        self._recorder = AdvanceRecorder()
         # Parameters of several replicas; modules hold them only by name.
         self._all_managed: list[ReplicatedParameter] = []
 

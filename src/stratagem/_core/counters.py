@@ -1,0 +1,192 @@
+"""Counters: integers that a function increases where other calls can see them.
+
+Examples are ``self.steps += 1``, ``global steps; steps += 1`` and the same with ``nonlocal``. Scheduled functions run in
+several processes, so their counters are kept in step by the coordinator (`_ps/coordinator/advance_ledger.py`).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, final
+
+from typing_extensions import override
+
+_ADDING: Final = frozenset({"+", "-", "+=", "-="})
+_SETUP: Final = frozenset({"__init__", "__new__", "__setstate__", "load_state_dict"})
+"""Methods that prepare an object: what they add up is no counter of steps."""
+
+
+class CountedNames(NamedTuple):
+    """Names that code increases, by where they are."""
+
+    attributes: frozenset[str]
+    globals: frozenset[str]
+    cells: frozenset[str]
+
+
+@functools.lru_cache(maxsize=1024)
+def counted_names(code: types.CodeType) -> CountedNames:
+    """Return the names that code, and the functions defined in it, increase or decrease.
+
+    Example:
+        >>> def step(trainer):
+        ...     trainer.steps += 1
+        ...     trainer.loss = 2.0
+        >>> sorted(counted_names(step.__code__).attributes)
+        ['steps']
+    """
+    found: dict[str, set[str]] = {"ATTR": set(), "GLOBAL": set(), "DEREF": set()}
+    loaded: set[tuple[str, str]] = set()
+    adds = False
+    for one in dis.get_instructions(code):
+        if one.starts_line is not None and one.starts_line is not False:
+            loaded, adds = set(), False
+        kind, _, place = one.opname.partition("_")
+        if kind == "LOAD":
+            loaded.add((place, str(one.argval)))
+        elif one.opname == "BINARY_OP":
+            adds |= one.argrepr in _ADDING
+        elif kind == "STORE" and place in found and adds and (place, one.argval) in loaded:
+            found[place].add(one.argval)
+    names = [found["ATTR"], found["GLOBAL"], found["DEREF"] & {*code.co_freevars}]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = counted_names(constant)
+            names[0] |= inner.attributes
+            names[1] |= inner.globals
+            names[2] |= inner.cells & {*code.co_freevars}
+    return CountedNames(*map(frozenset, names))
+
+
+@functools.lru_cache(maxsize=1024)
+def counted_attributes(kind: type[Any]) -> frozenset[str]:
+    """Return the names of attributes that the methods of a class increase."""
+    return frozenset(
+        name
+        for base in kind.__mro__[:-1]
+        for method, member in vars(base).items()
+        if isinstance(member, types.FunctionType) and method not in _SETUP
+        for name in counted_names(member.__code__).attributes
+    )
+
+
+Owner = Any
+"""An object with the attribute, or a function with the global variable or closure variable."""
+
+
+def _variables(function: types.FunctionType, name: str) -> Any:
+    """Return the cell of a closure variable, or the dict of the global variables."""
+    names = function.__code__.co_freevars
+    cells = function.__closure__
+    return cells[names.index(name)] if cells and name in names else function.__globals__
+
+
+def is_counter(value: object) -> bool:
+    """Return whether a value can be a counter: an integer."""
+    return type(value) is int
+
+
+class Counter:
+    """An integer that is kept in step."""
+
+    value: Any = None
+
+    def get(self) -> Any:
+        """Return the value; None if there is none."""
+        return self.value
+
+    def set(self, value: Any) -> None:
+        """Set the value."""
+        self.value = value
+
+
+@final
+class CounterSlot(Counter):
+    """One counter, where the program keeps it."""
+
+    def __init__(self, owner: Owner, name: str) -> None:
+        self.name = name
+        self._held: Any  # the owner itself only if nothing else can be held
+        if isinstance(owner, types.FunctionType):
+            held = _variables(owner, name)
+            self._held = lambda: held
+        else:
+            self._held = weakref.ref(owner)
+
+    @staticmethod
+    def key(owner: Owner, name: str) -> Hashable:
+        """Return what two functions that share a counter have in common."""
+        held = _variables(owner, name) if isinstance(owner, types.FunctionType) else owner
+        return id(held), name
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the object with the counter no longer exists."""
+        return self._held() is None
+
+    @override
+    def get(self) -> Any:
+        """Return the value; None if there is none."""
+        held = self._held()
+        if isinstance(held, types.CellType):
+            try:
+                return held.cell_contents
+            except ValueError:  # the variable has been deleted
+                return None
+        return (held if type(held) is dict else getattr(held, "__dict__", {})).get(self.name)
+
+    @override
+    def set(self, value: Any) -> None:
+        """Set the value."""
+        held = self._held()
+        if isinstance(held, types.CellType):
+            held.cell_contents = value
+        elif held is not None:
+            (held if type(held) is dict else vars(held))[self.name] = value
+
+
+@final
+class CountedFunction:
+    """A function with the places of its counters, as it is sent to workers.
+
+    Args:
+        function: the function.
+        owners: number, owner and name of each counter; owners are parts of the function, and stay that in a pickle.
+        store: rebuilt on a worker as the object with ``run_counted``, which has the values of the counters there.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        owners: Sequence[tuple[int, Owner, str]],
+        store: object,
+    ) -> None:
+        self._function = function
+        self._owners = owners
+        self._store = store
+        self._slots: list[tuple[int, CounterSlot]] | None = None
+
+    @override
+    def __reduce__(self) -> tuple[object, ...]:
+        return CountedFunction, (self._function, self._owners, self._store)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the present values of its counters."""
+        if self._slots is None:
+            self._slots = [
+                (number, CounterSlot(owner, name)) for number, owner, name in self._owners
+            ]
+        store: Any = self._store
+        return store.run_counted(self._function, self._slots, (args, kwargs))
+
+
+def counted_in(function: types.FunctionType) -> Iterator[tuple[Owner, str]]:
+    """Yield the closure variables and global variables that a function counts with."""
+    names = counted_names(function.__code__)
+    for name in (*names.cells, *names.globals):
+        if is_counter(CounterSlot(function, name).get()):
+            yield function, name

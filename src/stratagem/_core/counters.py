@@ -90,7 +90,7 @@ def is_counter(value: object) -> bool:
     return type(value) is int
 
 
-class Counter:
+class StepCounter:
     """An integer that is kept in step."""
 
     value: Any = None
@@ -105,7 +105,7 @@ class Counter:
 
 
 @final
-class CounterSlot(Counter):
+class CounterSlot(StepCounter):
     """One counter, where the program keeps it."""
 
     def __init__(self, owner: Owner, name: str) -> None:

@@ -17,12 +17,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stratagem._core.counters import Counter, is_counter
+from stratagem._core.counters import StepCounter, is_counter
 from stratagem._core.torch_patches.private_api import update_scale
 from stratagem._ps.definitions import Token
 from stratagem.errors import MisuseError
 
-Stateful = Optimizer | LRScheduler | GradScaler | Counter
+Stateful = Optimizer | LRScheduler | GradScaler | StepCounter
 
 
 class SchedulerStep(NamedTuple):
@@ -82,7 +82,7 @@ def state_of(obj: Stateful) -> Any:
             {name: as_number(value) for name, value in dict.items(group) if name not in _NO_SETTING}
             for group in obj.param_groups
         ]
-    if isinstance(obj, Counter):
+    if isinstance(obj, StepCounter):
         return obj.get()
     return copy.deepcopy(obj.state_dict())
 
@@ -104,7 +104,7 @@ def load_state(obj: Stateful, state: Any) -> None:
                     set_setting(obj, number, name, settings[name])
                 else:
                     dict.pop(group, name)
-    elif isinstance(obj, Counter):
+    elif isinstance(obj, StepCounter):
         obj.set(state)
     else:
         obj.load_state_dict(copy.deepcopy(state))

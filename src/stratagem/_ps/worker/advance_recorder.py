@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from stratagem._core.context import current_replica
-from stratagem._core.counters import Counter, CounterSlot, is_counter
+from stratagem._core.counters import StepCounter, CounterSlot, is_counter
 from stratagem._core.torch_patches.private_api import refresh_scaler_state, set_stages
 from stratagem._ps.definitions import COUNTER, Token
 from stratagem._ps.training_state import (
@@ -67,7 +67,7 @@ class AdvanceRecorder:
         self._objects: dict[Token, Stateful] = {}
         self._tokens: dict[int, Token] = {}
         self._optimizers: dict[Token, Optimizer] = {}
-        self._counters: dict[Token, Counter] = {}
+        self._counters: dict[Token, StepCounter] = {}
         self._settings: dict[Token, Any] = {}  # of optimizers, when they were last looked at
         self._before: dict[Token, Any] = {}  # states to return to if the closure fails
         self._made: list[Advance] = []
@@ -103,7 +103,7 @@ class AdvanceRecorder:
         try:
             for token, state in snapshot.states.items():
                 if token[0] == COUNTER:
-                    self._counters.setdefault(token, Counter()).set(state)
+                    self._counters.setdefault(token, StepCounter()).set(state)
                 elif token in self._objects:
                     load_state(self._objects[token], state)
             for _, made in self._unsent:

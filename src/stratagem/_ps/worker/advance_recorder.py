@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from stratagem._core.context import current_replica
-from stratagem._core.counters import StepCounter, CounterSlot, is_counter
+from stratagem._core.counters import CounterSlot, StepCounter, is_counter
 from stratagem._core.torch_patches.private_api import refresh_scaler_state, set_stages
 from stratagem._ps.definitions import COUNTER, Token
 from stratagem._ps.training_state import (

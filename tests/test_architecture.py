@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     {"_strategies"},
     {"_checkpoint"},
     {"_cluster"},
+    {"_keras"},
     {"data", "cluster_resolver", "partitioners", "nn"},
     {"compat", "launch", "testing"},
     {"_demo"},
@@ -64,6 +65,7 @@ SIBLINGS: dict[str, set[str]] = {
 
 # (file, package) pairs that break a rule above, and why.
 EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("_core/keras_import.py", "_keras"): "adapts Keras when a program imports it",
     ("_core/context.py", "_strategies"): "creates the default strategy on first use",
     ("_strategies/parameter_server.py", "_cluster"): "entering the scope creates the coordinator",
     ("_ps/worker/worker_objects.py", "_ps/coordinator"): "data classes",
@@ -71,6 +73,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 
 # Files that import modules whose names are not written in them, and why.
 IMPORTS_BY_NAME: dict[str, str] = {
+    "_keras/keras_names.py": "looks for names of Keras that may be missing",
+    "_keras/keras_patches.py": "imports its own modules by name",
     "_core/torch_patches/private_api.py": "looks for names of torch that may be missing",
     "_ps/server/shard_optimizer.py": "optimizer classes arrive as dotted names and are checked",
     "_strategies/base.py": "`extended` and old spellings are implemented in compat",

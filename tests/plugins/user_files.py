@@ -1,4 +1,4 @@
-"""A directory for the user's files (the key file), so that tests leave those of the developer alone."""
+"""A directory for the user's files (the key file, Keras' settings): tests leave those of the developer alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def pytest_configure() -> None:
     """Make the directory; processes that tests start inherit it."""
     _made.append(tempfile.mkdtemp(prefix="stratagem-tests-"))
     os.environ["XDG_CONFIG_HOME"] = _made[0]
+    os.environ["KERAS_HOME"] = os.path.join(_made[0], "keras")
+    os.environ["KERAS_BACKEND"] = "torch"
+    os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = (
+        "true"  # Keras sets it, and a test may leave nothing behind
+    )
 
 
 def pytest_unconfigure() -> None:

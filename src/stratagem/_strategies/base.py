@@ -30,6 +30,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._core import (
     context,
+    keras_import,
     reduction,
     torch_patches,
     values,
@@ -76,8 +77,9 @@ class Strategy(Owner):
         config.log_as_environment_says()
         self._gradient_aggregation = gradient_aggregation
         torch_patches.install(torch_patches.STRATEGY)
-        if self._needs_replica_patches():
+        if replicas := self._needs_replica_patches():
             torch_patches.install(torch_patches.REPLICAS)
+        keras_import.prepare_keras(replicas=replicas or self.cluster_resolver is not None)
         self._threads = ReplicaThreads(type(self).__name__)
         self._finalizer = weakref.finalize(self, self._threads.close)
 
@@ -492,9 +494,5 @@ def _merge(group: ReplicaGroup, results: list[Any], rows: Sequence[int] | None) 
 
 
 def _compat(module: str) -> Any:
-    """Return a module of `compat`, which is a higher layer: the only import upwards in this package.
-
-    ``strategy.extended`` and tf.distribute's old spellings are attributes of the strategy object, but
-    belong to `compat`.
-    """
+    """Return a module of `compat`, a higher layer: it implements attributes of the strategy object."""
     return importlib.import_module(f"stratagem.compat.{module}")

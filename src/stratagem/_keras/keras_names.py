@@ -1,0 +1,74 @@
+"""The names of Keras that this package uses, found once.
+
+Public names come from ``keras``. The others are private (``keras.src``) and may move: they are looked up here only, and an
+error names the one that is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+from stratagem.errors import StratagemError
+
+TESTED = "3.15.1"
+"""The version of Keras that the tests use."""
+
+
+class KerasNames(NamedTuple):
+    """Classes and modules of Keras."""
+
+    keras: Any
+    tree: Any
+    Variable: Any
+    Layer: Any
+    Model: Any
+    Trainer: Any
+    BaseTrainer: Any
+    BaseOptimizer: Any
+    BatchNormalization: Any
+    global_state: Any
+    backend: Any
+    DataAdapter: Any
+
+
+class UnknownKeras(StratagemError, ImportError):
+    """The installed Keras lacks a name that Stratagem needs."""
+
+
+@functools.cache
+def names() -> KerasNames:
+    """Return the names; Keras must have been imported.
+
+    Raises:
+        UnknownKeras: this version of Keras has moved one of them.
+    """
+    keras = importlib.import_module("keras")
+    private = {
+        "tree": ("keras.src.tree", ""),
+        "Variable": ("keras.src.backend.torch.core", "Variable"),
+        "Layer": ("keras.src.layers.layer", "Layer"),
+        "Model": ("keras.src.models.model", "Model"),
+        "Trainer": ("keras.src.backend.torch.trainer", "TorchTrainer"),
+        "BaseTrainer": ("keras.src.trainers.trainer", "Trainer"),
+        "BaseOptimizer": ("keras.src.optimizers.base_optimizer", "BaseOptimizer"),
+        "BatchNormalization": (
+            "keras.src.layers.normalization.batch_normalization",
+            "BatchNormalization",
+        ),
+        "global_state": ("keras.src.backend.common.global_state", ""),
+        "backend": ("keras.src.backend", ""),
+        "DataAdapter": ("keras.src.trainers.data_adapters.data_adapter", "DataAdapter"),
+    }
+    found: dict[str, Any] = {}
+    for name, (module, attribute) in private.items():
+        try:
+            loaded = importlib.import_module(module)
+            found[name] = getattr(loaded, attribute) if attribute else loaded
+        except (ImportError, AttributeError) as error:
+            raise UnknownKeras(
+                f"Keras {keras.__version__} has no {module}.{attribute}: Stratagem cannot train its models. "
+                f"It is tested with Keras {TESTED}: pip install 'keras=={TESTED}'."
+            ) from error
+    return KerasNames(keras=keras, **found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -27,6 +27,7 @@ from stratagem._checkpoint.checkpoint_writer import (
     SaveOrder,
     write_checkpoint,
 )
+from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import (
     CheckpointDirectory,
     SavedCheckpoint,
@@ -245,6 +246,7 @@ class ObjectSnapshot:
     aliases: Mapping[str, str]
     random: Mapping[str, Any]
     cuts: Sequence[ServerCut] = ()
+    deltas: DeltaBase | None = None
 
     @classmethod
     def take(
@@ -254,17 +256,18 @@ class ObjectSnapshot:
         directory: Path,
         *,
         allow_pickle: bool,
+        deltas: DeltaBase | None = None,
     ) -> ObjectSnapshot:
         """Collect the state; with `copies` training may go on afterwards, else it must wait.
 
-        Parameter servers that may use `directory` keep their rows as they are now. `write` must follow.
+        With `deltas`, `write` may write only the rows that changed since the last checkpoint. Parameter servers that may use `directory` keep their rows as they are now. `write` must follow.
         """
         if current_replica() is not None:
             raise ContextError(
                 "a checkpoint was saved inside a replica. Save outside the function given to run()."
             )
         live = [value for _, value in live_in(checkpoint._objects)]
-        cuts = make_cuts(live, directory, lambda group: remote_tensors(live, group))
+        cuts = make_cuts(live, directory, lambda group: remote_tensors(live, group), deltas)
         try:
             apart = collect(checkpoint._objects, allow_pickle=allow_pickle, cuts=cuts)
             own, aliases = _without_twins(apart.tensors)
@@ -272,7 +275,7 @@ class ObjectSnapshot:
                 held = copies.of(own)
             else:
                 held = {name: _in_host_memory(tensor) for name, tensor in own.items()}
-            return cls(apart, held, aliases, read_random_state(), cuts)
+            return cls(apart, held, aliases, read_random_state(), cuts, deltas)
         except BaseException:
             for cut in cuts:
                 cut.close()
@@ -303,16 +306,24 @@ class ObjectSnapshot:
         self, directory: CheckpointDirectory, order: SaveOrder, *, show: bool
     ) -> SavedCheckpoint:
         parts = [part_of(name, tensor) for name, tensor in self.tensors.items()]
-        writers: list[PartWriter] = []
         for cut in self.cuts:
             parts += cut.local_parts(self.apart.elsewhere)
-            writers += cut.writers(self.apart.elsewhere)
-        writers.insert(0, LocalWriter(parts, aliases=self.aliases, blobs=self.apart.blobs()))
+        local = LocalWriter(parts, aliases=self.aliases, blobs=self.apart.blobs())
+        writers = self._writers(local, changed_only=False)
+        if self.deltas is not None and self.cuts and not order.final:
+            changes = self._writers(local, changed_only=True)
+            parent = self.deltas.parent_of(
+                {name: one for writer in writers for name, one in writer.tensors.items()},
+                delta_bytes=sum(writer.bytes for writer in changes),
+                full_bytes=sum(writer.bytes for writer in writers),
+            )
+            if parent is not None:
+                writers, order = changes, replace(order, parent=parent)
         content = {"objects": self.apart.skeleton, "random": dict(self.random)}
         label = f"saving step {order.step}"
         total = sum(writer.bytes for writer in writers)
         with shown_progress(label, total) if show else nullcontext() as progress:
-            return write_checkpoint(
+            saved = write_checkpoint(
                 directory,
                 order,
                 writers=writers,
@@ -320,6 +331,18 @@ class ObjectSnapshot:
                 paths=self.apart.paths,
                 progress=progress,
             )
+        if self.deltas is not None:
+            cuts = [(cut.group.variables, cut.numbers) for cut in self.cuts]
+            self.deltas.note(
+                saved, {(one, server): cut for one, made in cuts for server, cut in made.items()}
+            )
+        return saved
+
+    def _writers(self, local: PartWriter, *, changed_only: bool) -> list[PartWriter]:
+        writers = [local]
+        for cut in self.cuts:
+            writers += cut.writers(self.apart.elsewhere, changed_only=changed_only)
+        return writers
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -19,6 +19,7 @@ from stratagem import metrics as counters
 from stratagem._checkpoint import evaluations
 from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot, restore_objects
 from stratagem._checkpoint.checkpoint_writer import SaveOrder
+from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
 from stratagem._checkpoint.manifest import NAME
 from stratagem._checkpoint.retention import Best, Due, KnownCheckpoint, to_delete
@@ -55,6 +56,8 @@ class CheckpointManager(Owner):
         save_on_sigterm: after SIGTERM the next `step` saves, waits, and ends the program with
             exit code 143.
         allow_pickle: accept values of any class in states; only pickle can save and read them.
+        full_every: with parameter servers, every so many saves one holds all rows, and the others hold only
+            rows that changed since (a *delta*). 1, the default, makes every save a full one.
         on_server_loss: what happens when a parameter server is lost. ``"partial"``: its variables return to
             the newest checkpoint of this manager, and training continues. ``"rewind"``: in a loop over
             `steps`, everything returns to the newest checkpoint, and the loop repeats the steps since.
@@ -93,6 +96,7 @@ class CheckpointManager(Owner):
         best_to_keep: int = 1,
         save_on_sigterm: bool = False,
         allow_pickle: bool = False,
+        full_every: int = 1,
         on_server_loss: Literal["partial", "rewind", "raise"] = "partial",
     ) -> None:
         if on_server_loss not in ("partial", "rewind", "raise"):
@@ -104,6 +108,7 @@ class CheckpointManager(Owner):
             ("every_s", every_s),
             ("every_steps", every_steps),
             ("best_to_keep", best_to_keep),
+            ("full_every", full_every),
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value!r}: expected a positive number, or None.")
@@ -112,6 +117,7 @@ class CheckpointManager(Owner):
         self._due = Due(every_s, every_steps)
         self._best = None if keep_best is None else Best(keep_best, best_to_keep)
         self._allow_pickle = allow_pickle
+        self._deltas = DeltaBase(full_every) if full_every > 1 else None
         self._recovers = on_server_loss != "raise"
         self._rewinds = on_server_loss == "rewind"
         self._points = RecoveryPoints(is_active=on_server_loss == "partial")
@@ -254,6 +260,7 @@ class CheckpointManager(Owner):
             None if wait else self._copies,
             self.directory,
             allow_pickle=self._allow_pickle,
+            deltas=self._deltas,
         )
         handle.paused_s = time.monotonic() - handle._began
         if self._rewinds and self._points.is_mixed:

@@ -11,7 +11,7 @@ from torch import Tensor
 from stratagem._checkpoint.block_file import BlockFileWriter, TensorPart
 from stratagem._checkpoint.block_reader import BlockReader, RowsWanted
 from stratagem._checkpoint.directory import load
-from stratagem._checkpoint.manifest import Manifest
+from stratagem._checkpoint.manifest import Manifest, StoredBlock
 from stratagem._ps.server.checkpoint_parts import CheckpointAccess, RowsToRead, RowsToWrite
 from stratagem._wire.messages import BlockRef
 from stratagem.errors import CheckpointCorrupt
@@ -30,10 +30,7 @@ class ServerFiles:
             for number, part in enumerate(parts):
                 first = len(file.blocks)
                 file.add(_tensor_part(part))
-                blocks += [
-                    BlockRef(number, one.offset, one.start, one.rows, one.crc32)
-                    for one in file.blocks[first:]
-                ]
+                blocks += [_block_ref(number, one) for one in file.blocks[first:]]
             stored = file.finish()
         return stored.bytes, stored.crc32, blocks
 
@@ -70,10 +67,17 @@ def access_to(directories: Sequence[str]) -> CheckpointAccess:
     return CheckpointAccess(tuple(directories), ServerFiles())
 
 
+def _block_ref(part: int, block: StoredBlock) -> BlockRef:
+    ids = () if block.ids is None else (block.ids.offset, block.ids.crc32)
+    return BlockRef(part, block.offset, block.start, block.rows, block.crc32, *ids)
+
+
 def _tensor_part(part: RowsToWrite) -> TensorPart:
     def read(first: int, last: int) -> Tensor:
         if part.per_shard:
             return part.read(0, 1)
+        if part.ids is not None:
+            return part.read(first, last)
         return part.read(first - part.start, last - part.start)
 
     return TensorPart(
@@ -81,7 +85,8 @@ def _tensor_part(part: RowsToWrite) -> TensorPart:
         dtype=part.dtype,
         shape=() if part.per_shard else part.shape,
         start=part.start,
-        rows=part.rows,
+        rows=part.rows if part.ids is None else len(part.ids),
+        ids=None if part.ids is None else part.ids + part.start,
         read=read,
         per_shard=part.per_shard,
     )

@@ -49,13 +49,17 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class RemoteTensor(StoredElsewhere):
-    """A tensor on parameter servers; stands in a state dict in place of the tensor."""
+    """A tensor on parameter servers; stands in a state dict in place of the tensor.
+
+    `has_rows_of_variable`: optimizer state in which a row belongs to the same row of the variable.
+    """
 
     servers: ServerGroup
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     per_shard: bool = False
+    has_rows_of_variable: bool = False
 
     def parts_on(self, server: int, name: str) -> Iterator[PartRef]:
         """Yield the parts that one server has."""

@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
+import msgspec
 import torch
 from typing_extensions import override
 
 from stratagem._checkpoint.block_file import Progress, TensorPart
 from stratagem._checkpoint.checkpoint_writer import FileReport
-from stratagem._checkpoint.directory import SavedCheckpoint
-from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredTensor
+from stratagem._checkpoint.delta_base import DeltaBase
+from stratagem._checkpoint.directory import SavedCheckpoint, chain_of
+from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds, StoredTensor
 from stratagem._checkpoint.server_group import (
     Piece,
     RemoteTensor,
@@ -43,6 +45,9 @@ from stratagem.errors import CheckpointError, ParameterServerLost, WireError
 
 _log = logging.getLogger("stratagem.checkpoint")
 
+_ID_BYTES: Final = 8
+"""Of the number of a changed row."""
+
 
 @final
 class ServerCut(Owner):
@@ -53,6 +58,7 @@ class ServerCut(Owner):
         variables: numbers of the variables, by server.
         directory: directory of the checkpoints.
         probe: a file in it.
+        deltas: the checkpoint that a delta may be built on.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class ServerCut(Owner):
         variables: Mapping[int, Sequence[int]],
         directory: Path,
         probe: str,
+        deltas: DeltaBase | None = None,
     ) -> None:
         self.group = group
         self._made: dict[int, messages.CutMade] = group.ask(
@@ -69,6 +76,8 @@ class ServerCut(Owner):
                     variables=tuple(variables.get(server, ())),
                     directory=str(directory),
                     probe=probe,
+                    track=deltas is not None,
+                    base=0 if deltas is None else deltas.cut_of(group.variables, server),
                 )
                 for server in group.connections
             }
@@ -107,13 +116,14 @@ class ServerCut(Owner):
         present = tuple(one for one, here in zip(pieces, has, strict=True) if here)
         dtype = dtype_from(first.dtype)
         if where.is_sharded and of_rows:
-            made = RemoteTensor(self.group, dtype, where.shape, present)
+            made = RemoteTensor(self.group, dtype, where.shape, present, has_rows_of_variable=True)
         elif where.is_sharded:
             made = RemoteTensor(self.group, dtype, (), present, per_shard=True)
         else:
             rows = first.shape[0] if first.shape else 1
             whole = Piece(pieces[0].server, pieces[0].variable, 0, rows, optimizer, key)
-            return RemoteTensor(self.group, dtype, first.shape, (whole,))
+            same = bool(first.shape) and first.shape == where.shape
+            return RemoteTensor(self.group, dtype, first.shape, (whole,), has_rows_of_variable=same)
         for one, here in zip(pieces, has, strict=True):
             if not here:  # no gradient has reached this shard yet: its state would be zeros
                 self.zeros.append((made, one.start, one.rows))
@@ -128,7 +138,14 @@ class ServerCut(Owner):
             if id(tensor) in name_of
         ]
 
-    def writers(self, remote: Mapping[str, RemoteTensor]) -> list[ServerWriter]:
+    @property
+    def numbers(self) -> dict[int, int]:
+        """Numbers of the cut on each server."""
+        return {server: made.cut for server, made in self._made.items()}
+
+    def writers(
+        self, remote: Mapping[str, RemoteTensor], *, changed_only: bool = False
+    ) -> list[ServerWriter]:
         """Return one writer for every server that has rows of these tensors."""
         own = {name: one for name, one in remote.items() if one.servers is self.group}
         first: dict[Any, str] = {}
@@ -145,6 +162,8 @@ class ServerCut(Owner):
                 if name not in aliases
                 for part in tensor.parts_on(server, name)
             ]
+            if changed_only:
+                parts = [_only_changed(part, made, own[part.tensor]) for part in parts]
             if parts:
                 writers.append(ServerWriter(self.group, server, made, parts, own, aliases))
         return writers
@@ -153,7 +172,9 @@ class ServerCut(Owner):
         self, saved: SavedCheckpoint, remote: Mapping[str, RemoteTensor]
     ) -> RecoveryPoint:
         """Return the orders by which a lost server is restored from the checkpoint of this cut."""
-        chain = ((str(saved.path.resolve()), saved.manifest.identity),)
+        chain = tuple(
+            (str(path.resolve()), manifest.identity) for path, manifest in chain_of(saved)
+        )
         orders = {}
         for server in self._made:
             parts = [
@@ -177,6 +198,14 @@ class ServerCut(Owner):
             except (WireError, ParameterServerLost) as error:
                 _log.debug("%s did not end its cut: %s", connection.task, error)
         self.group.close()
+
+
+def _only_changed(part: PartRef, made: messages.CutMade, tensor: RemoteTensor) -> PartRef:
+    """Return a part restricted to changed rows, if it consists of rows of a variable and few were changed."""
+    of_rows = not part.per_shard and bool(tensor.shape)
+    if of_rows and (not part.key or tensor.has_rows_of_variable) and part.variable in made.changed:
+        return msgspec.structs.replace(part, changed_only=True)
+    return part
 
 
 def _zeros(name: str, tensor: RemoteTensor, start: int, rows: int) -> TensorPart:
@@ -222,10 +251,14 @@ class ServerWriter:
     @property
     def bytes(self) -> int:
         """About how much it will write."""
-        return sum(
-            self._tensors[part.tensor].row_bytes * (1 if part.per_shard else part.rows)
-            for part in self._parts
-        )
+        total = 0
+        for part in self._parts:
+            size = self._tensors[part.tensor].row_bytes
+            if part.changed_only:
+                total += (size + _ID_BYTES) * self._made.changed[part.variable]
+            else:
+                total += size * (1 if part.per_shard else part.rows)
+        return total
 
     def write(self, path: Path, progress: Progress | None) -> FileReport:
         """Have the server write a block file and flush it to disk."""
@@ -255,6 +288,7 @@ class ServerWriter:
                     one.start,
                     one.rows,
                     one.crc32,
+                    None if one.ids_offset < 0 else StoredIds(one.ids_offset, one.ids_crc32),
                 )
                 for one in report.blocks
             ),
@@ -281,6 +315,7 @@ def make_cuts(
     values: Sequence[Any],
     directory: Path,
     wanted: Callable[[ServerGroup], Sequence[RemoteTensor]],
+    deltas: DeltaBase | None = None,
 ) -> list[ServerCut]:
     """Make a cut on the servers of all strategies that hold some of the objects.
 
@@ -288,6 +323,7 @@ def make_cuts(
         values: the live objects of a checkpoint.
         directory: directory of the checkpoints.
         wanted: returns the tensors of a group's servers that are to be saved.
+        deltas: the checkpoint that a delta may be built on.
     """
     directory = directory.resolve()
     cuts: list[ServerCut] = []
@@ -305,7 +341,7 @@ def make_cuts(
                 for tensor in wanted(group):
                     for piece in tensor.pieces:
                         variables.setdefault(piece.server, []).append(piece.variable)
-                cuts.append(ServerCut(group, variables, directory, probe))
+                cuts.append(ServerCut(group, variables, directory, probe, deltas))
         except BaseException:
             group.close()
             for cut in cuts:

@@ -113,3 +113,15 @@ class StoreManifest:
     optimizers: tuple[OptimizerRecord, ...]
     state: tuple[StateRecord, ...]
     ledger: LedgerRecord
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Numbers about a store, for metrics and `repr`."""
+
+    variables: int
+    optimizers: int
+    bytes: int
+    applied: int
+    duplicates: int
+    fenced: int

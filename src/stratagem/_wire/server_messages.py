@@ -312,12 +312,15 @@ class MakeCut(Message, frozen=True):
     """Keep the rows of these variables, and of optimizer state for them, as they are now, until EndCut.
 
     `probe`: a file that the sender made in `directory`. A server that does not see it does not share the file
-    system and makes no cut.
+    system and makes no cut. `track`: mark the rows that are written from now on. `base`: the earlier cut whose
+    changes are asked for; 0 for none.
     """
 
     variables: tuple[int, ...]
     directory: str
     probe: str
+    track: bool = False
+    base: int = 0
 
 
 class CutItem(Record, frozen=True):
@@ -332,9 +335,13 @@ class CutItem(Record, frozen=True):
 
 
 class CutMade(Message, frozen=True):
-    """Answer to MakeCut; with `refused`, why no cut was made. `facts`: versions and applied writes, for JSON."""
+    """Answer to MakeCut; with `refused`, why no cut was made. `facts`: versions and applied writes, for JSON.
+
+    `changed`: number of rows written since the base, by variable; variables without it count as written whole.
+    """
 
     cut: int = 0
+    changed: Mapping[int, int] = msgspec.field(default_factory=dict)
     items: tuple[CutItem, ...] = ()
     facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
     refused: str = ""
@@ -344,7 +351,7 @@ class PartRef(Record, frozen=True):
     """Rows of one tensor of a checkpoint that a server holds: a variable's, or optimizer state's with a `key`.
 
     `shape` is that of the whole tensor, `start` the first row here, `rows` their number. `per_shard`: a number that
-    every shard has; the rows are those of the shard.
+    every shard has; the rows are those of the shard. `changed_only`: write only rows changed since the base of the cut.
     """
 
     tensor: str
@@ -355,6 +362,7 @@ class PartRef(Record, frozen=True):
     optimizer: int = 0
     key: str = ""
     per_shard: bool = False
+    changed_only: bool = False
 
 
 class WriteCut(Message, frozen=True):
@@ -395,13 +403,15 @@ class AskTransfer(Message, frozen=True):
 
 
 class BlockRef(Record, frozen=True):
-    """A written block: number of its part, place in the file, rows and checksum."""
+    """A written block: number of its part, place in the file, rows and checksum; of changed rows, their numbers'."""
 
     part: int
     offset: int
     start: int
     rows: int
     crc32: int
+    ids_offset: int = -1
+    ids_crc32: int = 0
 
 
 class Transfer(Message, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._owner import Owner
-from stratagem._ps.server.cut import Cut
+from stratagem._ps.server.cut import Cut, CutTensor
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.store_records import LedgerRecord
 from stratagem._ps.types import StateEntry
@@ -33,7 +34,10 @@ _BLOCK_FILE: Final = re.compile(r"__[0-9]+_0\.distcp")
 
 @dataclass(frozen=True)
 class RowsToWrite:
-    """Rows of one tensor that go into a file; ``read(first, last)`` counts rows of the shard."""
+    """Rows of one tensor that go into a file; ``read(first, last)`` counts rows of the shard.
+
+    With `ids` (ascending) only these rows of the shard, and ``read`` counts positions in `ids`.
+    """
 
     tensor: str
     dtype: torch.dtype
@@ -42,6 +46,7 @@ class RowsToWrite:
     rows: int
     per_shard: bool
     read: Callable[[int, int], Tensor]
+    ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class SessionCheckpoints(Owner):
         self._store = store
         self._access = access
         self._cut: Cut | None = None
-        self._number = 0
+        self._changed: dict[int, Tensor] = {}  # rows written since the base of the cut
+        # At random, so that a number of an earlier process is not taken for one of this one.
+        self._number = secrets.randbits(48)
         self._transfer: _Transfer | None = None
 
     def make_cut(self, message: messages.MakeCut) -> messages.CutMade:
@@ -115,6 +122,7 @@ class SessionCheckpoints(Owner):
         wanted = set(message.variables)
         self._cut = self._store.begin_cut(wanted)
         self._number += 1
+        self._note_changes(message)
         described = self._store.describe()
         items = tuple(
             CutItem(one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value)
@@ -125,7 +133,20 @@ class SessionCheckpoints(Owner):
             "versions": {str(number): v for number, v in self._store.versions(wanted).items()},
             "ledger": plain_ledger(described.ledger),
         }
-        return messages.CutMade(cut=self._number, items=items, facts=facts)
+        changed = {variable: len(ids) for variable, ids in self._changed.items()}
+        return messages.CutMade(cut=self._number, items=items, facts=facts, changed=changed)
+
+    def _note_changes(self, message: messages.MakeCut) -> None:
+        rows = self._store.changed_rows
+        self._changed = {}
+        if message.base:
+            rows.forget_before(message.base)
+            for variable in message.variables:
+                ids = rows.since(message.base, variable)
+                if ids is not None:
+                    self._changed[variable] = ids
+        if message.track:
+            rows.begin(self._number, message.variables)
 
     def write_cut(self, message: messages.WriteCut) -> None:
         """Begin to write a cut.
@@ -144,6 +165,7 @@ class SessionCheckpoints(Owner):
         parts = []
         for part in message.parts:
             one = cut.tensors[part.variable, part.optimizer, part.key]
+            ids = self._changed.get(part.variable) if part.changed_only else None
             parts.append(
                 RowsToWrite(
                     part.tensor,
@@ -152,7 +174,8 @@ class SessionCheckpoints(Owner):
                     part.start,
                     part.rows,
                     part.per_shard,
-                    one.read,
+                    one.read if ids is None else _reader_of(one, ids),
+                    ids,
                 )
             )
         cut.begin_reading()
@@ -256,6 +279,11 @@ class SessionCheckpoints(Owner):
             self._store.tensor_of(
                 part.variable, part.optimizer, part.key
             )  # raises if one is missing
+
+
+def _reader_of(one: CutTensor, ids: Tensor) -> Callable[[int, int], Tensor]:
+    """Return a function that reads changed rows by their positions in `ids`."""
+    return lambda first, last: one.read_ids(ids[first:last], is_last=last == len(ids))
 
 
 @final

@@ -153,6 +153,16 @@ class CutTensor:
             self._cut.reading().notify_all()
         return rows
 
+    def read_ids(self, ids: Tensor, *, is_last: bool) -> Tensor:
+        """Return these rows as they were; later calls ask for later rows, and `is_last` for the last ones."""
+        with self._cut.reading():
+            first = self._read
+            self._read = self._count if is_last or not len(ids) else int(ids[-1]) + 1
+            rows = self._locked_ids(ids)
+            self._locked_free(first, self._read)
+            self._cut.reading().notify_all()
+        return rows
+
     def locked_protect(self, ids: Tensor | None, room: int | None) -> bool:
         """Copy rows aside; return False if they need more than `room` bytes."""
         if self._is_copy or self._rest is not None or self._read >= self._count:
@@ -218,6 +228,20 @@ class CutTensor:
         rows = self._buffer[: last - first].copy_(self._rows[first:last])
         for bucket in range(first // self._bucket_rows, (last - 1) // self._bucket_rows + 1):
             self._locked_put_back(bucket, first, last, rows)
+        return rows
+
+    def _locked_ids(self, ids: Tensor) -> Tensor:
+        if self._rest is not None:
+            return self._rest.index_select(0, ids - self._rest_from)
+        rows = self._rows.index_select(0, ids)
+        if self._is_copy or not len(ids):
+            return rows
+        low, high = (one // self._bucket_rows for one in ids[[0, -1]].tolist())
+        for bucket in range(low, high + 1):
+            for some, values in self._buckets.get(bucket, ()):
+                place = torch.searchsorted(ids, some).clamp_(max=len(ids) - 1)
+                found = ids[place] == some
+                rows[place[found]] = values[found]
         return rows
 
     def _locked_put_back(self, bucket: int, first: int, last: int, rows: Tensor) -> None:

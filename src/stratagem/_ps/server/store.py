@@ -24,6 +24,7 @@ from typing_extensions import override
 from stratagem._ps import store_records as records
 from stratagem._ps.init_ops import initialise
 from stratagem._ps.rows import take_rows
+from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut, Key
 from stratagem._ps.server.ledger import Admission, WriteLedger
 from stratagem._ps.server.row_operations import (
@@ -35,7 +36,13 @@ from stratagem._ps.server.row_operations import (
 )
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.server.state_memory import bytes_held
-from stratagem._ps.store_records import Block, StateRecord, StoreManifest, VariableRecord
+from stratagem._ps.store_records import (
+    Block,
+    StateRecord,
+    StoreManifest,
+    StoreStats,
+    VariableRecord,
+)
 from stratagem._ps.types import (
     Gradient,
     GroupSpec,
@@ -59,18 +66,6 @@ class StoredVariable:
     name: str
     tensor: Tensor
     version: int = 0
-
-
-@dataclass(slots=True)
-class StoreStats:
-    """Numbers about a store, for metrics and `repr`."""
-
-    variables: int
-    optimizers: int
-    bytes: int
-    applied: int
-    duplicates: int
-    fenced: int
 
 
 def _plain_allocate(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -112,6 +107,7 @@ class VariableStore:
         self._optimizers: dict[int, ServerOptimizer] = {}
         self._ledger = WriteLedger()
         self._cut: Cut | None = None
+        self.changed_rows = ChangedRows()
 
     # Which writes are applied.
 
@@ -224,7 +220,7 @@ class VariableStore:
         check_ids(ids, stored.tensor, stored.name)
         values = expand_values(values, ids, stored.tensor, stored.name)
         if ids.numel():
-            if self._cut is not None:
+            if self._is_watched:
                 self._before_write(variable, torch.unique(ids))
             scatter_rows(stored.tensor, operation, ids, values)
         return self._count_write(stored)
@@ -263,6 +259,7 @@ class VariableStore:
         previous = self._optimizers.get(optimizer)
         if previous is not None:
             made.adopt_state(previous)
+        self.changed_rows.mark_all(parameters)
         self._optimizers[optimizer] = made
         self._count_state(optimizer)
 
@@ -281,7 +278,7 @@ class VariableStore:
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
                 check_ids(gradient.ids, variable.tensor, variable.name)
-        if self._cut is not None:
+        if self._is_watched:
             for gradient in gradients:
                 rows_only = stepper.touches_rows_only(gradient)
                 self._before_write(gradient.variable, gradient.ids if rows_only else None)
@@ -307,6 +304,7 @@ class VariableStore:
         variables = {one.variable for one in entries}
         before = found.state_bytes(variables)
         self._budget.check(max(0, sum(bytes_held(one.value) for one in entries) - before))
+        self.changed_rows.mark_all(variables)
         found.load_state(entries)
         self._count_state(optimizer, found.state_bytes(variables) - before)
 
@@ -359,7 +357,13 @@ class VariableStore:
             self._cut.close()
             self._cut = None
 
+    @property
+    def _is_watched(self) -> bool:
+        return self._cut is not None or self.changed_rows.is_active
+
     def _before_write(self, variable: int, ids: Tensor | None = None) -> None:
+        if self.changed_rows.is_active and variable in self._variables:
+            self.changed_rows.mark(variable, ids, self._variables[variable].tensor)
         if self._cut is not None:
             self._cut.before_write(variable, ids)
 
@@ -445,8 +449,6 @@ class VariableStore:
         self._optimizers.clear()
         self._budget.change(-sum(self._state_bytes.values()))
         self._state_bytes.clear()
-
-    # Numbers.
 
     def stats(self) -> StoreStats:
         """Return numbers about the store."""

@@ -1,0 +1,56 @@
+"""The checkpoint that the next delta is built on, and the decision between a delta and a full save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from stratagem._checkpoint.directory import SavedCheckpoint
+from stratagem._checkpoint.manifest import NAME, StoredTensor
+from stratagem._checkpoint.retention import write_full
+
+
+@final
+class DeltaBase:
+    """The last checkpoint of a manager, and the cuts of the servers that it was written from.
+
+    Args:
+        full_every: every so many saves, one is full.
+    """
+
+    def __init__(self, full_every: int) -> None:
+        self._full_every = full_every
+        self._parent: SavedCheckpoint | None = None
+        self._deltas = 0
+        self._cuts: dict[tuple[Any, int], int] = {}
+
+    def cut_of(self, variables: Any, server: int) -> int:
+        """Return the number of a server's cut in the last checkpoint; 0 if there was none."""
+        return self._cuts.get((variables, server), 0)
+
+    def parent_of(
+        self, tensors: Mapping[str, StoredTensor], *, delta_bytes: int, full_bytes: int
+    ) -> SavedCheckpoint | None:
+        """Return the checkpoint that the next save is to be built on; None for a full save.
+
+        A delta has the same tensors as its parent.
+        """
+        parent = self._parent
+        if (
+            parent is None
+            or dict(parent.manifest.tensors) != dict(tensors)
+            or not (parent.path / NAME).exists()
+            or write_full(
+                deltas_since_full=self._deltas,
+                full_every=self._full_every,
+                delta_bytes=delta_bytes,
+                full_bytes=full_bytes,
+            )
+        ):
+            return None
+        return parent
+
+    def note(self, saved: SavedCheckpoint, cuts: Mapping[tuple[Any, int], int]) -> None:
+        """Note a complete checkpoint, and the cuts it was written from."""
+        self._deltas = self._deltas + 1 if saved.manifest.is_delta else 0
+        self._parent, self._cuts = saved, dict(cuts)

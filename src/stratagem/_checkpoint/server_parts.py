@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, final
 
-import msgspec
 import torch
 from typing_extensions import override
 
@@ -204,7 +203,7 @@ def _only_changed(part: PartRef, made: messages.CutMade, tensor: RemoteTensor) -
     """Return a part restricted to changed rows, if it consists of rows of a variable and few were changed."""
     of_rows = not part.per_shard and bool(tensor.shape)
     if of_rows and (not part.key or tensor.has_rows_of_variable) and part.variable in made.changed:
-        return msgspec.structs.replace(part, changed_only=True)
+        return part.of_changed_rows()
     return part
 
 

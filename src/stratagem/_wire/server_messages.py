@@ -364,6 +364,10 @@ class PartRef(Record, frozen=True):
     per_shard: bool = False
     changed_only: bool = False
 
+    def of_changed_rows(self) -> PartRef:
+        """Return the same part with `changed_only`."""
+        return msgspec.structs.replace(self, changed_only=True)
+
 
 class WriteCut(Message, frozen=True):
     """Write the parts of a cut to a file. The answer comes at once; AskTransfer asks for the result."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import builtins
 import functools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +131,114 @@ def test_publishing_sends_changes_that_were_made_behind_torch(
     assert run(alone, read) == 0.25
     with pytest.raises(sg.errors.ForeignParameterError, match="publish got ReLU"):
         alone.strategy.publish(nn.ReLU())
+
+
+MODULES = {
+    "odd": """
+import builtins, threading
+import even
+
+plain = builtins.print
+lock = threading.Lock()
+factor = 3.0
+
+
+def quiet(*args, **kwargs):
+    pass
+
+
+builtins.print = quiet
+
+
+def scaled(x):
+    print("not shown")
+    return even.halved(x) * factor
+
+
+def locked():
+    with lock:
+        return 1
+""",
+    "even": """
+import odd
+
+
+def halved(x):
+    return x / 2 if odd.factor else x
+""",
+    "script": """
+import threading
+import torch
+from torch import nn
+import stratagem as sg
+import odd
+
+log = open(__file__)
+lock = threading.Lock()
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(self.layer.weight)
+        self.layer.register_forward_hook(lambda module, given, found: found * 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Model(Base):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Wrapper:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return odd.scaled(self.model(x).sum())
+
+
+def main():
+    with sg.LocalCluster(workers=1, ps=1) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                wrapper = Wrapper(Model())
+            step = lambda x: wrapper(x).item()
+            odd.plain(coordinator.schedule(step, args=(torch.ones(1, 2),)).fetch(timeout_s=60))
+            try:
+                coordinator.schedule(lambda: odd.locked()).get(timeout_s=60)
+            except TypeError as error:
+                odd.plain(error)
+            try:
+                coordinator.schedule(lambda: lock.locked())
+            except TypeError as error:
+                odd.plain(error)
+
+
+if __name__ == "__main__":
+    main()
+""",
+}
+
+
+def test_a_script_with_variables_that_cannot_be_pickled(tmp_path: Path) -> None:
+    """``python script.py``: modules that import each other travel with the variables that functions use."""
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 2,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert first == "7.5"
+    assert second.startswith("odd.locked was not sent to the workers: cannot pickle '_thread.lock'")
+    assert "→ lock" in third

@@ -11,7 +11,6 @@ import hashlib
 import io
 import math
 import pickle
-import pkgutil
 import re
 import sys
 import types
@@ -25,6 +24,13 @@ from typing_extensions import override
 
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import AnyTensorRef, Packed, PackedTensor, SparseRef, TensorRef
+from stratagem._wire.user_modules import (
+    fill_module,
+    find_by_name,
+    importable_name,
+    sendable_variables,
+    variables_of,
+)
 from stratagem.errors import ProtocolError
 
 INLINE_BYTES: Final = 512
@@ -212,39 +218,16 @@ _TENSOR = 0
 _HANDLE = 1
 
 
-def find_by_name(name: str) -> Any:
-    """Return a module, or an attribute of one, by its dotted name.
-
-    Example:
-        >>> find_by_name("torch.ops.aten") is torch.ops.aten
-        True
-    """
-    found = sys.modules.get(name)
-    return pkgutil.resolve_name(name) if found is None else found
-
-
-def _importable_name(obj: object) -> str | None:
-    """Return the name of an object that pickle does not find by name, but a worker does.
-
-    These are modules of a class of their own (``torch.ops``, ``torch.backends.cudnn``), and builtin functions whose
-    name the program has given to another function (``builtins.print = …``).
-    """
-    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-        try:
-            return obj.__name__ if find_by_name(obj.__name__) is obj else None
-        except (ImportError, AttributeError, ValueError):  # it has no such name, or no valid one
-            return None
-    if type(obj) is types.BuiltinFunctionType and isinstance(obj.__self__, types.ModuleType):
-        is_replaced = getattr(obj.__self__, obj.__name__, obj) is not obj
-        return f"{obj.__self__.__name__}.{obj.__name__}" if is_replaced else None
-    return None
-
-
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
     """Pickles everything by value or name, except tensors (buffers) and handles (tokens)."""
 
     def __init__(
-        self, file: io.BytesIO, outgoing: Outgoing, describe: Describe | None, raw: list[int]
+        self,
+        file: io.BytesIO,
+        outgoing: Outgoing,
+        describe: Describe | None,
+        raw: list[int],
+        states: dict[int, dict[str, Any]] | None = None,
     ) -> None:
         def set_aside(buffer: pickle.PickleBuffer) -> bool:
             with buffer.raw() as memory:
@@ -260,15 +243,37 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._kept: list[object] = []  # ids in _numbers stay valid while we hold the objects
         self.tensors: list[PackedTensor] = []
         self.classes: list[type] = []  # those that are packed by value
+        self._states = (
+            states  # by id of a module: its variables that can be pickled; None: send all
+        )
 
     def reducer_override(self, obj: object) -> Any:
-        name = _importable_name(obj)
+        name = importable_name(obj)
         if name is not None:
             return find_by_name, (name,)
+        if type(obj) is types.ModuleType and obj.__name__ in _SENT_BY_VALUE:
+            state = variables_of(obj) if self._states is None else self._sendable(obj)
+            return types.ModuleType, (obj.__name__,), state, None, None, fill_module
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and reduced is not NotImplemented:
             self.classes.append(obj)
         return reduced
+
+    def _sendable(self, module: types.ModuleType) -> dict[str, Any]:
+        states = self._states
+        assert states is not None
+
+        def reason(value: object) -> str | None:
+            try:
+                _Pickler(io.BytesIO(), Outgoing(), self._describe, [], states).dump(value)
+            except Exception as error:  # noqa: BLE001 - the user's own code
+                return str(error)
+            return None
+
+        if id(module) not in states:
+            states[id(module)] = {}  # modules may refer to each other
+            states[id(module)] = sendable_variables(module, reason)
+        return states[id(module)]
 
     def persistent_id(self, obj: object) -> tuple[int, object] | None:
         kind = type(obj)
@@ -349,10 +354,17 @@ def pack(
         >>> back["f"](int(back["x"][41]))
         42
     """
-    file = io.BytesIO()
-    raw: list[int] = []
-    pickler = _Pickler(file, outgoing, describe, raw)
-    pickler.dump(obj)
+    before = len(outgoing.buffers)
+    try:
+        file, raw = io.BytesIO(), list[int]()
+        pickler = _Pickler(file, outgoing, describe, raw)
+        pickler.dump(obj)
+    except Exception:
+        # Variables of modules that cannot be pickled are left out: the function may not use them.
+        del outgoing.buffers[before:]
+        file, raw = io.BytesIO(), []
+        pickler = _Pickler(file, outgoing, describe, raw, {})
+        pickler.dump(obj)
     if classes is not None:
         classes += pickler.classes
     payload, body = file.getvalue(), -1
@@ -387,6 +399,9 @@ class LocalBuffers:
         return memoryview(self._buffers[index])
 
 
+_SENT_BY_VALUE: set[str] = set()  # names of the user's modules
+
+
 def ship_by_value(module: types.ModuleType) -> None:
     """From now on functions and classes of this module travel by value, not by name.
 
@@ -399,6 +414,7 @@ def ship_by_value(module: types.ModuleType) -> None:
     """
     if sys.modules.get(module.__name__) is module:
         cloudpickle.register_pickle_by_value(module)
+        _SENT_BY_VALUE.add(module.__name__)
 
 
 def digest_of(packed: Packed, buffers: Sequence[Buffer] = ()) -> bytes:

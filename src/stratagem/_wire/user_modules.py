@@ -1,0 +1,113 @@
+"""Modules, as they are sent to workers: those of the user's program by value, others by name."""
+
+from __future__ import annotations
+
+import builtins
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+_KEPT = frozenset({"__name__", "__doc__", "__file__", "__package__"})
+
+
+class NotSent:
+    """Stands, on a worker, for a variable of a module that cannot be pickled. Every use of it raises an error.
+
+    Args:
+        name: module and name of the variable.
+        reason: why it cannot be pickled.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.__dict__.update(name=name, reason=reason)
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        held = self.__dict__
+        raise TypeError(
+            f"{held['name']} was not sent to the workers: {held['reason']}. Create it inside the function, or "
+            "with create_per_worker_resource."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":  # pickle and inspect look for such names
+            raise AttributeError(name)
+        self._refuse()
+
+    __call__ = __enter__ = __exit__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+    __getitem__ = __setitem__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{self.__dict__['name']}, not sent>"
+
+
+def fill_module(module: types.ModuleType, state: Mapping[str, Any]) -> None:
+    """Give a module its variables.
+
+    Example:
+        >>> made = types.ModuleType("made")
+        >>> fill_module(made, {"rate": 0.5})
+        >>> made.rate
+        0.5
+    """
+    module.__dict__.update(state)
+    module.__dict__["__builtins__"] = builtins.__dict__
+
+
+def variables_of(module: types.ModuleType) -> dict[str, Any]:
+    """Return the variables of a module that are sent."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name in _KEPT or not (name[:2] == "__" and name[-2:] == "__")
+    }
+
+
+def sendable_variables(
+    module: types.ModuleType, reason_not_to_send: Callable[[Any], str | None]
+) -> dict[str, Any]:
+    """Return the variables of a module, a `NotSent` in place of each one that cannot be sent.
+
+    Args:
+        module: the module.
+        reason_not_to_send: returns why a value cannot be pickled, None if it can.
+    """
+    found = variables_of(module)
+    for name, value in found.items():
+        reason = reason_not_to_send(value)
+        if reason is not None:
+            found[name] = NotSent(f"{module.__name__}.{name}", reason)
+    return found
+
+
+def find_by_name(name: str) -> Any:
+    """Return a module, or an attribute of one, by its dotted name.
+
+    Example:
+        >>> import torch
+        >>> find_by_name("torch.ops.aten") is torch.ops.aten
+        True
+    """
+    found = sys.modules.get(name)
+    return pkgutil.resolve_name(name) if found is None else found
+
+
+def importable_name(obj: object) -> str | None:
+    """Return the name of an object that pickle does not find by name, but a worker does.
+
+    These are modules of a class of their own (``torch.ops``, ``torch.backends.cudnn``), and builtin functions whose
+    name the program has given to another function (``builtins.print = …``).
+    """
+    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        try:
+            return obj.__name__ if find_by_name(obj.__name__) is obj else None
+        except (ImportError, AttributeError, ValueError):  # it has no such name, or no valid one
+            return None
+    if type(obj) is types.BuiltinFunctionType and isinstance(obj.__self__, types.ModuleType):
+        is_replaced = getattr(obj.__self__, obj.__name__, obj) is not obj
+        return f"{obj.__self__.__name__}.{obj.__name__}" if is_replaced else None
+    return None

@@ -55,6 +55,34 @@ def test_a_builtin_that_the_program_replaced_is_sent_by_name(
     assert run(alone, use) == 3
 
 
+def test_a_class_of_an_extension_under_another_name_is_sent_by_name(
+    alone: sg.ClusterCoordinator,
+) -> None:
+    kept = [torch.nn.attention.SDPBackend.MATH]
+
+    def use() -> bool:
+        return kept[0] == torch.nn.attention.SDPBackend.MATH
+
+    assert run(alone, use)
+
+
+class Demanding(nn.Module):
+    """Its ``__new__`` expects an argument, which pickle does not give."""
+
+    def __new__(cls, size: int) -> Demanding:
+        return super().__new__(cls)
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, 1)
+
+
+def test_a_module_whose_class_expects_arguments_of_new(alone: sg.ClusterCoordinator) -> None:
+    with alone.strategy.scope():
+        model = Demanding(3)
+    assert run(alone, lambda: model.layer.in_features) == 3
+
+
 class Holder:
     """Has something that stays in its process."""
 

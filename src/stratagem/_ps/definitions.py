@@ -124,6 +124,15 @@ class ForgetObjects:
     tokens: tuple[Token, ...]
 
 
+def make_module(kind: type[nn.Module]) -> nn.Module:
+    """Return an empty module; its class may have a ``__new__`` that expects arguments."""
+    try:
+        made: nn.Module = vars(copyreg)["__newobj__"](kind)
+    except TypeError:
+        made = object.__new__(kind)
+    return made
+
+
 def make_parametrized(plain: type[nn.Module], names: Sequence[str]) -> nn.Module:
     """Return an empty module of a class whose tensors of these names are computed."""
     module: nn.Module = vars(copyreg)["__newobj__"](plain)

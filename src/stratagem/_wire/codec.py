@@ -359,7 +359,7 @@ def pack(
         file, raw = io.BytesIO(), list[int]()
         pickler = _Pickler(file, outgoing, describe, raw)
         pickler.dump(obj)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the user's own code; the second attempt raises it again
         # Variables of modules that cannot be pickled are left out: the function may not use them.
         del outgoing.buffers[before:]
         file, raw = io.BytesIO(), []

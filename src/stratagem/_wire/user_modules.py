@@ -99,9 +99,17 @@ def find_by_name(name: str) -> Any:
 def importable_name(obj: object) -> str | None:
     """Return the name of an object that pickle does not find by name, but a worker does.
 
-    These are modules of a class of their own (``torch.ops``, ``torch.backends.cudnn``), and builtin functions whose
-    name the program has given to another function (``builtins.print = …``).
+    These are modules of a class of their own (``torch.ops``, ``torch.backends.cudnn``), builtin functions whose
+    name the program has given to another function (``builtins.print = …``), and classes of extension modules under
+    another name (``torch.nn.attention.SDPBackend``).
     """
+    if type(obj).__name__ == "pybind11_type":
+        kind: Any = obj
+        module = sys.modules.get(kind.__module__)
+        if getattr(module, kind.__qualname__, None) is not obj:
+            names = [name for name, value in vars(module).items() if value is obj] if module else []
+            return f"{kind.__module__}.{names[0]}" if names else None
+        return None
     if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
         try:
             return obj.__name__ if find_by_name(obj.__name__) is obj else None

@@ -7,6 +7,7 @@ and its dicts of hooks. A class, whose methods may change, has itself as its onl
 
 from __future__ import annotations
 
+import copyreg
 import operator
 import weakref
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from stratagem._ps.definitions import (
     Entry,
     ModuleDefinition,
     ModuleState,
+    make_module,
     make_parametrized,
 )
 from stratagem._ps.optimizer_settings import own_attributes, plain_settings, settings_of
@@ -53,7 +55,10 @@ def define_module(module: nn.Module) -> Sequence[object]:
         made, state = ModuleDefinition(make_parametrized, class_of(module)), vars(module)
     else:
         reduced: Any = module.__reduce_ex__(4)
-        made, state = ModuleDefinition(*reduced[:2]), reduced[2] if len(reduced) > 2 else None
+        make, arguments = reduced[:2]
+        if make is vars(copyreg)["__newobj__"] and len(arguments) == 1:
+            make = make_module
+        made, state = ModuleDefinition(make, arguments), reduced[2] if len(reduced) > 2 else None
     if (
         type(state) is dict
     ):  # plain dicts of members: others would ask the servers for current values

@@ -95,10 +95,11 @@ GATES: dict[str, set[str]] = {
         "_wire/server_messages.py",
         "_wire/codec.py",
     },
-    "cloudpickle": {"_wire/codec.py"},
+    "cloudpickle": {"_wire/codec.py", "_wire/data_values.py"},  # the second asks for sent classes
     # Checkpoints write pickles (torch's format); they read one only as torch.load does.
     "pickle": {
         "_wire/codec.py",
+        "_wire/data_values.py",  # PickleBuffer
         "_checkpoint/torch_archive.py",
         "_checkpoint/dcp_metadata.py",
         "_checkpoint/encoding.py",

@@ -401,6 +401,10 @@ class ClusterOptions:
     start_delay_max_s: float = 0.0
     """Upper limit of that delay; 0 means none."""
 
+    trust_workers: bool = False
+    """Whether workers may run code in the coordinator: results and exceptions may then be objects of any
+    class. By default the coordinator accepts data only (`Security <../security/>`_)."""
+
     close_timeout_s: float = 10.0
     """Seconds that `close` waits for threads and tasks."""
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from stratagem._wire.data_values import as_data, find_global
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import AnyTensorRef, Packed, PackedTensor, SparseRef, TensorRef
 from stratagem._wire.user_modules import (
@@ -228,6 +229,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         describe: Describe | None,
         raw: list[int],
         states: dict[int, dict[str, Any]] | None = None,
+        *,
+        prefers_data: bool = False,
     ) -> None:
         def set_aside(buffer: pickle.PickleBuffer) -> bool:
             with buffer.raw() as memory:
@@ -239,6 +242,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         super().__init__(file, protocol=5, buffer_callback=set_aside)
         self._outgoing = outgoing
         self._describe = describe
+        self._prefers_data = prefers_data
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []  # ids in _numbers stay valid while we hold the objects
         self.tensors: list[PackedTensor] = []
@@ -248,6 +252,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         )
 
     def reducer_override(self, obj: object) -> Any:
+        if self._prefers_data and (data := as_data(obj)) is not None:
+            return data
         name = importable_name(obj)
         if name is not None:
             return find_by_name, (name,)
@@ -315,6 +321,8 @@ _PLAIN: Final = frozenset(
 
 
 class _Unpickler(pickle.Unpickler):
+    """Makes any object: runs code of the sender."""
+
     def __init__(
         self, data: Buffer, tensors: Sequence[Tensor], raw: Sequence[Any], rebuild: Rebuild | None
     ) -> None:
@@ -332,18 +340,27 @@ class _Unpickler(pickle.Unpickler):
         return self._rebuild(value)
 
 
+class _DataUnpickler(_Unpickler):
+    """Makes data only, see `data_values.py`."""
+
+    @override
+    def find_class(self, module: str, name: str) -> object:
+        return find_global(module, name)
+
+
 def pack(
     obj: object,
     outgoing: Outgoing,
     *,
     describe: Describe | None = None,
     classes: list[type] | None = None,
+    prefers_data: bool = False,
 ) -> Packed:
     """Turn any object into a message part; its tensors become buffers of `outgoing`.
 
     Functions travel by value if their module cannot be imported elsewhere (``__main__``, lambdas). An
     object for which `describe` gives a token travels as that token. Classes that travel by value are added
-    to `classes`.
+    to `classes`. `prefers_data`: for a receiver that may not trust this process, see `unpack`.
 
     Example:
         >>> import torch
@@ -357,13 +374,13 @@ def pack(
     before = len(outgoing.buffers)
     try:
         file, raw = io.BytesIO(), list[int]()
-        pickler = _Pickler(file, outgoing, describe, raw)
+        pickler = _Pickler(file, outgoing, describe, raw, prefers_data=prefers_data)
         pickler.dump(obj)
     except Exception:  # noqa: BLE001 - the user's own code; the second attempt raises it again
         # Variables of modules that cannot be pickled are left out: the function may not use them.
         del outgoing.buffers[before:]
         file, raw = io.BytesIO(), []
-        pickler = _Pickler(file, outgoing, describe, raw, {})
+        pickler = _Pickler(file, outgoing, describe, raw, {}, prefers_data=prefers_data)
         pickler.dump(obj)
     if classes is not None:
         classes += pickler.classes
@@ -373,12 +390,18 @@ def pack(
     return Packed(payload=payload, tensors=tuple(pickler.tensors), raw=tuple(raw), body=body)
 
 
-def unpack(packed: Packed, frame: HasBuffers, *, rebuild: Rebuild | None = None) -> Any:
-    """Return the object. Runs code of the sender: never call it on data of a stranger."""
+def unpack(
+    packed: Packed, frame: HasBuffers, *, rebuild: Rebuild | None = None, trusted: bool = True
+) -> Any:
+    """Return the object. Runs code of the sender if the sender is `trusted`; else refuses all but data.
+
+    Raises:
+        UntrustedValueError: the sender is not trusted, and the value is not data.
+    """
     tensors = [_revive(one, frame) for one in packed.tensors]
     raw = [frame.buffer(index) for index in packed.raw]
     payload = packed.payload if packed.body < 0 else frame.buffer(packed.body)
-    return _Unpickler(payload, tensors, raw, rebuild).load()
+    return (_Unpickler if trusted else _DataUnpickler)(payload, tensors, raw, rebuild).load()
 
 
 def unpack_from(
@@ -460,10 +483,12 @@ def _revive(packed: PackedTensor, frame: HasBuffers) -> Tensor:
 
 def pickle_exception(error: BaseException) -> bytes:
     """Return the pickled exception if it can be unpickled unchanged, else nothing."""
-    for form in (error, _InParts(error)):
+    for prefers_data in (True, False):
+        file = io.BytesIO()
         try:
-            data: bytes = cloudpickle.dumps(form)
-            back = pickle.loads(data)
+            _Pickler(file, Outgoing(), None, [], prefers_data=prefers_data).dump(error)
+            data = file.getvalue()
+            back = unpickle_exception(data, trusted=not prefers_data)
             survives = type(back) is type(error) and str(back) == str(error)
         except Exception:  # noqa: BLE001 - user classes fail in any way; the text travels anyway
             continue
@@ -472,28 +497,10 @@ def pickle_exception(error: BaseException) -> bytes:
     return b""
 
 
-class _InParts:
-    """Pickles an exception whose class takes other arguments than it keeps in ``args``."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _exception_from_parts, (type(self._error), self._error.args, self._error.__dict__)
-
-
-def _exception_from_parts(
-    kind: type[BaseException], args: tuple[object, ...], state: dict[str, object]
-) -> BaseException:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
-
-
-def unpickle_exception(data: bytes) -> BaseException | None:
-    """Return the exception of `pickle_exception`; None if its class cannot be imported here."""
+def unpickle_exception(data: bytes, *, trusted: bool) -> BaseException | None:
+    """Return the exception of `pickle_exception`; None if its class is not known here, or it is refused."""
     try:
-        back = pickle.loads(data)
+        back = (_Unpickler if trusted else _DataUnpickler)(data, (), (), None).load()
     except Exception:  # noqa: BLE001 - a module this process lacks, or any error of user code
         return None
     return back if isinstance(back, BaseException) else None

@@ -49,20 +49,23 @@ def failure_from(
 
 
 def exception_from(
-    failure: Message, *, may_unpickle: bool = False, any_type: bool = False
+    failure: Message, *, may_unpickle: bool = False, any_type: bool = False, trusted: bool = False
 ) -> BaseException:
     """Return the exception to raise for a received failure.
 
     Args:
         failure: the message.
-        may_unpickle: whether the sender may run code here.
+        may_unpickle: whether to make an exception of any class that this process knows.
+        trusted: whether the sender may run code here; else the exception is decoded as data.
         any_type: whether exceptions that end programs (SystemExit, KeyboardInterrupt) keep their type; otherwise they
             become a `RemoteError`.
     """
     wanted = BaseException if any_type else Exception
     if not isinstance(failure, RemoteFailure):
         return ProtocolError(f"a failure frame holds {type(failure).__name__!r}")
-    error = unpickle_exception(failure.pickled) if may_unpickle and failure.pickled else None
+    error = None
+    if may_unpickle and failure.pickled:
+        error = unpickle_exception(failure.pickled, trusted=trusted)
     if not isinstance(error, wanted):
         error = _rebuild(failure, wanted)
     origin = RemoteError(

@@ -79,7 +79,7 @@ class Engine:
         self.views = views
         self.sender = Sender(views)
         self.lock = threading.Lock()
-        self.result_condition = ResultCondition(self.lock)
+        self.result_condition = ResultCondition(self.lock, trusted=self.options.trust_workers)
         self.changed = self.result_condition.condition
         self.queue = ClosureQueue(
             limit=options.queue_limit,
@@ -443,7 +443,12 @@ class Engine:
         if isinstance(message, messages.Returned):
             return self._locked_execute(self.queue.returned(link.number, message.closures))
         if isinstance(message, messages.Failed) and message.closure in self.closures:
-            error = exception_from(message.failure, may_unpickle=True, any_type=True)
+            error = exception_from(
+                message.failure,
+                may_unpickle=True,
+                any_type=True,
+                trusted=self.options.trust_workers,
+            )
             task, others_reach = "", False
             if isinstance(error, ParameterServerLost):
                 task, others_reach = error.task, self.views.reaches(error.task)

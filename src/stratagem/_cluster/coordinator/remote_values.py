@@ -53,11 +53,13 @@ class ResultCondition:
         error: the first error, to be raised at the user's next call.
         one_closure: whether it is the error of one closure, not of a server or of the cluster.
         error_delivered: whether `RemoteValue.get` has raised it already.
+        trusted: whether workers may run code here, see `ClusterOptions.trust_workers`.
         callbacks: callbacks of values that are done. The engine runs them without the lock.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, *, trusted: bool = False) -> None:
         self.condition = threading.Condition(lock)
+        self.trusted = trusted
         self.waiting_for_values = 0
         self.error: BaseException | None = None
         self.one_closure = False
@@ -175,7 +177,7 @@ class RemoteValue:
             if self._raw is not None:
                 # Unpacked here and not on arrival: most results of training steps are never read.
                 packed, frame = self._raw
-                self._value = unpack(packed, frame)
+                self._value = unpack(packed, frame, trusted=self._condition.trusted)
                 self._raw = None
             return self._value
 

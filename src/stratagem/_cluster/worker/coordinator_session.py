@@ -273,7 +273,7 @@ def _packed(result: object) -> tuple[Packed, Sequence[Buffer]]:
     """Pack a closure's result; an error of packing says that the result is meant."""
     outgoing = Outgoing()
     try:
-        packed = pack(result, outgoing)
+        packed = pack(result, outgoing, prefers_data=True)
     except Exception as error:  # pickling runs the users' own code; raised again below
         error.add_note(
             f"The function ran; its result, a {type(result).__name__}, cannot be sent back. Return "

@@ -403,7 +403,7 @@ class ClusterOptions:
 
     trust_workers: bool = False
     """Whether workers may run code in the coordinator: results and exceptions may then be objects of any
-    class. By default the coordinator accepts data only (`Security <../security/>`_)."""
+    class. By default they are data: tensors, arrays, built-in types, dataclasses, named tuples, enums."""
 
     close_timeout_s: float = 10.0
     """Seconds that `close` waits for threads and tasks."""

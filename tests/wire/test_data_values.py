@@ -115,7 +115,7 @@ def decode(pickled: bytes) -> Any:
         [dt.datetime(2026, 1, 2, tzinfo=dt.UTC), dt.timedelta(seconds=3)],
         decimal.Decimal("1.5"),
         pathlib.Path("/tmp/a"),
-        [torch.float32, torch.channels_last, torch.Size([1, 2]), torch.device("cpu")],
+        [torch.float32, torch.Size([1, 2]), torch.device("cpu")],
         np.float32(1.5),
         np.datetime64("2026-01-02"),
         np.dtype("f4"),

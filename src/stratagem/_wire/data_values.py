@@ -28,6 +28,9 @@ from typing_extensions import override
 ClassName: TypeAlias = tuple[str, str, str]
 """Module, qualified name, and the number under which cloudpickle sent the class, if it did."""
 
+_ATTRIBUTES: Final = frozenset(("name", "path", "name_from", "obj"))
+"""Attributes that exceptions of Python keep neither in a dictionary nor in their arguments."""
+
 _HOOKS: Final = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__del__")
 
 
@@ -68,7 +71,7 @@ def as_data(obj: object) -> tuple[Any, ...] | None:
     if isinstance(obj, tuple) and _is_named_tuple(kind):
         return (make_named_tuple, (_name_of(kind), list(obj)))
     if is_dataclass(kind) and _is_plain(kind):
-        held = {one.name: getattr(obj, one.name) for one in fields(kind) if hasattr(obj, one.name)}
+        held = {name: getattr(obj, name) for name in _slots(kind, obj)}
         held |= getattr(obj, "__dict__", {})  # set after the object is made: it may refer to itself
         return (make_dataclass, (_name_of(kind),), held, None, None, fill_dataclass)
     if isinstance(obj, pathlib.PurePath):
@@ -78,7 +81,18 @@ def as_data(obj: object) -> tuple[Any, ...] | None:
     return None
 
 
-def _array_as_data(array: np.ndarray[Any, Any], is_scalar: bool) -> Any:
+def _slots(kind: type, obj: object) -> list[str]:
+    """Return the fields of a dataclass that are slots and have a value."""
+    missing = object()
+    return [
+        one.name
+        for one in fields(kind)
+        if isinstance(getattr(kind, one.name, None), types.MemberDescriptorType)
+        and getattr(obj, one.name, missing) is not missing
+    ]
+
+
+def _array_as_data(array: np.ndarray[Any, Any], is_scalar: bool) -> tuple[Any, ...]:
     if array.dtype.hasobject:
         return make_object_array, (array.shape, array.ravel().tolist())
     content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else b""
@@ -119,8 +133,10 @@ def _is_plain(kind: type) -> bool:
 
 
 def _is_named_tuple(kind: type) -> bool:
-    is_sequence = hasattr(kind, "n_sequence_fields") and kind.__module__ == "torch.return_types"
-    return issubclass(kind, tuple) and (is_sequence or hasattr(kind, "_fields"))
+    is_of_torch = kind.__module__ == "torch.return_types"
+    return issubclass(kind, tuple) and (
+        is_of_torch or isinstance(getattr(kind, "_fields", None), tuple)
+    )
 
 
 def make_array(description: Any, shape: tuple[int, ...], content: Any, is_scalar: bool) -> Any:
@@ -181,9 +197,7 @@ def make_exception(name: ClassName, args: tuple[object, ...], held: dict[str, ob
     made = builtin.__new__(kind, *args)
     builtin.__init__(made, *args)
     for name_, value in held.items():
-        if hasattr(builtin, name_) and not name_.startswith(
-            "_"
-        ):  # such as the name of a missing module
+        if name_ in _ATTRIBUTES and name_ in dir(builtin):  # such as the name of a missing module
             setattr(made, name_, value)
         else:
             made.__dict__[name_] = value
@@ -195,6 +209,11 @@ def _builtin_of(kind: type) -> Any:
     return next(one for one in kind.__mro__ if one.__module__ == "builtins")
 
 
+def make_value(value: Any) -> Any:
+    """Return the value: for objects that stand for another one."""
+    return value
+
+
 def make_path(text: str) -> pathlib.PurePath:
     """Return a path of this system."""
     return pathlib.Path(text)
@@ -203,6 +222,11 @@ def make_path(text: str) -> pathlib.PurePath:
 def make_counter(counts: dict[object, int]) -> collections.Counter[object]:
     """Return a counter."""
     return collections.Counter(counts)
+
+
+def refuse_class(metaclass: object, name: object = "", *others: object) -> object:
+    """Refuse the definition of a class, by its name; cloudpickle passes the metaclass first."""
+    raise UntrustedValueError(str(name or metaclass))
 
 
 @final
@@ -230,9 +254,18 @@ _FUNCTIONS: Final = {
     (__name__, one.__name__): _Function(one)
     for one in (
         *(make_array, make_object_array, make_dtype, make_enum, make_named_tuple),
-        *(make_dataclass, fill_dataclass, make_exception, make_path, make_counter),
+        *(make_dataclass, fill_dataclass, make_exception, make_value, make_path),
+        make_counter,
     )
 }
+_DEFINITIONS: Final = dict.fromkeys(  # for an error with the name of the class that is defined
+    (
+        ("cloudpickle.cloudpickle", "_make_skeleton_class"),
+        ("builtins", "type"),
+        ("builtins", "object"),
+    ),
+    _Function(refuse_class),
+)
 _TYPES: Final = {  # of C: a pickle cannot change them, and calling them makes plain values
     (one.__module__, one.__qualname__): one
     for one in (
@@ -255,9 +288,10 @@ def find_global(module: str, name: str) -> object:
         <class 'complex'>
     """
     known: object = _FUNCTIONS.get((module, name)) or _TYPES.get((module, name))
+    known = known or _DEFINITIONS.get((module, name))
     if known is None and module == "torch":
         known = vars(torch).get(name)
-        known = known if isinstance(known, torch.dtype | torch.memory_format) else None
+        known = known if isinstance(known, torch.dtype) else None
     if known is None:
         raise UntrustedValueError(f"{module}.{name}")
     return known

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._core.torch_patches.private_api import pytree
+from stratagem._wire.data_values import make_value
 
 
 @final
@@ -67,8 +68,4 @@ class LazyReadTensor(Tensor):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self.now(),)
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
+        return make_value, (self.now(),)

@@ -247,9 +247,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._kept: list[object] = []  # ids in _numbers stay valid while we hold the objects
         self.tensors: list[PackedTensor] = []
         self.classes: list[type] = []  # those that are packed by value
-        self._states = (
-            states  # by id of a module: its variables that can be pickled; None: send all
-        )
+        # By id of a module: its variables that can be pickled; None: send all.
+        self._states = states
 
     def reducer_override(self, obj: object) -> Any:
         if self._prefers_data and (data := as_data(obj)) is not None:
@@ -459,13 +458,7 @@ def digest_of(packed: Packed, buffers: Sequence[Buffer] = ()) -> bytes:
 
 
 def digest(obj: object, describe: Describe | None = None) -> tuple[bytes, int]:
-    """Return the digest of what an object packs to, and how many bytes that is.
-
-    Example:
-        >>> from stratagem._wire.codec import digest
-        >>> digest([1, 2]) == digest([1, 2]), digest([1, 2]) == digest([1, 3])
-        (True, False)
-    """
+    """Return the digest of what an object packs to, and how many bytes that is."""
     outgoing = Outgoing()
     packed = pack(obj, outgoing, describe=describe)
     size = len(packed.payload) + sum(memoryview(one).nbytes for one in outgoing.buffers)

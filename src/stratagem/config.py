@@ -310,9 +310,12 @@ def user_directory() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "stratagem"
 
 
-def set_environment(name: str, value: str) -> None:
-    """Set an environment variable of this process (CUDA_VISIBLE_DEVICES from Slurm's ranks)."""
-    os.environ[name] = value
+def set_environment(name: str, value: str | None) -> None:
+    """Set an environment variable of this process (CUDA_VISIBLE_DEVICES from Slurm's ranks); None removes it."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _number_from_environment(names: tuple[str, ...], default: float) -> float:

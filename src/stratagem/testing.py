@@ -1,14 +1,20 @@
-"""Checks that users can run on their own models.
+"""Checks that users can run on their own models, and faults that they can inject into their own runs.
 
 `assert_equivalent` trains a model with plain PyTorch and under a strategy, and compares the weights. If they
 differ, the error names the step, the parameter and likely reasons. It uses only the public interface of strategies.
+
+`inject` kills, stops or delays processes, or drops their connections, at named points (`POINTS`) or at random.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +22,94 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from stratagem import _faults, config
+from stratagem._faults import POINTS, Fault, FiredFault
+
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
 
-__all__ = ["Equivalence", "assert_equivalent"]
+__all__ = [
+    "POINTS",
+    "Equivalence",
+    "Fault",
+    "FiredFault",
+    "Injection",
+    "assert_equivalent",
+    "inject",
+]
+
+
+class Injection:
+    """The faults of one `inject` block, and what fired.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.testing.inject() as faults:
+        ...     faults.count()
+        0
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._last: list[FiredFault] | None = None
+
+    @property
+    def fired(self) -> list[FiredFault]:
+        """What happened so far, in all processes, in order."""
+        return _faults.read_fired(self._directory) if self._last is None else self._last
+
+    def count(self, point: str = "*", *, action: str = "*", task: str = "*") -> int:
+        """Return how often faults fired; the arguments are patterns, such as ``"server.*"``."""
+        return sum(
+            fnmatch.fnmatchcase(one.point, point)
+            and fnmatch.fnmatchcase(one.action, action)
+            and fnmatch.fnmatchcase(one.task, task)
+            for one in self.fired
+        )
+
+    def _end(self) -> None:
+        self._last = self.fired
+
+
+@contextmanager
+def inject(*faults: Fault) -> Iterator[Injection]:
+    """Inject faults into this process (as ``/job:chief/task:0``) and into tasks started in the block.
+
+    Create the `LocalCluster` inside the block. Tasks that are threads of this process (``in_process=True``) count as
+    part of this process: a fault that kills them kills it.
+
+    Args:
+        faults: the faults; see `Fault`.
+
+    Example:
+        >>> import torch, stratagem as sg
+        >>> kill = sg.testing.Fault(
+        ...     point="worker.after_closure", action="kill", task="/job:worker/*"
+        ... )
+        >>> with sg.testing.inject(kill) as faults, sg.LocalCluster(workers=2, ps=1) as cluster:
+        ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
+        ...     with strategy.scope():
+        ...         total = sg.Variable(torch.zeros(()))
+        ...     with sg.ClusterCoordinator(strategy) as coordinator:
+        ...         for _ in range(10):
+        ...             _ = coordinator.schedule(lambda: total.assign_add(torch.ones(())) and None)
+        ...         coordinator.join()
+        ...         print(float(total), faults.count(action="kill"))
+        10.0 1
+    """
+    with tempfile.TemporaryDirectory(prefix="stratagem-faults-") as name:
+        directory = Path(name)
+        _faults.write_faults(directory, faults)
+        injection = Injection(directory)
+        before = config.environment(_faults.VARIABLE)
+        config.set_environment(_faults.VARIABLE, name)
+        _faults.activate(directory, "/job:chief/task:0")
+        try:
+            yield injection
+        finally:
+            _faults.activate(None, "")
+            config.set_environment(_faults.VARIABLE, before)
+            injection._end()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

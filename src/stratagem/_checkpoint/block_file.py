@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from stratagem import _faults as faults
 from stratagem._checkpoint.block_plan import cut_rows
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
 from stratagem._checkpoint.torch_archive import ALIGNMENT, Archive, archive_of
@@ -154,6 +155,8 @@ class BlockFileWriter(Owner):
         """Flush the file to disk; returns its size and checksum."""
         if self._flush is not None:
             self._flush.result()
+        if faults.active is not None:
+            faults.active.at("save.before_fsync")
         os.fsync(self._descriptor)
         self.close()
         return StoredFile(self._end, self._frame_crc32, facts)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, final
 
+from stratagem import _faults as faults
 from stratagem._checkpoint import manifest as manifests
 from stratagem._checkpoint.block_file import Progress
 from stratagem._checkpoint.block_reader import BlockReader, check_frames, naming_the_file
@@ -173,6 +174,8 @@ class CheckpointDirectory:
 
         A step that is there already gets a name with a number behind it.
         """
+        if faults.active is not None:
+            faults.active.at("coordinator.before_manifest")
         temporary = writing / f"{manifests.NAME}.new"
         with temporary.open("w", encoding="utf-8") as file:
             file.write(manifests.to_text(manifest))
@@ -190,6 +193,8 @@ class CheckpointDirectory:
                 raise CheckpointError(f"{path} exists. Choose a path that does not exist.")
             number += 1
             path = self.path / f"{name}-{number}"
+        if faults.active is not None:
+            faults.active.at("coordinator.before_rename")
         writing.rename(path)
         _flush_directory(self.path)
         return path

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from stratagem import _faults as faults
 from stratagem._checkpoint.block_file import Progress
 from stratagem._checkpoint.encoding import StoredElsewhere
 from stratagem._core.managed import find_managed
@@ -181,7 +182,11 @@ class ServerGroup(Owner):
 
     def ask(self, wanted: Mapping[int, Message]) -> dict[int, Any]:
         """Send one request to each server, all at once; return the answers."""
-        calls = {server: self.connections[server].begin(one) for server, one in wanted.items()}
+        calls = {}
+        for server, one in wanted.items():
+            calls[server] = self.connections[server].begin(one)
+            if faults.active is not None and isinstance(one, messages.MakeCut) and one.variables:
+                faults.active.at("coordinator.between_cuts")
         return {
             server: self.connections[server].collect(call).message for server, call in calls.items()
         }

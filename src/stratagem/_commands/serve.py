@@ -20,6 +20,7 @@ def serve(
     threads: int | None = None,
 ) -> int:
     """Run the task until it is stopped (Ctrl-C, SIGTERM)."""
+    from stratagem import _faults
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec
     from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
     from stratagem._cluster.launch.task_server import Server
@@ -32,6 +33,7 @@ def serve(
         raise ValueError(
             f"unknown task: job={job!r}. Give --job worker or --job ps, or set TF_CONFIG's task."
         )
+    _faults.activate_from_environment(f"/job:{job}/task:{index}")
     with Server(
         spec,
         job_name=job,

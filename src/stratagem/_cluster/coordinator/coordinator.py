@@ -17,6 +17,7 @@ from typing import Any, TypeVar, final
 import torch
 from typing_extensions import override
 
+from stratagem import _faults as faults
 from stratagem import metrics
 from stratagem._cluster.contract import ClusterStrategy
 from stratagem._cluster.coordinator.engine import Engine
@@ -272,6 +273,8 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         with engine.changed:
             self._ready_to_schedule()
             actions = engine.locked_add(closure)
+        if faults.active is not None:
+            faults.active.at("coordinator.scheduled")
         engine.execute(actions)
         return value
 

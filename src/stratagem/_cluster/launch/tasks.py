@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import torch
 
-from stratagem import config
+from stratagem import _faults, config
 from stratagem._checkpoint.server_files import access_to
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.launch.task_process import name_process
@@ -79,6 +79,7 @@ def make_task(
 def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     """Run one task in this process until it ends; call `ready` with its address when it listens."""
     name_process(f"sg {order.job} {order.index}")
+    _faults.activate_from_environment(f"/job:{order.job}/task:{order.index}")
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()

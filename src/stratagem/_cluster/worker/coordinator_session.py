@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from typing_extensions import override
 
+from stratagem import _faults as faults
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnWorker, WorkerSetup
 from stratagem._cluster.size_limit import check_size
@@ -194,6 +195,8 @@ class CoordinatorSession:
     ) -> None:
         if not self._claim(message.closure):
             return  # it was recalled
+        if faults.active is not None:
+            faults.active.at("worker.before_closure")
         began = time.perf_counter()
         run_s = self._last_run_s.get(message.function, math.inf)
         if self._results.is_due(began, run_s):
@@ -208,6 +211,8 @@ class CoordinatorSession:
                 if self._worker.owns_process:
                     self._random.begin(self._stream_of(message))
                 result = function(*args, **kwargs)
+                if faults.active is not None:
+                    faults.active.at("worker.after_closure")
             if message.resource:
                 objects.keep_resource(message.resource, result)
                 result = None

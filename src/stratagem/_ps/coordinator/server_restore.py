@@ -6,6 +6,7 @@ hold that lock while it waits for the server.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -30,6 +31,8 @@ from stratagem.errors import (
 if TYPE_CHECKING:
     from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 
+_log = logging.getLogger("stratagem.ps")
+
 _PAUSE_S: Final = 0.05
 
 
@@ -48,32 +51,19 @@ def restore_server(
     began = time.monotonic()
     point = variables.client.replacement.point
     assert point is not None
-    client = variables.client
     places = _places(variables, server)
     names = {number: name for number, (_, name) in places.items()}
-    connection, is_same = _await_server(variables, server, began + wait_s, stopped)
-    with closing(connection):
-        lost: dict[str, int] = {}
-        if not is_same:
-            lost = _updates_lost(variables, point, server, places)
-            try:
-                _fill(variables, point, server, connection, places)
-            except (CheckpointError, WireError) as error:
-                raise _error(connection.task, f"could not be restored: {error}", names) from error
-        for message in client.replacement.standing_orders():
-            connection.request(message)
-        assert connection.welcome is not None
-        if is_same:
-            client.replacement.accept(server, connection.welcome)
-        else:
-            numbers = tuple(places)
-            versions = connection.request(messages.AskVersions(variables=numbers)).message
-            located = connection.request(messages.Locate(variables=numbers)).message
-            assert isinstance(versions, messages.Versions)
-            assert isinstance(located, messages.Located)
-            client.replacement.note_restored(point, server, dict(versions.versions))
-            shards = [place for place, _ in places.values()]
-            client.replacement.accept(server, connection.welcome, shards, located)
+    while True:
+        connection, is_same = _await_server(variables, server, began + wait_s, stopped)
+        lost = {} if is_same else _updates_lost(variables, point, server, places)
+        try:
+            with closing(connection):
+                _set_up(variables, point, server, connection, places, is_same=is_same)
+            break
+        except (ConnectionLost, DeadlineExceeded, ParameterServerLost) as error:
+            _log.warning("%s was lost again while it was restored: %s", connection.task, error)
+        except (CheckpointError, WireError) as error:
+            raise _error(connection.task, f"could not be restored: {error}", names) from error
     for remote in list(variables._remotes):
         if any(place.server == server for place in remote.places):
             remote.forget_memory()
@@ -88,6 +78,44 @@ def restore_server(
         updates=lost,
         seconds=time.monotonic() - began,
     )
+
+
+def _set_up(
+    variables: CoordinatorVariables,
+    point: RecoveryPoint,
+    server: int,
+    connection: ServerConnection,
+    places: dict[int, tuple[ShardLocation, str]],
+    *,
+    is_same: bool,
+) -> None:
+    """Bring a server up to date, and let the client use it."""
+    replacement = variables.client.replacement
+    if not is_same:
+        _fill(variables, point, server, connection, places)
+    for message in replacement.standing_orders():
+        connection.request(message)
+    assert connection.welcome is not None
+    if is_same:
+        replacement.accept(server, connection.welcome)
+        return
+    numbers = tuple(places)
+    versions = connection.request(messages.AskVersions(variables=numbers)).message
+    assert isinstance(versions, messages.Versions)
+    located = _locate(connection, numbers)
+    replacement.note_restored(point, server, dict(versions.versions))
+    shards = [place for place, _ in places.values()]
+    replacement.accept(server, connection.welcome, shards, located)
+
+
+def _locate(connection: ServerConnection, numbers: tuple[int, ...]) -> messages.Located | None:
+    """Return where variables are in the server's memory; None if it does not share memory."""
+    try:
+        located = connection.request(messages.Locate(variables=numbers)).message
+    except NotFoundError:
+        return None
+    assert isinstance(located, messages.Located)
+    return located
 
 
 def _places(variables: CoordinatorVariables, server: int) -> dict[int, tuple[ShardLocation, str]]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem import _faults as faults
 from stratagem._owner import Owner
 from stratagem._ps.server.cut import Cut, CutTensor
 from stratagem._ps.server.store import VariableStore
@@ -123,6 +124,8 @@ class SessionCheckpoints(Owner):
         self._cut = self._store.begin_cut(wanted)
         self._number += 1
         self._note_changes(message)
+        if faults.active is not None:
+            faults.active.at("server.in_cut")
         described = self._store.describe()
         items = tuple(
             CutItem(one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value)
@@ -186,7 +189,7 @@ class SessionCheckpoints(Owner):
             finally:
                 cut.close()  # writes that wait go on
 
-        self._transfer = _Transfer(write)
+        self._transfer = _Transfer(write, "server.in_block")
 
     def end_cut(self) -> None:
         """Give up the cut, if there is one."""
@@ -223,7 +226,7 @@ class SessionCheckpoints(Owner):
         touched = [] if message.verify else [part.variable for part in message.parts]
         for variable in touched:
             self._store.touch(variable)
-        self._transfer = _Transfer(read, dict.fromkeys(touched))
+        self._transfer = _Transfer(read, "server.in_restore", dict.fromkeys(touched))
 
     def progress(self) -> tuple[messages.Transfer, list[int]]:
         """Return how far the transfer is, and the variables whose rows have just been read."""
@@ -293,11 +296,13 @@ class _Transfer:
     def __init__(
         self,
         work: Callable[[Callable[[int], None]], tuple[int, int, Sequence[messages.BlockRef]]],
+        point: str,
         touched: dict[int, None] | None = None,
     ) -> None:
         self.moved = 0
         self.touched = touched or {}
         self._work = work
+        self._point = point
         self._given_up = False
         self._result: messages.Transfer | None = None
         self._thread = threading.Thread(
@@ -319,6 +324,8 @@ class _Transfer:
 
     def _progress(self, nbytes: int) -> None:
         self.moved += nbytes
+        if faults.active is not None:
+            faults.active.at(self._point)
         if self._given_up:
             raise CheckpointError("the coordinator gave the transfer up")
 

@@ -22,6 +22,7 @@ from typing import Self, final
 from typing_extensions import override
 
 from stratagem import config
+from stratagem._faults import ConnectionDropped
 from stratagem._owner import Owner
 from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.server.acceptor import Acceptor
@@ -332,6 +333,8 @@ class ParameterServer(Owner):
                         f"its lease ran out because its coordinator was gone"
                     )
                 message, buffers = connection.session.handle(frame, connection.memory)
+        except ConnectionDropped:
+            raise
         except Exception as error:  # noqa: BLE001 - the error of the client that asked
             if isinstance(error, ProtocolError):
                 # The text, not the error: a kept log record would keep frames, and so variables.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem import _faults as faults
 from stratagem._ps import types
 from stratagem._ps.server.checkpoint_parts import (
     CheckpointAccess,
@@ -222,6 +223,8 @@ class Session:
             )
         if admission is Admission.DUPLICATE:
             return messages.Written(versions=self.store.versions(touched), duplicate=True), ()
+        if faults.active is not None:
+            faults.active.at("server.before_apply")
         for segment, offset in prepared.places:
             segment.begin_write(offset)
         try:
@@ -231,6 +234,8 @@ class Session:
             versions = self.store.versions(touched)
             for (segment, offset), version in zip(prepared.places, versions.values(), strict=True):
                 segment.publish(offset, version)
+        if faults.active is not None:
+            faults.active.at("server.after_apply")
         return messages.Written(versions=versions), ()
 
     def _prepared(

@@ -1,0 +1,191 @@
+"""Processes are killed at named points of the code; every step still counts exactly once (recovery.md section 6)."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conserved import STEP_LIMIT_S, ConservedRun
+
+import stratagem as sg
+from stratagem import ClusterCoordinator, LocalCluster
+from stratagem._checkpoint.directory import CheckpointDirectory
+from stratagem.config import ClusterOptions
+from stratagem.testing import POINTS, Fault
+
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+STEPS = 24
+
+SERVER = [name for name in POINTS if name.startswith(("server.", "save."))]
+WORKER = [name for name in POINTS if name.startswith("worker.")]
+
+
+def faults_at(point: str) -> list[Fault]:
+    """Return the faults that kill the process of a point; in a restore, that of a server killed before."""
+    task = "/job:worker/task:0" if point in WORKER else "/job:ps/task:1"
+    often = point in (*WORKER, "server.before_apply", "server.after_apply")
+    found = [Fault(point=point, action="kill", task=task, after=17 if often else 1)]
+    if point == "server.in_restore":
+        found = [
+            Fault(point="server.after_apply", action="kill", task=task, after=33),
+            Fault(point=point, action="kill", task=task),
+        ]
+    return found
+
+
+def survive(directory: Path, faults: list[Fault], name: str) -> None:
+    """Train with faults; the result is that of an unbroken run."""
+    with (
+        sg.testing.inject(*faults) as injected,
+        LocalCluster(workers=2, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, name)
+        with sg.CheckpointManager(
+            mine.checkpoint, directory, every_steps=5, on_server_loss="rewind"
+        ) as manager:
+            for step in manager.steps(STEPS):
+                mine.schedule(coordinator)
+                manager.step(step + 1)
+            mine.check(STEPS)
+            coordinator.join(timeout_s=STEP_LIMIT_S)
+            assert injected.count() == len(faults), injected.fired
+            lost = injected.count(task="/job:ps/*", action="kill")
+            assert 0 < len(coordinator.recoveries) <= lost or not lost
+    for saved in CheckpointDirectory(directory).scan():
+        saved.verify()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("point", "name", "shares"),
+    [
+        ("server.before_apply", "SGD", True),
+        ("server.after_apply", "Adagrad", False),
+        ("server.in_block", "Adam", True),
+        ("server.in_restore", "Adam", False),
+        ("worker.after_closure", "Adagrad", True),
+    ],
+)
+def test_every_step_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, name: str, shares: bool
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    survive(tmp_path, faults_at(point), name)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("point", [*SERVER, *WORKER])
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
+@pytest.mark.parametrize("shares", [True, False])
+def test_every_step_counts_once_at_every_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, name: str, shares: bool
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    survive(tmp_path, faults_at(point), name)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_delays_and_dropped_connections_change_nothing(tmp_path: Path) -> None:
+    """At random, from a seed; the faults are counted."""
+    drops = Fault(
+        point="server.*_apply", action="drop", task="/job:ps/*", probability=0.02, seed=3, times=4
+    )
+    delays = Fault(
+        point="worker.*", action="delay", probability=0.2, seed=4, times=None, seconds=0.002
+    )
+    with (
+        sg.testing.inject(drops, delays) as injected,
+        LocalCluster(workers=2, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, "Adam")
+        for _ in range(STEPS):
+            mine.schedule(coordinator)
+        coordinator.join(timeout_s=STEP_LIMIT_S)
+        mine.check(STEPS)
+    assert injected.count(action="drop") == 4
+    assert injected.count(action="delay") > 0
+    assert {one.task for one in injected.fired if one.action == "drop"} <= {
+        "/job:ps/task:0",
+        "/job:ps/task:1",
+    }
+
+
+SCRIPT = """
+import sys
+import stratagem as sg
+sys.path.insert(0, sys.argv[3])
+from conserved import ConservedRun
+faults = [
+    sg.testing.Fault(point=point, action="kill", task="/job:chief/*", after=int(sys.argv[4]))
+    for point in sys.argv[1:2]
+    if point
+]
+with (
+    sg.testing.inject(*faults),
+    sg.LocalCluster(workers=1, ps=2) as cluster,
+    sg.ParameterServerStrategy(cluster.resolver) as strategy,
+    sg.ClusterCoordinator(strategy) as coordinator,
+):
+    mine = ConservedRun(strategy, "Adam")
+    with sg.CheckpointManager(mine.checkpoint, sys.argv[2], every_steps=4) as manager:
+        first = manager.restore_or_initialize()
+        for step in range(first, 16):
+            mine.schedule(coordinator)
+            coordinator.join()
+            handle = manager.step(step + 1)
+            if handle is not None:
+                handle.wait()
+        mine.check(16)
+print("began at", first)
+"""
+
+
+def killed_and_continued(directory: Path, point: str) -> None:
+    """Kill a script at a point of the coordinator; the next run starts from the newest checkpoint, exactly."""
+    after = {"coordinator.scheduled": 9, "coordinator.finished": 9, "coordinator.between_cuts": 3}
+
+    def run(point: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", SCRIPT, point, str(directory)]
+        command += [str(Path(__file__).parents[1] / "plugins"), str(after.get(point, 1))]
+        return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+
+    killed = run(point)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = CheckpointDirectory(directory).scan()
+    for saved in left:
+        saved.verify()
+    continued = run("")
+    assert continued.returncode == 0, continued.stderr
+    assert f"began at {left[-1].step}" in continued.stdout
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_killed_coordinator_leaves_complete_checkpoints(tmp_path: Path) -> None:
+    killed_and_continued(tmp_path, "coordinator.before_rename")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("point", [name for name in POINTS if name.startswith("coordinator.")])
+def test_a_killed_coordinator_at_every_point(tmp_path: Path, point: str) -> None:
+    killed_and_continued(tmp_path, point)
+
+
+def test_wrong_faults_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"server\.before_apply"):
+        Fault(point="server.nowhere", action="kill")
+    with pytest.raises(ValueError, match="expected 'kill'"):
+        Fault(point="server.in_cut", action="explode")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dropped at"):
+        Fault(point="server.in_cut", action="drop")

@@ -214,6 +214,8 @@ class Session:
         # Find every error in the message before the write is admitted.
         prepared = self._prepared(message, frame, memory)
         touched = prepared.touched
+        if faults.active is not None:
+            faults.active.at("server.before_apply")
         origin = message.origin
         admission = self.store.admit(origin)
         if admission is Admission.FENCED:
@@ -223,8 +225,6 @@ class Session:
             )
         if admission is Admission.DUPLICATE:
             return messages.Written(versions=self.store.versions(touched), duplicate=True), ()
-        if faults.active is not None:
-            faults.active.at("server.before_apply")
         for segment, offset in prepared.places:
             segment.begin_write(offset)
         try:

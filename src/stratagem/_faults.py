@@ -102,7 +102,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class FiredFault:
-    """A fault that happened: where, what, and in which process."""
+    """A fault that happened: where, what, and in which process.
+
+    Example:
+        >>> import stratagem as sg
+        >>> sg.testing.FiredFault("server.in_cut", "kill", "/job:ps/task:0", 4711).task
+        '/job:ps/task:0'
+    """
 
     point: str
     action: str

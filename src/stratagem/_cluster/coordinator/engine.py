@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from stratagem import _faults as faults
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator import closure_actions as actions
@@ -232,8 +231,6 @@ class Engine:
 
     def worker_reports(self, link: WorkerLink, frames: Sequence[Frame]) -> None:
         """Handle results, errors and signs of life of a worker."""
-        if faults.active is not None:
-            faults.active.at("coordinator.finished")
         results: dict[int, Frame] = {}
         ran_s = 0.0
         others: list[Message] = []

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from typing_extensions import override
 
+from stratagem import _faults as faults
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._wire import messages
@@ -332,6 +333,8 @@ class WorkerLink:
                     if more is None:
                         break
                     frames.append(more)
+                if faults.active is not None:
+                    faults.active.at("coordinator.finished")
                 self._events.worker_reports(self, frames)
         except (WireError, ParameterServerLost) as error:
             return self._end_reason or error

@@ -417,3 +417,32 @@ def test_counters_of_two_workers_add_up_and_failed_functions_do_not_count(
         assert rule._optimizer.param_groups[0]["lr"] == 0.1 * min(
             rule.n_steps**-0.5, rule.n_steps * 4**-1.5
         )
+
+
+def test_replicas_inside_a_worker_advance_once(cluster: sg.LocalCluster) -> None:
+    """Two replicas run the same code; scheduler, scaler and rate move as on one device."""
+    strategy = sg.ParameterServerStrategy(cluster.resolver, worker_devices=["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = make_model()
+        optimizer = make_optimizer(model)
+        scheduler = lrs.ExponentialLR(optimizer, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def replica(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        halves = [sg.PerReplica([*each.chunk(2)]) for each in (x, y)]
+        strategy.run(replica, args=halves)
+
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        for batch in BATCHES[:4]:
+            coordinator.schedule(step, args=batch)
+        coordinator.join(timeout_s=60)
+        assert scheduler.last_epoch == 4
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+        assert scaler.get_scale() == 16.0

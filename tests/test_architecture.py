@@ -28,7 +28,8 @@ NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]
 # Packages and top-level modules by layer, the lowest first. A file imports only from lower layers and
 # from its own package.
 LAYERS: list[set[str]] = [
-    {"errors", "_owner", "_snapshots", "_streaming_metrics"},
+    {"errors", "_owner", "_snapshots", "_streaming_metrics", "_usage"},
+    {"_recorders"},
     {"config", "metrics"},
     {"_faults"},
     {"_core", "_wire"},
@@ -37,6 +38,7 @@ LAYERS: list[set[str]] = [
     {"_checkpoint"},
     {"_cluster"},
     {"_keras"},
+    {"_monitor"},
     {"data", "cluster_resolver", "partitioners", "nn"},
     {"compat", "launch", "testing"},
     {"_demo"},

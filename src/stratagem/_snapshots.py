@@ -10,7 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["DistributionSnapshot", "Event", "Snapshot", "bucket_of", "merge"]
+__all__ = [
+    "DistributionSnapshot",
+    "Event",
+    "ScalarSnapshot",
+    "Snapshot",
+    "bucket_of",
+    "count_below",
+    "merge",
+]
 
 # Layout of a distribution. A positive value v = m * 2**e (0.5 <= m < 1) falls into the octave e,
 # which is divided into eight equal parts, so a bucket is at most 1/8 of its lower edge wide:
@@ -124,6 +132,27 @@ class DistributionSnapshot:
             buckets=buckets,
         )
 
+    def since(self, before: DistributionSnapshot | None) -> DistributionSnapshot:
+        """Return the values recorded after `before`, an earlier snapshot of the same recorder.
+
+        The extremes are those of the whole recording. A recorder that counts less than before was reset,
+        so that all its values are new.
+        """
+        if before is None or before.count > self.count:
+            return self
+        buckets = {
+            bucket: inside - before.buckets.get(bucket, 0)
+            for bucket, inside in self.buckets.items()
+            if inside > before.buckets.get(bucket, 0)
+        }
+        return DistributionSnapshot(
+            count=self.count - before.count,
+            total=self.total - before.total,
+            minimum=self.minimum,
+            maximum=self.maximum,
+            buckets=buckets,
+        )
+
     def to_plain(self) -> list[Any]:
         """Return a list that any codec can carry; empty when there are no values."""
         if not self.count:  # the infinities of an empty distribution are not valid JSON
@@ -140,6 +169,78 @@ class DistributionSnapshot:
         count, total, minimum, maximum, pairs = plain
         return DistributionSnapshot(
             count=count, total=total, minimum=minimum, maximum=maximum, buckets=dict(pairs)
+        )
+
+
+def count_below(seen: DistributionSnapshot, edge: float) -> int:
+    """Return how many values are below `edge`, exactly if `edge` is 0 or a power of two.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> sizes = metrics.Registry().distribution("sizes")
+        >>> for value in (0, 1, 2, 3, 4):
+        ...     sizes.record(value)
+        >>> count_below(sizes.snapshot(), 2.0)
+        2
+    """
+    return sum(inside for bucket, inside in seen.buckets.items() if _edges_of(bucket)[0] < edge)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarSnapshot:
+    """Values that a program logged under one name with `metrics.log`, at one moment.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> registry = metrics.Registry()
+        >>> registry.log("loss", 2.0)
+        >>> registry.log("loss", 1.0)
+        >>> seen = registry.snapshot().scalars["loss"]
+        >>> seen.count, seen.mean, seen.last
+        (2, 1.5, 1.0)
+    """
+
+    count: int = 0
+    """Number of finite values."""
+
+    total: float = 0.0
+    """Sum of the finite values."""
+
+    last: float = math.nan
+    """Latest finite value; NaN when there is none."""
+
+    not_finite: int = 0
+    """Number of values that were NaN or infinite."""
+
+    time_s: float = 0.0
+    """When the latest value was logged, in seconds since 1970."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of the finite values; NaN when there are none."""
+        return self.total / self.count if self.count else math.nan
+
+    def since(self, before: ScalarSnapshot | None) -> ScalarSnapshot:
+        """Return the values logged after `before`, an earlier snapshot of the same name."""
+        if before is None or before.count > self.count or before.not_finite > self.not_finite:
+            return self
+        return ScalarSnapshot(
+            count=self.count - before.count,
+            total=self.total - before.total,
+            last=self.last,
+            not_finite=self.not_finite - before.not_finite,
+            time_s=self.time_s,
+        )
+
+    def merged(self, other: ScalarSnapshot) -> ScalarSnapshot:
+        """Return one snapshot of the values of both; the later one gives `last`."""
+        later = other if other.time_s > self.time_s else self
+        return ScalarSnapshot(
+            count=self.count + other.count,
+            total=self.total + other.total,
+            last=later.last,
+            not_finite=self.not_finite + other.not_finite,
+            time_s=later.time_s,
         )
 
 
@@ -188,6 +289,12 @@ class Snapshot:
     timers: Mapping[str, DistributionSnapshot] = field(default_factory=dict)
     distributions: Mapping[str, DistributionSnapshot] = field(default_factory=dict)
 
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    """Values that rise and fall; merging adds them up."""
+
+    scalars: Mapping[str, ScalarSnapshot] = field(default_factory=dict)
+    """Values that the program logged with `metrics.log`."""
+
     events: tuple[Event, ...] = ()
     """Latest events, oldest first."""
 
@@ -201,6 +308,12 @@ class Snapshot:
             "counters": dict(self.counters),
             "timers": {name: seen.to_plain() for name, seen in self.timers.items()},
             "distributions": {name: seen.to_plain() for name, seen in self.distributions.items()},
+            "gauges": dict(self.gauges),
+            # NaN is not valid JSON.
+            "scalars": {
+                name: [s.count, s.total, s.last if s.count else None, s.not_finite, s.time_s]
+                for name, s in self.scalars.items()
+            },
             "events": [[e.time_s, e.source, e.name, dict(e.facts)] for e in self.events],
             "events_dropped": self.events_dropped,
         }
@@ -214,6 +327,19 @@ class Snapshot:
             counters=dict(plain["counters"]),
             timers={name: read(row) for name, row in plain["timers"].items()},
             distributions={name: read(row) for name, row in plain["distributions"].items()},
+            gauges=dict(plain.get("gauges", {})),
+            scalars={
+                name: ScalarSnapshot(
+                    count=count,
+                    total=total,
+                    last=math.nan if last is None else last,
+                    not_finite=not_finite,
+                    time_s=time_s,
+                )
+                for name, (count, total, last, not_finite, time_s) in plain.get(
+                    "scalars", {}
+                ).items()
+            },
             events=tuple(
                 Event(time_s=at, source=source, name=name, facts=dict(facts))
                 for at, source, name, facts in plain["events"]
@@ -239,6 +365,8 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
     counters: dict[str, Number] = {}
     timers: dict[str, DistributionSnapshot] = {}
     distributions: dict[str, DistributionSnapshot] = {}
+    gauges: dict[str, float] = {}
+    scalars: dict[str, ScalarSnapshot] = {}
     events: list[Event] = []
     dropped = 0
     for one in snapshots:
@@ -248,6 +376,10 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
         for into, found in ((timers, one.timers), (distributions, one.distributions)):
             for name, seen in found.items():
                 into[name] = into[name].merged(seen) if name in into else seen
+        for name, value in one.gauges.items():
+            gauges[name] = gauges.get(name, 0.0) + value
+        for name, logged in one.scalars.items():
+            scalars[name] = scalars[name].merged(logged) if name in scalars else logged
         events.extend(one.events)
         dropped += one.events_dropped
     return Snapshot(
@@ -255,6 +387,8 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
         counters=counters,
         timers=timers,
         distributions=distributions,
+        gauges=gauges,
+        scalars=scalars,
         events=tuple(sorted(events, key=lambda e: e.time_s)),
         events_dropped=dropped,
     )

@@ -1,8 +1,9 @@
-"""Counters, timers, distributions and events that the package records about itself.
+"""Counters, timers, distributions, gauges, logged values and events of a program.
 
 A `Registry` names the recorders. The module-level functions use one registry per process; a task
 that shares its process with others (an in-process worker) creates its own. `snapshot()` returns
-plain data that crosses processes, merges, and feeds progress bars, heartbeats and the live view.
+plain data that crosses processes, merges, and feeds heartbeats and the live page. `log` records a value
+of the user's own, such as the loss, in a scheduled function or in the program.
 
 Recording costs well under a microsecond. Memory is bounded: a distribution counts values in fixed
 logarithmic buckets, and only the latest events are kept.
@@ -10,19 +11,19 @@ logarithmic buckets, and only the latest events are kept.
 
 from __future__ import annotations
 
-import math
+import logging
 import threading
 import time
 from collections import deque
-from typing import Final, Self, final
+from typing import Final, SupportsFloat, final
 
+from stratagem._recorders import Counter, Distribution, Gauge, Recorder, ScalarRecorder, Timer
 from stratagem._snapshots import (
     DistributionSnapshot,
     Event,
-    Number,
     Plain,
+    ScalarSnapshot,
     Snapshot,
-    bucket_of,
     merge,
 )
 from stratagem._streaming_metrics import AUC, Accuracy, Mean
@@ -34,13 +35,17 @@ __all__ = [
     "Distribution",
     "DistributionSnapshot",
     "Event",
+    "Gauge",
     "Mean",
     "Registry",
+    "ScalarSnapshot",
     "Snapshot",
     "Timer",
     "counter",
     "distribution",
     "event",
+    "gauge",
+    "log",
     "merge",
     "reset",
     "snapshot",
@@ -50,166 +55,9 @@ __all__ = [
 # Enough for a day of worker losses at one a minute; at some 200 bytes each, a third of a megabyte.
 EVENT_LIMIT: Final = 1500
 
+SCALAR_LIMIT: Final = 500  # names of logged values per process; a heartbeat carries all of them
 
-@final
-class Counter:
-    """A number that only grows, such as steps done or bytes sent.
-
-    Example:
-        >>> from stratagem import metrics
-        >>> steps = metrics.Registry().counter("steps")
-        >>> steps.add()
-        >>> steps.add(4)
-        >>> steps
-        <Counter steps: 5>
-    """
-
-    __slots__ = ("_lock", "_value", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._value: Number = 0
-
-    def add(self, amount: Number = 1) -> None:
-        """Add `amount`, which must not be negative."""
-        if amount < 0:
-            raise ValueError(
-                f"counter {self.name!r} cannot go down: got amount={amount!r}, expected >= 0. "
-                "Use a distribution for values that rise and fall."
-            )
-        with self._lock:
-            self._value += amount
-
-    @property
-    def value(self) -> Number:
-        """Current count."""
-        return self._value
-
-    def reset(self) -> None:
-        """Set the count to 0."""
-        with self._lock:
-            self._value = 0
-
-    def __repr__(self) -> str:
-        return f"<Counter {self.name}: {self._value}>"
-
-
-class _Recorder:
-    """Common part of `Distribution` and `Timer`: exact count, sum and extremes, and buckets."""
-
-    __slots__ = ("_buckets", "_count", "_lock", "_maximum", "_minimum", "_total", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._count = 0
-        self._total = 0.0
-        self._minimum = math.inf
-        self._maximum = -math.inf
-        self._buckets: dict[int, int] = {}
-
-    def record(self, value: Number) -> None:
-        """Record one value. Refuse NaN, which would make the sum NaN."""
-        value = float(value)
-        if math.isnan(value):
-            raise ValueError(f"{self.name!r} got nan, expected a number: nothing was recorded")
-        bucket = bucket_of(value)
-        with self._lock:
-            self._count += 1
-            self._total += value
-            # Comparisons, because min() and max() take twice as long here.
-            if value < self._minimum:  # noqa: PLR1730
-                self._minimum = value
-            if value > self._maximum:  # noqa: PLR1730
-                self._maximum = value
-            self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-
-    def snapshot(self) -> DistributionSnapshot:
-        """Return the recorded values as plain data."""
-        with self._lock:
-            return DistributionSnapshot(
-                count=self._count,
-                total=self._total,
-                minimum=self._minimum,
-                maximum=self._maximum,
-                buckets=dict(self._buckets),
-            )
-
-    def reset(self) -> None:
-        """Discard every value."""
-        with self._lock:
-            self._clear()
-
-
-@final
-class Distribution(_Recorder):
-    """Spread of values, such as batch sizes, staleness or bytes per message.
-
-    Example:
-        >>> from stratagem import metrics
-        >>> staleness = metrics.Registry().distribution("staleness")
-        >>> staleness.record(2)
-        >>> staleness
-        <Distribution staleness: 1 values, mean 2>
-    """
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        seen = self.snapshot()
-        mean = f", mean {seen.mean:.4g}" if seen.count else ""
-        return f"<Distribution {self.name}: {seen.count} values{mean}>"
-
-
-class _Measurement:
-    """One running measurement; recorded when its block ends, also by an exception."""
-
-    __slots__ = ("_started", "_timer", "seconds")
-
-    def __init__(self, timer: Timer) -> None:
-        self._timer = timer
-        self.seconds = math.nan
-
-    def __enter__(self) -> Self:
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.seconds = time.perf_counter() - self._started
-        self._timer.record(self.seconds)
-
-
-@final
-class Timer(_Recorder):
-    """Durations in seconds. Any number of threads may measure at once.
-
-    Code that already has two clock readings calls `record(seconds)` directly.
-
-    Example:
-        >>> from stratagem import metrics
-        >>> read = metrics.Registry().timer("read")
-        >>> with read.measure() as measurement:
-        ...     _ = sum(range(100))
-        >>> measurement.seconds > 0
-        True
-        >>> read.snapshot().count
-        1
-    """
-
-    __slots__ = ()
-
-    def measure(self) -> _Measurement:
-        """Return a context manager that records the duration of its block."""
-        return _Measurement(self)
-
-    def __repr__(self) -> str:
-        seen = self.snapshot()
-        mean = f", mean {seen.mean * 1e6:.4g} µs" if seen.count else ""
-        return f"<Timer {self.name}: {seen.count} measured{mean}>"
+_log = logging.getLogger("stratagem.metrics")
 
 
 @final
@@ -233,6 +81,8 @@ class Registry:
         self._counters: dict[str, Counter] = {}
         self._timers: dict[str, Timer] = {}
         self._distributions: dict[str, Distribution] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._scalars: dict[str, ScalarRecorder] = {}
         self._events: deque[Event] = deque(maxlen=EVENT_LIMIT)
         self._events_seen = 0
 
@@ -252,6 +102,34 @@ class Registry:
             found = self._distributions.get(name)
             return found or self._distributions.setdefault(name, Distribution(name))
 
+    def gauge(self, name: str) -> Gauge:
+        """Return the gauge of this name; create it on first use."""
+        with self._lock:
+            return self._gauges.get(name) or self._gauges.setdefault(name, Gauge(name))
+
+    def log(self, name: str, value: SupportsFloat) -> None:
+        """Record a value of the user's own; see `metrics.log`."""
+        scalar = self._scalars.get(name) or self._new_scalar(name)
+        if scalar is not None:
+            scalar.record(float(value))
+
+    def _new_scalar(self, name: str) -> ScalarRecorder | None:
+        if not isinstance(name, str):
+            raise TypeError(f"log({name!r}, …): expected a name, such as log('loss', loss)")
+        with self._lock:
+            if len(self._scalars) < SCALAR_LIMIT:
+                return self._scalars.setdefault(name, ScalarRecorder())
+            first = self._counters.get("metrics.names_dropped") is None
+        self.counter("metrics.names_dropped").add()
+        if first:
+            _log.warning(
+                "log(%r, …): %d names are in use, which is the limit. Values under new names are dropped; "
+                "log under fixed names, without step numbers in them.",
+                name,
+                SCALAR_LIMIT,
+            )
+        return None
+
     def event(self, name: str, /, **facts: Plain) -> None:
         """Record an event; the latest `EVENT_LIMIT` events are kept."""
         happened = Event(time_s=time.time(), source=self.source, name=name, facts=facts)
@@ -265,6 +143,8 @@ class Registry:
             counters = dict(self._counters)
             timers = dict(self._timers)
             distributions = dict(self._distributions)
+            gauges = dict(self._gauges)
+            scalars = dict(self._scalars)
             events = tuple(self._events)
             dropped = self._events_seen - len(events)
         return Snapshot(
@@ -272,6 +152,8 @@ class Registry:
             counters={name: found.value for name, found in counters.items()},
             timers={name: found.snapshot() for name, found in timers.items()},
             distributions={name: found.snapshot() for name, found in distributions.items()},
+            gauges={name: float(found.value) for name, found in gauges.items()},
+            scalars={name: found.snapshot() for name, found in scalars.items()},
             events=events,
             events_dropped=dropped,
         )
@@ -279,8 +161,10 @@ class Registry:
     def reset(self) -> None:
         """Set every recorder to zero and discard the events. Recorders in use stay valid."""
         with self._lock:
-            recorders: list[Counter | _Recorder] = [
+            recorders: list[Counter | Gauge | Recorder | ScalarRecorder] = [
                 *self._counters.values(),
+                *self._gauges.values(),
+                *self._scalars.values(),
                 *self._timers.values(),
                 *self._distributions.values(),
             ]
@@ -331,6 +215,38 @@ def distribution(name: str) -> Distribution:
         >>> metrics.distribution("doc.batch").record(64)
     """
     return _of_this_process.distribution(name)
+
+
+def gauge(name: str) -> Gauge:
+    """Return this process's gauge of a name.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> metrics.gauge("doc.memory").set(1024)
+        >>> metrics.gauge("doc.memory").value
+        1024
+    """
+    return _of_this_process.gauge(name)
+
+
+def log(name: str, value: SupportsFloat) -> None:
+    """Log a value of your own, such as the loss; the live page and the report draw it as a curve.
+
+    Call it in a scheduled function or in the program. Workers send their values with the heartbeats, so
+    that a call costs less than a microsecond. The curve has the mean of each second. NaN and infinity are
+    counted apart.
+
+    Args:
+        name: of the curve. Use few, fixed names.
+        value: a number, or a tensor with one element.
+
+    Example:
+        >>> from stratagem import metrics
+        >>> metrics.log("doc.loss", 0.25)
+        >>> metrics.snapshot().scalars["doc.loss"].last
+        0.25
+    """
+    _of_this_process.log(name, value)
 
 
 def event(name: str, /, **facts: Plain) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar, final
 
 from stratagem import _faults as faults
+from stratagem import metrics
 from stratagem._checkpoint import manifest as manifests
 from stratagem._checkpoint.block_file import Progress
 from stratagem._checkpoint.block_reader import BlockReader, check_frames, naming_the_file
@@ -184,6 +185,7 @@ class CheckpointDirectory:
         temporary.rename(writing / manifests.NAME)
         _flush_directory(writing)
         path = self._rename(writing, name or f"step_{manifest.step:08d}", exact=bool(name))
+        metrics.event("checkpoint_committed", step=manifest.step, path=str(path))
         return SavedCheckpoint(path, manifest)
 
     def _rename(self, writing: Path, name: str, *, exact: bool) -> Path:

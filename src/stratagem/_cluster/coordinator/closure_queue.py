@@ -143,6 +143,11 @@ class ClosureQueue:
         return self._in_flight == 0 and self._fencing == 0
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """Closures that wait for a worker, and closures that were sent to one."""
+        return len(self._queued), self._in_flight
+
+    @property
     def workers(self) -> tuple[int, ...]:
         """Numbers of all workers."""
         return tuple(self._workers)

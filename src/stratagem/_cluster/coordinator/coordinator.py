@@ -221,6 +221,15 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         with self._engine.lock:
             return metrics.merge(list(self._engine.worker_facts.values()))
 
+    @property
+    def metrics_by_worker(self) -> dict[int, metrics.Snapshot]:
+        """Metrics of each worker by its index; about a second old.
+
+        Workers that are threads of this process report only their own steps and times.
+        """
+        with self._engine.lock:
+            return self._engine.locked_metrics()
+
     def schedule(
         self,
         fn: Callable[..., Any],

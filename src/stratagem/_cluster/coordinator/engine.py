@@ -169,6 +169,14 @@ class Engine:
         found = self.queue.add(self.closures.add(closure))
         return self._locked_execute(found) if found else []  # usually every worker is busy
 
+    def locked_metrics(self) -> dict[int, metrics.Snapshot]:
+        """Return the latest metrics of each worker, by task index."""
+        return {
+            link.task_index: self.worker_facts[number]
+            for number, link in self.links.items()
+            if number in self.worker_facts
+        }
+
     def locked_take_error(self) -> BaseException | None:
         """Return the error to raise, if any, and accept closures again."""
         error = self.result_condition.take_error()
@@ -219,6 +227,7 @@ class Engine:
         self.sender.catch_up(link)
         if link.incarnation > 1:
             _log.info("%s is back (incarnation %d)", link.task, link.incarnation)
+            metrics.event("worker_back", worker=link.task, incarnation=link.incarnation)
         with self.changed:
             if self.closed or link.number not in self.links:
                 return

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import torch
 from typing_extensions import override
 
+from stratagem._cluster.timed_iterator import TimedIterator
 from stratagem._core import context
 from stratagem._core.user_contexts import InputContext
 from stratagem._wire.codec import unpack
@@ -405,7 +406,7 @@ def make_iterator(source: object, workers: Sequence[int]) -> Iterator[object]:
             "share its rows by InputContext: create the per-worker dataset again."
         )
     place = workers.index(index) if index in workers else 0
-    return iter(build_dataset(source, index=place, workers=len(workers)))
+    return TimedIterator(iter(build_dataset(source, index=place, workers=len(workers))))
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:

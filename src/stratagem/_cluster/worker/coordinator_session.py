@@ -25,6 +25,7 @@ from stratagem._cluster.size_limit import check_size
 from stratagem._cluster.worker.closure_random import ClosureRandom
 from stratagem._cluster.worker.received_objects import ReceivedObjects
 from stratagem._cluster.worker.results import Results
+from stratagem._usage import process_usage
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, unpack
@@ -65,6 +66,10 @@ class CoordinatorSession:
         self._views: StrategyOnWorker | None = None
         self._random = ClosureRandom(self.order.seed)
         self._metrics_at = 0.0
+        # Where the working thread's time goes; the receiving thread reads these sums.
+        self._opened_at = time.perf_counter()
+        self._run_s = self._idle_s = 0.0
+        self._running_since = self._idle_since = 0.0  # 0: not at present
 
     @property
     def waiting(self) -> int:
@@ -131,10 +136,31 @@ class CoordinatorSession:
         return True
 
     def _metrics(self, now: float) -> dict[str, Any]:
-        if not self._worker.owns_process or now - self._metrics_at < METRICS_S:
-            return {}  # a worker in the coordinator's process uses the coordinator's own registry
+        """Return the metrics that this heartbeat carries; empty if the last ones are recent."""
+        if now - self._metrics_at < METRICS_S:
+            return {}
         self._metrics_at = now
-        return metrics.snapshot().to_plain()
+        return self.metrics()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of this session, and those of the process if the worker owns it."""
+        own = self._worker.owns_process  # else the coordinator's own registry has the rest
+        plain = (metrics.snapshot() if own else metrics.Snapshot()).to_plain()
+        plain["sources"] = [self._worker.task]
+        now = time.perf_counter()
+        running, idle = self._running_since, self._idle_since
+        plain["counters"] |= {
+            "worker.steps": self.steps,
+            "worker.session_s": now - self._opened_at,
+            "worker.run_s": self._run_s + (now - running if running else 0.0),
+            "worker.idle_s": self._idle_s + (now - idle if idle else 0.0),
+            "worker.ack_s": self._results.waited_s,
+        }
+        if own:
+            usage = process_usage()
+            plain["gauges"]["process.memory_bytes"] = usage.pop("process.memory_bytes", 0.0)
+            plain["counters"] |= usage
+        return plain
 
     # ------------------------------------------------------------------ the working thread
 
@@ -146,7 +172,7 @@ class CoordinatorSession:
             if views is None:
                 return
             objects = ReceivedObjects(views, self._worker.task)
-            while (item := self._inbox.get()) is not None:
+            while (item := self._next_item()) is not None:
                 if self._ended:
                     continue
                 arrived, frame = item
@@ -165,6 +191,17 @@ class CoordinatorSession:
                 objects.clear()
             if self._views is not None:
                 self._views.close()
+
+    def _next_item(self) -> tuple[float, Frame] | None:
+        """Return the next message, and count how long the thread waits for it."""
+        try:
+            return self._inbox.get_nowait()  # a busy worker reads no clock
+        except queue.Empty:
+            self._idle_since = began = time.perf_counter()
+            item = self._inbox.get()
+            self._idle_since = 0.0
+            self._idle_s += time.perf_counter() - began
+            return item
 
     def _open(self) -> StrategyOnWorker | None:
         """Connect to the strategy's servers and answer the coordinator; None if that failed."""
@@ -202,6 +239,7 @@ class CoordinatorSession:
         if self._results.is_due(began, run_s):
             self._results.flush(views)
             began = time.perf_counter()
+        self._running_since = began
         try:
             function = objects.function(message.function)
             with views.closure(
@@ -220,6 +258,8 @@ class CoordinatorSession:
             if len(self._last_run_s) >= FUNCTIONS_TIMED:
                 self._last_run_s.clear()
             self._last_run_s[message.function] = ended - began
+            self._running_since = 0.0
+            self._run_s += ended - began
             value, buffers = (None, ()) if result is None else _packed(result)
             advanced = views.advances()
             number, advances = (0, None) if advanced is None else _packed_advances(*advanced)
@@ -234,6 +274,9 @@ class CoordinatorSession:
             self._results.hold(finished, buffers, views)
             self.steps += 1
         except BaseException as error:  # noqa: BLE001 - a closure may raise anything, SystemExit too
+            if self._running_since:
+                self._running_since = 0.0
+                self._run_s += time.perf_counter() - began
             if isinstance(error, StopIteration):  # it has no text of its own
                 error.add_note(
                     f"An iterator ended on {self._worker.task}: its dataset is used up. Repeat it "

@@ -45,6 +45,8 @@ class Results:
         self._held: deque[_Result] = deque()
         self._held_since = 0.0
         self._flushing = threading.Lock()
+        self.waited_s = 0.0
+        """Time spent waiting for acknowledgements."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -70,7 +72,10 @@ class Results:
     def flush(self, views: StrategyOnWorker) -> None:
         """Wait until all writes are acknowledged, then send everything."""
         with self._flushing:
-            self._send(views, views.acknowledged(wait=True))
+            began = time.perf_counter()
+            acknowledged = views.acknowledged(wait=True)
+            self.waited_s += time.perf_counter() - began
+            self._send(views, acknowledged)
 
     def flush_ready(self, views: StrategyOnWorker) -> None:
         """Send the results whose writes are acknowledged. Never waits for the servers."""

@@ -142,6 +142,7 @@ class Worker(Owner):
             "incarnation": 0 if session is None else session.order.incarnation,
             "steps": 0 if session is None else session.steps,
             "waiting": 0 if session is None else session.waiting,
+            "metrics": {} if session is None else session.metrics(),
         }
 
     # ------------------------------------------------------------------ the receiving thread

@@ -112,6 +112,11 @@ class SessionCheckpoints(Owner):
         self._number = secrets.randbits(48)
         self._transfer: _Transfer | None = None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a cut is open or a transfer runs."""
+        return self._cut is not None or self._transfer is not None
+
     def make_cut(self, message: messages.MakeCut) -> messages.CutMade:
         """Make a cut, or say why not."""
         refused = self._access.refusal(message.directory)

@@ -30,6 +30,7 @@ from stratagem._ps.server.checkpoint_parts import CheckpointAccess
 from stratagem._ps.server.client_memory import ClientMemory
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
+from stratagem._usage import process_usage
 from stratagem._wire import messages
 from stratagem._wire.arenas import Budget, default_budget
 from stratagem._wire.channel import Channel
@@ -152,6 +153,8 @@ class ParameterServer(Owner):
         self._finished = threading.Event()
         self._work_began: float | None = None
         self._served = 0
+        self._busy_s = 0.0
+        self._started_at = time.monotonic()
         self._rested_after = 0
         self._next_facts = 0.0
         self.facts: Mapping[str, object] = {}
@@ -293,11 +296,12 @@ class ParameterServer(Owner):
                 if channel.outgoing_bytes > UNSENT_LIMIT_BYTES and not channel.flush():
                     break  # until it has read its replies; the selector says when
                 frame = connection.inbox.popleft()
-                self._work_began = time.monotonic()
+                self._work_began = began = time.monotonic()
                 try:
                     self._answer(connection, frame)
                 finally:
                     self._work_began = None
+                    self._busy_s += time.monotonic() - began
                 self._served += 1
             if channel.wants_write:
                 channel.flush()
@@ -400,5 +404,10 @@ class ParameterServer(Owner):
             "applied": sum(one.applied for one in stores),
             "duplicates": sum(one.duplicates for one in stores),
             "fenced": sum(one.fenced for one in stores),
+            "checkpointing": any(session.is_checkpointing for session in self._sessions.sessions()),
+            "busy_s": self._busy_s,
+            "up_s": time.monotonic() - self._started_at,
+            "life": self.life,
+            **process_usage(),
         }
         self._next_facts = time.monotonic() + _TICK_S

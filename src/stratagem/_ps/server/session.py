@@ -95,6 +95,11 @@ class Session:
         """Bytes of the variables."""
         return self._arena.used_bytes
 
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether rows are being written to a checkpoint, or read from one."""
+        return self._checkpoints.is_active
+
     def handle(self, frame: Frame, memory: ClientMemory) -> Reply:
         """Carry out one message.
 

@@ -24,6 +24,7 @@ from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.autograd_engine import own_leaf
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._ps.rows import sort_ids
+from stratagem._ps.tables.lookup_counts import count_lookup
 from stratagem._ps.tables.row_gradient import RowGradient, RowSource
 from stratagem._ps.tables.row_lookup import RowLookup, position_of, replica_device
 from stratagem.errors import ForeignParameterError
@@ -118,6 +119,7 @@ class TableParameter(nn.Parameter):
                 f"{self.source.shape[0]}."
             )
         leaf = self.source.rows(unique)
+        count_lookup(self.source.name, ids=ids.numel(), rows=unique.numel())
         if self._wants_gradient():
             leaf.requires_grad_()
             self.gradient.watch(unique, leaf, sparse=sparse, skip=skip)

@@ -63,6 +63,8 @@ class WorkerVariables:
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
         self._push_time = counting.timer("ps.push")
+        self._acknowledge_time = counting.timer("ps.acknowledge")  # a part of ps.push
+        self._wait_time = counting.timer("ps.wait")
         self._refresh_time = counting.timer("ps.refresh")
 
     # -------------------------------------------------------------- parameters and buffers
@@ -146,7 +148,9 @@ class WorkerVariables:
 
     def _begin_closure(self) -> None:
         if self._dense or self._buffers:
-            self.client.wait_for_writes()  # this closure reads them
+            if not self.client.outbox.is_idle:  # this closure reads them
+                with self._wait_time.measure():
+                    self.client.wait_for_writes()
             self.refresh()
             self._note_reads()
             for dense in self._dense.values():
@@ -255,7 +259,8 @@ class WorkerVariables:
             generation = buffers.generation
             try:
                 client.send(step.batch)
-                versions = client.wait_for_writes()
+                with self._acknowledge_time.measure():
+                    versions = client.wait_for_writes()
             except BaseException:
                 if generation != buffers.generation or not client.outbox.is_idle:
                     self._leave_slots()

@@ -1,0 +1,44 @@
+"""Iterator of a worker's dataset that measures how long the worker waits for each element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any, Self, final
+
+from stratagem import metrics
+
+__all__ = ["TimedIterator"]
+
+
+@final
+class TimedIterator:
+    """Iterator over the elements of another one; the timer ``input.next`` has the waiting times.
+
+    All other attributes are those of the iterator inside, such as the position of a dataset.
+
+    Example:
+        >>> elements = TimedIterator(iter([1, 2]))
+        >>> next(elements), elements.get_next()
+        (1, 2)
+    """
+
+    def __init__(self, inside: Iterator[Any]) -> None:
+        self._inside = inside
+        self._waited = metrics.timer("input.next")
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        began = perf_counter()
+        element = next(self._inside)
+        self._waited.record(perf_counter() - began)
+        return element
+
+    def get_next(self) -> Any:
+        """Return the next element."""
+        return self.__next__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inside"], name)

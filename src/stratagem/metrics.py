@@ -111,7 +111,8 @@ class Registry:
         """Record a value of the user's own; see `metrics.log`."""
         scalar = self._scalars.get(name) or self._new_scalar(name)
         if scalar is not None:
-            scalar.record(float(value))
+            item = getattr(value, "item", None)  # of tensors, which may require gradients
+            scalar.record(float(value if item is None else item()))
 
     def _new_scalar(self, name: str) -> ScalarRecorder | None:
         if not isinstance(name, str):

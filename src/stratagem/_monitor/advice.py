@@ -67,10 +67,10 @@ def advise(view: ClusterView) -> tuple[Advice, ...]:
         *_memory(view),
         *_input(view),
         *_work(view),
+        *_processors(view),
         *_stragglers(view),
         *_writing(view),
         *_reading(view),
-        *_processors(view),
     ]
     return tuple(found or _computing(view))
 

@@ -1,0 +1,94 @@
+"""Questions to the tasks of a cluster, all tasks at once, with a limit.
+
+A parameter server keeps the connection; a worker closes it after its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, final
+
+from typing_extensions import override
+
+from stratagem._owner import Owner
+from stratagem._wire import messages
+from stratagem._wire.channel import Channel
+from stratagem._wire.connecting import connect
+from stratagem._wire.handshake import ClusterKey
+from stratagem.errors import WireError
+
+__all__ = ["Probe", "ask_all"]
+
+_AT_ONCE: Final = 16  # tasks that are asked at the same time
+
+
+@final
+class Probe(Owner):
+    """Asks one task for its figures, again and again.
+
+    Args:
+        find_address: returns the task's address; called at every attempt to connect.
+        key: of the cluster.
+        is_server: whether the task is a parameter server, which expects a first message.
+        limit_s: of one question, the connection included.
+    """
+
+    def __init__(
+        self,
+        find_address: Callable[[], str],
+        *,
+        key: ClusterKey | None,
+        is_server: bool,
+        limit_s: float,
+    ) -> None:
+        self._find_address = find_address
+        self._key = key
+        self._is_server = is_server
+        self._limit_s = limit_s
+        self._channel: Channel | None = None
+
+    def ask(self) -> dict[str, Any] | None:
+        """Return the figures that the task reports, or None if it does not answer."""
+        try:
+            channel = self._channel or self._connect()
+            reply = channel.request(messages.AskStats(), timeout_s=self._limit_s).message
+        except (WireError, OSError):
+            self.close()
+            return None
+        except Exception:  # noqa: BLE001 - resolvers are users' classes
+            self.close()
+            return None
+        if self._is_server:
+            self._channel = channel
+        else:
+            channel.close()
+        return dict(reply.facts) if isinstance(reply, messages.Stats) else None
+
+    def _connect(self) -> Channel:
+        channel = connect(self._find_address(), key=self._key, timeout_s=self._limit_s)
+        if self._is_server:
+            try:
+                channel.request(messages.Hello(purpose="control"), timeout_s=self._limit_s)
+            except BaseException:
+                channel.close()
+                raise
+        self._channel = channel
+        return channel
+
+    @override
+    def close(self) -> None:
+        """Close the connection; the next question opens another one. May be called again."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            with contextlib.suppress(WireError):
+                channel.close()
+
+
+def ask_all(probes: Sequence[Probe]) -> list[dict[str, Any] | None]:
+    """Return the answers of all tasks, in order."""
+    if len(probes) < 2:
+        return [probe.ask() for probe in probes]
+    with ThreadPoolExecutor(min(len(probes), _AT_ONCE), "stratagem-monitor-ask") as threads:
+        return list(threads.map(Probe.ask, probes))

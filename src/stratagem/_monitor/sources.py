@@ -1,0 +1,216 @@
+"""Where samples of a cluster come from: the program that schedules, or the tasks themselves."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final, Protocol, final
+
+from typing_extensions import override
+
+from stratagem import metrics
+from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
+from stratagem._cluster.coordinator.engine import Engine
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+from stratagem._monitor.probes import Probe, ask_all
+from stratagem._monitor.samples import ClusterSample, TaskSample
+from stratagem._owner import Owner
+from stratagem._usage import process_usage
+from stratagem._wire.cluster_key import cluster_key
+
+__all__ = ["ClusterSource", "ProgramSource", "SampleSource"]
+
+_SERVER_LIMIT_S: Final = 1.0  # a server answers in a millisecond, also while a long step runs
+_TASK_LIMIT_S: Final = 3.0  # a busy worker answers within a tenth of a second
+
+
+class SampleSource(Protocol):
+    """Source of samples of one cluster."""
+
+    def sample(self) -> ClusterSample:
+        """Return the state of the cluster now."""
+
+    def close(self) -> None:
+        """Close all connections."""
+
+
+@final
+class ProgramSource(Owner):
+    """Samples of the cluster that this program schedules on.
+
+    Workers report with their heartbeats, so that only servers are asked. A strategy without a cluster has
+    only the metrics of this process.
+
+    Args:
+        subject: a coordinator or a strategy. A coordinator that has not connected yet is not started.
+    """
+
+    def __init__(self, subject: object) -> None:
+        self._strategy: Any = (
+            subject.strategy if isinstance(subject, ClusterCoordinator) else subject
+        )
+        self._coordinator = subject if isinstance(subject, ClusterCoordinator) else None
+        self._probes: list[Probe] = []
+        self._tasks: tuple[tuple[TaskSample, ...], tuple[TaskSample, ...]] = ((), ())
+        self._restarts: dict[str, tuple[str, int]] = {}
+
+    def sample(self) -> ClusterSample:
+        """Return the state of the cluster now; of a closed one, the last state."""
+        engine = self._engine()
+        queued = in_flight = None
+        if engine is not None and not engine.closed:
+            with engine.lock:
+                queued, in_flight = engine.queue.counts
+            self._tasks = (self._workers(engine), self._servers())
+        workers, servers = self._tasks
+        return ClusterSample(
+            time_s=time.time(),
+            workers=workers,
+            servers=servers,
+            program=_own_metrics(),
+            queued=queued,
+            in_flight=in_flight,
+        )
+
+    def _engine(self) -> Engine | None:
+        coordinator = self._coordinator
+        if coordinator is None:
+            found = getattr(self._strategy, "_cluster_coordinator", None)
+            coordinator = found if isinstance(found, ClusterCoordinator) else None
+        return None if coordinator is None else coordinator._running
+
+    @staticmethod
+    def _workers(engine: Engine) -> tuple[TaskSample, ...]:
+        with engine.lock:
+            seen = engine.locked_metrics()
+            return tuple(
+                TaskSample(
+                    name=f"worker {link.task_index}",
+                    state="running" if engine.queue.is_up(number) else "lost",
+                    identity=str(link.incarnation),
+                    restarts=max(0, link.incarnation - 1),
+                    numbers=seen[link.task_index].counters if link.task_index in seen else {},
+                    metrics=seen.get(link.task_index, metrics.Snapshot()),
+                )
+                for number, link in engine.links.items()
+            )
+
+    def _servers(self) -> tuple[TaskSample, ...]:
+        if not self._probes:
+            resolver = self._strategy.cluster_resolver
+            key = cluster_key(resolver.cluster_key_text())
+            self._probes = [
+                Probe(
+                    functools.partial(_server_address, resolver, index),
+                    key=key,
+                    is_server=True,
+                    limit_s=_SERVER_LIMIT_S,
+                )
+                for index in resolver.cluster_spec().task_indices("ps")
+            ]
+        answers = ask_all(self._probes)
+        return tuple(
+            _server(f"ps {index}", facts, "lost", self._restarts)
+            for index, facts in enumerate(answers)
+        )
+
+    @override
+    def close(self) -> None:
+        """Close the connections to the servers. May be called again."""
+        for probe in self._probes:
+            probe.close()
+
+
+@final
+class ClusterSource(Owner):
+    """Samples of a cluster that another program uses: every task is asked.
+
+    Args:
+        spec: the addresses of the tasks.
+        key_text: the cluster's key, by default that of the environment.
+    """
+
+    def __init__(self, spec: ClusterSpec, key_text: str | None = None) -> None:
+        key = cluster_key(key_text)
+        self._names: list[str] = []
+        self._probes: list[Probe] = []
+        self._restarts: dict[str, tuple[str, int]] = {}
+        for job in ("worker", "ps"):
+            for index in spec.task_indices(job) if job in spec.jobs else ():
+                address = spec.task_address(job, index)
+                self._names.append(f"{job} {index}")
+                self._probes.append(
+                    Probe(
+                        functools.partial(str, address),
+                        key=key,
+                        is_server=job == "ps",
+                        limit_s=_TASK_LIMIT_S,
+                    )
+                )
+
+    def sample(self) -> ClusterSample:
+        """Return the state of the cluster now."""
+        answers = list(zip(self._names, ask_all(self._probes), strict=True))
+        return ClusterSample(
+            time_s=time.time(),
+            workers=tuple(
+                _worker(name, facts) for name, facts in answers if name.startswith("worker")
+            ),
+            servers=tuple(
+                _server(name, facts, "no answer", self._restarts)
+                for name, facts in answers
+                if name.startswith("ps")
+            ),
+        )
+
+    @override
+    def close(self) -> None:
+        """Close the connections to the servers. May be called again."""
+        for probe in self._probes:
+            probe.close()
+
+
+def _server_address(resolver: Any, index: int) -> str:
+    return str(resolver.cluster_spec().task_address("ps", index))
+
+
+def _own_metrics() -> metrics.Snapshot:
+    """Return the metrics of this process, with its processor time and memory."""
+    usage = process_usage()
+    memory = usage.pop("process.memory_bytes", None)
+    seen = metrics.snapshot()
+    gauges = dict(seen.gauges) | ({} if memory is None else {"process.memory_bytes": memory})
+    return replace(seen, counters={**seen.counters, **usage}, gauges=gauges)
+
+
+def _worker(name: str, facts: Mapping[str, Any] | None) -> TaskSample:
+    if facts is None:
+        return TaskSample(name=name, state="no answer")
+    plain = facts.get("metrics")
+    seen = metrics.Snapshot.from_plain(plain) if plain else metrics.Snapshot()
+    incarnation = int(facts.get("incarnation", 0))
+    return TaskSample(
+        name=name,
+        state=str(facts.get("state", "running")),
+        identity=f"{facts.get('pid', '')}-{incarnation}",
+        restarts=max(0, incarnation - 1),
+        numbers=seen.counters,
+        metrics=seen,
+    )
+
+
+def _server(
+    name: str, facts: Mapping[str, Any] | None, lost: str, restarts: dict[str, tuple[str, int]]
+) -> TaskSample:
+    """Return the report of a server; `restarts` counts the processes seen at its address."""
+    last, count = restarts.get(name, ("", 0))
+    if facts is None:
+        return TaskSample(name=name, state=lost, restarts=count)
+    life = str(facts.get("life", ""))
+    if last not in ("", life):
+        count += 1
+    restarts[name] = (life, count)
+    numbers = {key: float(value) for key, value in facts.items() if isinstance(value, int | float)}
+    return TaskSample(name=name, state="running", identity=life, restarts=count, numbers=numbers)

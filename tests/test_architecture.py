@@ -89,7 +89,15 @@ GATES: dict[str, set[str]] = {
     "socket": {"_wire/"},
     "socketserver": set(),
     "ssl": {"_wire/"},
-    "asyncio": set(),
+    "asyncio": {"_monitor/web_server.py"},
+    "tornado": {"_monitor/web_server.py"},
+    "bokeh": {
+        "_monitor/page.py",
+        "_monitor/web_server.py",
+        "_monitor/report.py",
+        "_monitor/dashboard.py",
+    },
+    "prometheus_client": {"_monitor/prometheus.py"},
     "http": set(),
     "urllib.request": set(),
     "msgspec": {

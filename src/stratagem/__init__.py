@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from stratagem._core.variables import Variable as Variable
     from stratagem._core.variables import VariableAggregation as VariableAggregation
     from stratagem._core.variables import VariableSynchronization as VariableSynchronization
+    from stratagem._monitor.dashboard import Dashboard as Dashboard
+    from stratagem._monitor.dashboard import dashboard as dashboard
     from stratagem._ps.tables.sharded_variable import ShardedVariable as ShardedVariable
     from stratagem._strategies.base import Strategy as Strategy
     from stratagem._strategies.central_storage import (
@@ -102,6 +104,9 @@ _MODULE_OF = {
     "LocalCluster": "_cluster.launch.local_cluster",
     "ClusterSpec": "_cluster.discovery.cluster_spec",
     "Server": "_cluster.launch.task_server",
+    # monitoring
+    "dashboard": "_monitor.dashboard",
+    "Dashboard": "_monitor.dashboard",
     # options and errors
     "InputOptions": "config",
     "StratagemError": "errors",

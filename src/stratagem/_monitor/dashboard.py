@@ -1,0 +1,148 @@
+"""The public `dashboard`: a live page and a report of a running cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from typing_extensions import override
+
+from stratagem._monitor.cluster_view import ClusterView
+from stratagem._monitor.monitor import Monitor
+from stratagem._monitor.sources import ProgramSource, SampleSource
+from stratagem._owner import Owner
+
+__all__ = ["Dashboard", "dashboard"]
+
+
+@final
+class Dashboard(Owner):
+    """Live page of a cluster; `dashboard` creates it.
+
+    Example:
+        >>> import stratagem as sg
+        >>> strategy = sg.OneDeviceStrategy("cpu:0")
+        >>> with sg.dashboard(strategy) as page:
+        ...     isinstance(page, sg.Dashboard), page.url.startswith("http://127.0.0.1:")
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        address: str = "127.0.0.1:0",
+        title: str = "Stratagem",
+        tensorboard: str | os.PathLike[str] | None = None,
+    ) -> None:
+        from stratagem._monitor.web_server import WebServer
+
+        listeners: tuple[Callable[[ClusterView], None], ...] = ()
+        self._scalars = None
+        if tensorboard is not None:
+            from stratagem._monitor.tensorboard_scalars import TensorBoardScalars
+
+            self._scalars = TensorBoardScalars(tensorboard)
+            listeners = (self._scalars.write,)
+        self._title = title
+        self.monitor = Monitor(source, listeners=listeners)
+        self._server: WebServer | None = None
+        try:
+            self.monitor.start()
+            self._server = WebServer(self.monitor, address=address, title=title)
+        except BaseException:
+            self.close()
+            raise
+        self._url = self._server.url
+        self._metrics_url = f"{self._server.base_url}/metrics"
+        self._token = self._server.token
+
+    @property
+    def url(self) -> str:
+        """Link to the page. It has a random token: give it only to people who may see the cluster."""
+        return self._url
+
+    @property
+    def metrics_url(self) -> str:
+        """Address for Prometheus, which sends `token` as its bearer token."""
+        return self._metrics_url
+
+    @property
+    def token(self) -> str:
+        """Random secret of this page."""
+        return self._token
+
+    @property
+    def view(self) -> ClusterView:
+        """Everything that the page shows, as plain data; about a second old."""
+        return self.monitor.view
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a report of the run so far: one HTML file that needs no server and no network."""
+        from stratagem._monitor.report import write_report
+
+        return write_report(self.monitor.look(), path, title=self._title)
+
+    @override
+    def close(self) -> None:
+        """End the page and its threads. The report can still be saved. May be called again."""
+        if self._server is not None:
+            self._server.close()
+        self.monitor.close()
+        if self._scalars is not None:
+            self._scalars.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Dashboard {self._metrics_url.removesuffix('/metrics')}>"
+
+
+def dashboard(
+    subject: object,
+    *,
+    address: str = "127.0.0.1:0",
+    title: str = "Stratagem",
+    tensorboard: str | os.PathLike[str] | None = None,
+) -> Dashboard:
+    """Serve a live page of a running cluster; ``pip install 'stratagem[dashboard]'`` installs what it needs.
+
+    The page shows speed, time split, staleness, servers, tables, logged values, events, and advice. Only
+    this machine can open it unless you give another address, and only with the link's token.
+
+    Args:
+        subject: a `ClusterCoordinator`, or any strategy.
+        address: ``host:port`` to listen on; port 0 takes a free one.
+        title: of the page and the report.
+        tensorboard: directory for TensorBoard; by default none is written.
+
+    Returns:
+        An object with `url`, `save(path)` and `close()`; also a context manager.
+
+    Raises:
+        ImportError: Bokeh is not installed.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        ...     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        ...         coordinator = sg.ClusterCoordinator(strategy)
+        ...         with sg.dashboard(coordinator) as page:
+        ...             coordinator.schedule(sg.metrics.log, args=("loss", 0.5)).fetch()
+        ...             print(page.url.startswith("http://127.0.0.1:"))
+        True
+    """
+    require_bokeh()
+    return Dashboard(ProgramSource(subject), address=address, title=title, tensorboard=tensorboard)
+
+
+def require_bokeh() -> None:
+    """Raise an error with the remedy if Bokeh is not installed."""
+    try:
+        import bokeh  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "the page and the report need Bokeh, which is not installed: pip install "
+            "'stratagem[dashboard]'"
+        ) from error

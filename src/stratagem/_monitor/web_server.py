@@ -1,0 +1,286 @@
+"""HTTP server of the live page: a Bokeh server in a thread of its own, behind one check of every request.
+
+The check comes before any handler. It accepts GET and HEAD with the secret (in the link, in a cookie or as a
+bearer token), for the right host and from no other origin. Requests change nothing: a page has a document of its own,
+and data goes from the cluster to the page only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol, final
+from urllib.parse import urlsplit
+
+from bokeh.application import Application
+from bokeh.application.handlers import FunctionHandler
+from bokeh.server.server import BaseServer
+from bokeh.server.tornado import BokehTornado
+from tornado.httpserver import HTTPServer
+from tornado.httputil import HTTPServerRequest
+from tornado.ioloop import IOLoop
+from tornado.netutil import bind_sockets
+from tornado.web import HTTPError, RequestHandler
+from typing_extensions import override
+
+from stratagem._monitor.cluster_view import ClusterView
+from stratagem._monitor.page import CARDS, TEMPLATE, Page
+from stratagem._owner import Owner
+
+__all__ = ["WebServer"]
+
+_log = logging.getLogger("stratagem.monitor")
+
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+_START_S: Final = 30.0
+_STOP_S: Final = 10.0
+_MESSAGE_BYTES: Final = 1 << 20  # from a browser, which only reports sizes and clicks
+_KEEP_UNUSED_MS: Final = 10_000
+
+
+class ViewSource(Protocol):
+    """Object with the latest view."""
+
+    @property
+    def view(self) -> ClusterView:
+        """The latest view."""
+
+
+@final
+class Access:
+    """Decides which requests are answered.
+
+    Args:
+        address: IP address or name that the server listens on.
+        port: its port.
+        token: secret in the link.
+    """
+
+    def __init__(self, address: str, port: int, token: str) -> None:
+        self._token = token
+        self.cookie = f"stratagem-{port}"  # browsers send cookies to every port of a host
+        self.ticket = secrets.token_urlsafe(32)
+        is_local = address in ("127.0.0.1", "::1", "localhost")
+        # A page of another site whose name was made to point here sends that name as the host.
+        self._hosts = {f"{host}:{port}" for host in _LOOPBACK} if is_local else None
+
+    def refusal(self, request: HTTPServerRequest) -> tuple[int, str] | None:
+        """Return status and reason of a refusal; None if the request is answered."""
+        if request.method not in ("GET", "HEAD"):
+            return 405, "this page only shows; use GET"
+        if self._hosts is not None and request.host.lower() not in self._hosts:
+            return 403, "wrong host: use the link that the program printed"
+        origin = request.headers.get("Origin") or request.headers.get("Sec-Websocket-Origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != request.host.lower():
+            return 403, "requests of other sites are refused"
+        if self.has_ticket(request) or self.has_token(request):
+            return None
+        return 403, "no access: use the whole link that the program printed, with its token"
+
+    def has_ticket(self, request: HTTPServerRequest) -> bool:
+        """Return whether the request has the cookie that a visit with the token set."""
+        found = request.cookies.get(self.cookie)
+        return found is not None and _equal(found.value, self.ticket)
+
+    def has_token(self, request: HTTPServerRequest) -> bool:
+        """Return whether the request has the token, in its query or as a bearer token."""
+        given = [one.decode("utf-8", "replace") for one in request.arguments.get("token", ())]
+        kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() == "bearer":
+            given.append(credentials.strip())
+        return any(_equal(one, self._token) for one in given)
+
+
+def _equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode(), secret.encode())
+
+
+class _Refused(RequestHandler):  # type: ignore[misc]
+    """Answer to every request that is not accepted."""
+
+    def initialize(self, status: int, reason: str) -> None:
+        self._status, self._why = status, reason
+
+    def prepare(self) -> None:
+        self.set_status(self._status)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(f"{self._why}\n")
+
+
+class _Enter(RequestHandler):  # type: ignore[misc]
+    """Visit with the token in the link: sets the cookie and removes the token from the address."""
+
+    def initialize(self, access: Access) -> None:
+        self._access = access
+
+    def get(self) -> None:
+        access = self._access
+        self.set_cookie(access.cookie, access.ticket, httponly=True, samesite="Lax", path="/")
+        self.set_header("Referrer-Policy", "no-referrer")
+        self.redirect("/")
+
+
+class _Metrics(RequestHandler):  # type: ignore[misc]
+    """The cluster's metrics in the text format of Prometheus."""
+
+    def initialize(self, views: ViewSource) -> None:
+        self._views = views
+
+    def get(self) -> None:
+        try:
+            from stratagem._monitor.prometheus import exposition
+        except ImportError as error:
+            raise HTTPError(501, reason="pip install 'stratagem[dashboard]'") from error
+        text, content_type = exposition(self._views.view)
+        self.set_header("Content-Type", content_type)
+        self.write(text)
+
+
+class _CheckedTornado(BokehTornado):  # type: ignore[misc]
+    """Bokeh's application behind the check."""
+
+    access: Access
+
+    def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
+        refused = self.access.refusal(request)
+        if refused is not None:
+            arguments = {"status": refused[0], "reason": refused[1]}
+            return self.get_handler_delegate(request, _Refused, arguments)
+        if request.path == "/" and "token" in request.arguments:
+            return self.get_handler_delegate(request, _Enter, {"access": self.access})
+        return super().find_handler(request, **kwargs)
+
+    def log_request(self, handler: RequestHandler) -> None:
+        """Log without the query, which may have the token."""
+        _log.debug("%d %s", handler.get_status(), handler.request.path)
+
+
+@final
+class WebServer(Owner):
+    """Server of one cluster's page.
+
+    Args:
+        views: has the latest view.
+        address: ``host:port``; port 0 takes a free one.
+        title: of the page.
+        every_s: seconds between updates of an open page.
+    """
+
+    def __init__(
+        self, views: ViewSource, *, address: str, title: str, every_s: float = 1.0
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(
+                f"address={address!r}: expected host:port, such as '127.0.0.1:0' (port 0: any free one)"
+            )
+        self._views = views
+        self._title = title
+        self._every_s = every_s
+        self._host = host.strip("[]")
+        self._port = int(port)
+        self._token = secrets.token_urlsafe(24)
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._serve, name="stratagem-page", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(_START_S):
+            raise TimeoutError(f"the page's server did not start within {_START_S:g} s")
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise the error that ended the thread, if any."""
+        if self._error is not None:
+            self._thread.join(_STOP_S)
+            raise self._error
+
+    @property
+    def url(self) -> str:
+        """Link to the page, with its token."""
+        return f"{self.base_url}/?token={self._token}"
+
+    @property
+    def base_url(self) -> str:
+        """Address of the server, without the token."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        if self._host in ("0.0.0.0", "::"):
+            import platform
+
+            host = platform.node()
+        return f"http://{host}:{self._port}"
+
+    @property
+    def token(self) -> str:
+        """Secret that a request needs."""
+        return self._token
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._serve_until_closed())
+        except BaseException as error:  # noqa: BLE001 - raised by the constructor
+            self._error = error
+            self._ready.set()
+
+    async def _serve_until_closed(self) -> None:
+        loop = IOLoop.current()
+        server, http = self._start(loop)
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._ready.set()
+        await self._stop.wait()
+        server.stop(wait=False)
+        await http.close_all_connections()
+
+    def _start(self, loop: IOLoop) -> tuple[BaseServer, HTTPServer]:
+        sockets = bind_sockets(self._port, self._host)
+        self._port = sockets[0].getsockname()[1]
+        application = Application(FunctionHandler(self._modify, trap_exceptions=False))
+        tornado = _CheckedTornado(
+            {"/": application},
+            extra_websocket_origins=["*"],  # the check has compared origin and host
+            extra_patterns=[("/metrics", _Metrics, {"views": self._views})],
+            secret_key=secrets.token_bytes(32),
+            sign_sessions=True,
+            include_headers=[],
+            include_cookies=[],
+            ico_path="none",
+            websocket_max_message_size_bytes=_MESSAGE_BYTES,
+            unused_session_lifetime_milliseconds=_KEEP_UNUSED_MS,
+            check_unused_sessions_milliseconds=_KEEP_UNUSED_MS,
+        )
+        tornado.access = Access(self._host, self._port, self._token)
+        http = HTTPServer(tornado)
+        http.add_sockets(sockets)
+        server = BaseServer(loop, tornado, http)
+        server.start()
+        return server, http
+
+    def _modify(self, document: Any) -> None:
+        """Fill the document of a visitor."""
+        page = Page(self._views.view)
+        for root in page.roots:
+            document.add_root(root)
+        document.template = TEMPLATE
+        document.template_variables["cards"] = CARDS
+        document.title = self._title
+        document.add_periodic_callback(self._updater(page), max(100, int(1000 * self._every_s)))
+
+    def _updater(self, page: Page) -> Callable[[], None]:
+        def update() -> None:
+            page.update(self._views.view)
+
+        return update
+
+    @override
+    def close(self) -> None:
+        """Disconnect every page and end the thread. May be called again."""
+        loop, self._loop = self._loop, None
+        if loop is not None and self._stop is not None:
+            loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_STOP_S)

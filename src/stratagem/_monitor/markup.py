@@ -17,6 +17,7 @@ __all__ = [
     "canvas_text",
     "event_list",
     "event_text",
+    "legend",
     "server_table",
     "summary",
     "table_table",
@@ -46,6 +47,8 @@ time { color: var(--sg-faint); margin-right: .7em; font-variant-numeric: tabular
 .bad { border-color: var(--sg-bad); }
 .badge { color: var(--sg-bad); font-weight: 600; }
 .list { max-height: 260px; overflow-y: auto; }
+.legend span { display: inline-block; margin-right: 14px; white-space: nowrap; color: var(--sg-faint); }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
 .quiet { color: var(--sg-faint); }
 """
 
@@ -84,7 +87,20 @@ def summary(view: ClusterView) -> str:
         _tile(stale, f"staleness{p99}"),
         _tile(bottleneck(view), "bottleneck", "long"),
     ]
+    if view.events:
+        last = view.events[-1]
+        ago = max(0, round(view.time_s - last.time_s))
+        tiles.append(_tile(last.name.replace("_", " "), f"latest event, {ago} s ago", "long"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """Return names with the colours that stand for them in a plot."""
+    items = [
+        f'<span><i style="background:{text(colour)}"></i>{text(name)}</span>'
+        for name, colour in colours.items()
+    ]
+    return f'<div class="legend">{"".join(items)}</div>'
 
 
 def advice_list(view: ClusterView) -> str:

@@ -6,17 +6,21 @@ Colours of texts and lines suit a light and a dark background; the background fo
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
 
 from bokeh.models import (
+    Column,
     ColumnDataSource,
+    DataRange1d,
     DatetimeTickFormatter,
     Div,
     FactorRange,
     HoverTool,
     InlineStyleSheet,
     Legend,
+    LegendItem,
     NumeralTickFormatter,
 )
 from bokeh.plotting import figure
@@ -98,7 +102,7 @@ CARDS: Final = (
     ("advice", "What to try", "wide"),
     ("steps", "Steps per second", ""),
     ("phases", "Where the workers' time goes", ""),
-    ("scalars", "Logged values", "wide"),
+    ("scalars", "Logged values", ""),
     ("staleness", "Staleness (updates by others between read and write)", ""),
     ("busy", "Servers: busy share", ""),
     ("updates", "Servers: updates per second", ""),
@@ -123,9 +127,9 @@ class Page:
         self._generation = -1
         self._sent = 0
         self._steps = _plot(hover=True)
-        self._staleness = _plot(hover=True)
-        self._busy = _plot(hover=True, percent=True)
-        self._updates = _plot(hover=True)
+        self._staleness = _plot(hover=True, times=self._steps.x_range)
+        self._busy = _plot(hover=True, percent=True, times=self._steps.x_range)
+        self._updates = _plot(hover=True, times=self._steps.x_range)
         self._bars = ColumnDataSource({"worker": [], **{phase: [] for phase in PHASES}})
         self._phases = self._phase_plot()
         self._events = ColumnDataSource({"time": [], "name": [], "text": [], "colour": []})
@@ -146,7 +150,9 @@ class Page:
         """Models to add to a document, in the order of the cards."""
         plots = {
             "steps": self._steps,
-            "phases": self._phases,
+            "phases": Column(
+                children=[self._phase_legend(), self._phases], sizing_mode="stretch_width"
+            ),
             "staleness": self._staleness,
             "busy": self._busy,
             "updates": self._updates,
@@ -239,17 +245,13 @@ class Page:
             toolbar_location=None,
             tools="",
         )
-        bars = plot.hbar_stack(
+        plot.hbar_stack(
             list(PHASES),
             y="worker",
             height=0.7,
             source=self._bars,
             color=[_PHASE_COLOURS[phase] for phase in PHASES],
         )
-        plot.add_layout(_legend(), "above")
-        plot.legend[0].ncols = 3
-        for phase, bar in zip(PHASES, bars, strict=True):
-            plot.legend[0].items.append(_legend_item(phase, bar))
         plot.add_tools(
             HoverTool(tooltips=[("worker", "@worker"), ("use", "$name"), ("share", "@$name{0 %}")])
         )
@@ -257,11 +259,20 @@ class Page:
         _style(plot)
         return plot
 
+    @staticmethod
+    def _phase_legend() -> Any:
+        return Div(
+            text=markup.legend(_PHASE_COLOURS),
+            sizing_mode="stretch_width",
+            stylesheets=[InlineStyleSheet(css=markup.STYLE)],
+        )
+
     def _event_plot(self) -> Any:
         plot = figure(
             height=240,
             sizing_mode="stretch_width",
             x_axis_type="datetime",
+            x_range=self._steps.x_range,
             y_range=FactorRange(),
             toolbar_location=None,
             tools="",
@@ -294,18 +305,11 @@ class _Scalars:
     """One plot for each logged name."""
 
     def __init__(self) -> None:
-        from bokeh.layouts import gridplot  # noqa: F401 - see the layout below
-        from bokeh.models import Div, FlexBox
-
         self._hint = Div(
             text='<div class="quiet">Log values with sg.metrics.log(name, value).</div>',
             stylesheets=[InlineStyleSheet(css=markup.STYLE)],
         )
-        self.layout = FlexBox(
-            children=[self._hint],
-            sizing_mode="stretch_width",
-            styles={"flex-wrap": "wrap", "gap": "12px"},
-        )
+        self.layout = Column(children=[self._hint], sizing_mode="stretch_width")
         self._sources: dict[str, ColumnDataSource] = {}
 
     def update(self, scalars: Sequence[ScalarView]) -> None:
@@ -327,7 +331,7 @@ class _Scalars:
         plot = _plot(hover=False)
         plot.title = canvas_text(name)
         plot.title.text_color = _GREY
-        plot.styles = {"flex": "1 1 340px", "min-width": "0"}
+        plot.height = 180
         plot.line("time", "value", source=source, color=_COLOURS[0], line_width=2)
         plot.scatter("time", "value", source=source, color=_COLOURS[0], size=4)
         plot.legend.visible = False
@@ -335,9 +339,10 @@ class _Scalars:
         self.layout.children = [*plots, plot]
 
 
-def _plot(*, hover: bool, percent: bool = False) -> Any:
-    """Return an empty plot over time, with a legend above."""
+def _plot(*, hover: bool, percent: bool = False, times: Any = None) -> Any:
+    """Return an empty plot over time, with a legend above; `times`: the range of another plot."""
     plot = figure(
+        x_range=DataRange1d() if times is None else times,
         height=240,
         sizing_mode="stretch_width",
         x_axis_type="datetime",
@@ -345,8 +350,8 @@ def _plot(*, hover: bool, percent: bool = False) -> Any:
         tools="",
     )
     plot.add_layout(_legend(), "above")
-    plot.y_range.start = 0 if hover else None
     if hover:
+        plot.y_range.start = 0
         plot.add_tools(HoverTool(tooltips=[("", "$name"), ("", "$y{0.[00]}")], mode="mouse"))
     plot.xaxis.formatter = _time_formatter()
     plot.yaxis.formatter = NumeralTickFormatter(format="0 %" if percent else "0.[000] a")
@@ -364,13 +369,11 @@ def _legend() -> Any:
         label_text_font_size="12px",
         spacing=8,
         padding=0,
-        ncols=5,
+        ncols=3,
     )
 
 
 def _legend_item(label: str, renderer: Any) -> Any:
-    from bokeh.models import LegendItem
-
     return LegendItem(label={"value": label}, renderers=[renderer])
 
 
@@ -398,6 +401,4 @@ def _time_formatter() -> Any:
 
 def _milliseconds(times: Iterable[float]) -> list[float]:
     """Return times as Bokeh draws them: milliseconds since 1970, in local time like the event list."""
-    import time
-
     return [1000.0 * (one + time.localtime(one).tm_gmtoff) for one in times]

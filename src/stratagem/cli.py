@@ -154,6 +154,12 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--ps", type=_positive, default=2, help="parameter servers for ps (default: 2)"
     )
+    parser.add_argument(
+        "--report", metavar="FILE", help="write a report of the run, one HTML file, at its end"
+    )
+    parser.add_argument(
+        "--tensorboard", metavar="DIRECTORY", help="write logged values for TensorBoard"
+    )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -166,6 +172,8 @@ def _train(options: argparse.Namespace) -> int:
         replicas=options.replicas,
         workers=options.workers,
         ps=options.ps,
+        report=options.report,
+        tensorboard=options.tensorboard,
     )
     return 0
 
@@ -270,6 +278,7 @@ def _add_top(commands: _Commands[argparse.ArgumentParser]) -> None:
         summary="show the state of a running cluster",
         examples=(
             "  stratagem top\n"
+            "  stratagem top --web\n"
             '  stratagem top --cluster \'{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}\''
         ),
     )
@@ -280,11 +289,23 @@ def _add_top(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--interval", type=float, default=1.0, help="seconds between updates (default: 1)"
     )
+    parser.add_argument(
+        "--web",
+        action="store_true",
+        help="serve a live page instead, until Ctrl-C, and print its link",
+    )
+    parser.add_argument(
+        "--address",
+        default="127.0.0.1:0",
+        help="where --web listens, host:port (default: a free port, for this machine only)",
+    )
 
 
 def _top(options: argparse.Namespace) -> int:
-    from stratagem._commands.top import watch
+    from stratagem._commands.top import serve_page, watch
 
+    if options.web:
+        return serve_page(cluster=options.cluster, address=options.address)
     return watch(cluster=options.cluster, once=options.once, interval_s=options.interval)
 
 

@@ -31,7 +31,7 @@ def _picture(done: int = 50) -> Picture:
         ],
         servers=[ServerRow(name="ps 0", state="running", held_bytes=2_500_000, updates=50)],
         staleness_mean=1.25,
-        staleness_max=4.0,
+        staleness_p99=4.0,
         notes=["killed worker 1 on purpose"],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,13 @@ def run_script(
     replicas: int,
     workers: int,
     ps: int,
+    report: str | None = None,
+    tensorboard: str | None = None,
 ) -> None:
-    """Run `script` as ``__main__``; `sg.auto_strategy()` returns the strategy in it."""
+    """Run `script` as ``__main__``; `sg.auto_strategy()` returns the strategy in it.
+
+    A report is written also when the script fails.
+    """
     path = Path(script)
     if not path.is_file():
         raise FileNotFoundError(
@@ -38,6 +43,7 @@ def run_script(
     with (
         open_strategy(strategy, replicas=replicas, workers=workers, ps=ps) as made,
         launch.announced(made),
+        _watched(made, title=path.name, report=report, tensorboard=tensorboard),
     ):
         sys.argv = [script, *arguments]
         sys.path.insert(0, str(path.resolve().parent))
@@ -45,6 +51,38 @@ def run_script(
             runpy.run_path(script, run_name="__main__")
         finally:
             sys.argv, sys.path[:] = saved
+
+
+@contextmanager
+def _watched(
+    strategy: Strategy, *, title: str, report: str | None, tensorboard: str | None
+) -> Iterator[None]:
+    """Sample the run if a report or scalars are wanted; write them at the end."""
+    if report is None and tensorboard is None:
+        yield
+        return
+    from stratagem._monitor.dashboard import require_bokeh
+    from stratagem._monitor.monitor import Monitor
+    from stratagem._monitor.sources import ProgramSource
+
+    if report is not None:
+        require_bokeh()
+    with ExitStack() as opened:
+        listeners = []
+        if tensorboard is not None:
+            from stratagem._monitor.tensorboard_scalars import TensorBoardScalars
+
+            listeners.append(opened.enter_context(TensorBoardScalars(tensorboard)).write)
+        monitor = Monitor(ProgramSource(strategy), listeners=tuple(listeners))
+        opened.enter_context(monitor.start())
+        try:
+            yield
+        finally:
+            view = monitor.look()
+            if report is not None:
+                from stratagem._monitor.report import write_report
+
+                write_report(view, report, title=title)
 
 
 @contextmanager

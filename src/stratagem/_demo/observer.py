@@ -1,82 +1,81 @@
-"""Rows of the live picture, read from a running local cluster."""
+"""Picture for the terminal, made from a view of the cluster."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
-from stratagem._cluster.launch.local_cluster import LocalCluster
-from stratagem._demo.view import ServerRow, WorkerRow
-from stratagem._ps.client.server_liveness import ControlConnections
-from stratagem._wire.cluster_key import cluster_key
-from stratagem.errors import ParameterServerLost
+from stratagem._demo.view import Curve, Picture, ServerRow, WorkerRow
+from stratagem._monitor.advice import advise
+from stratagem._monitor.cluster_view import ClusterView, WorkerView
+from stratagem._monitor.markup import event_text
 
-__all__ = ["ClusterObserver"]
+__all__ = ["picture_of", "server_rows", "worker_rows"]
 
-# Servers update their figures every half second, so asking more often shows nothing new.
-_ASK_EVERY_S = 0.5
-_ASK_LIMIT_S = 2.0
+_EVENTS = 4
+_CURVES = 3
 
 
-class ClusterObserver:
-    """Reader of the state that coordinator and servers report about themselves."""
+def picture_of(view: ClusterView, *, title: str) -> Picture:
+    """Return the picture of a cluster that another program uses.
 
-    def __init__(self, cluster: LocalCluster, coordinator: ClusterCoordinator) -> None:
-        addresses = cluster.resolver.cluster_spec().job_tasks("ps")
-        self._tasks = [f"/job:ps/task:{index}" for index in range(len(addresses))]
-        self._control = ControlConnections(
-            [(task, str(address)) for task, address in zip(self._tasks, addresses, strict=True)],
-            key=cluster_key(cluster.resolver.cluster_key_text()),
+    Example:
+        >>> picture_of(ClusterView(time_s=0.0, steps=7), title="top").done_steps
+        7
+    """
+    curves: list[Curve] = [
+        Curve(label=scalar.name, values=[value for _, value in scalar.points])
+        for scalar in view.scalars[:_CURVES]
+    ]
+    return Picture(
+        title=title,
+        done_steps=view.steps,
+        total_steps=0,
+        elapsed_s=view.elapsed_s,
+        examples_per_s=None,
+        steps_per_s=view.steps_per_s,
+        curves=curves,
+        workers=worker_rows(view),
+        servers=server_rows(view),
+        staleness_mean=view.staleness_mean,
+        staleness_p99=view.staleness_p99,
+        advice=[str(one) for one in advise(view)],
+        notes=[event_text(event) for event in view.events[-_EVENTS:]],
+    )
+
+
+def worker_rows(view: ClusterView) -> Sequence[WorkerRow]:
+    """Return one row per worker."""
+    return [
+        WorkerRow(
+            name=worker.name,
+            state=worker.state,
+            steps=worker.steps,
+            restarts=worker.restarts,
+            steps_per_s=worker.steps_per_s,
+            time_use=_time_use(worker),
+            is_straggler=worker.is_straggler,
         )
-        self._coordinator = coordinator
-        self._servers: list[ServerRow] = []
-        self._asked_at = float("-inf")
+        for worker in view.workers
+    ]
 
-    def close(self) -> None:
-        """Close the connections to the servers."""
-        self._control.close()
 
-    def has_restarted(self, index: int) -> bool:
-        """Return whether a worker was lost and is connected again."""
-        status = self._coordinator.workers[index]
-        return status.connected and status.incarnation > 1
-
-    def workers(self, steps_of: Mapping[int, int]) -> list[WorkerRow]:
-        """Return one row per worker."""
-        return [
-            WorkerRow(
-                name=f"worker {status.index}",
-                state="running" if status.connected else "lost",
-                steps=steps_of.get(status.index, 0),
-                restarts=max(0, status.incarnation - 1),
-            )
-            for status in self._coordinator.workers
-        ]
-
-    def servers(self) -> list[ServerRow]:
-        """Return one row per parameter server."""
-        if time.monotonic() - self._asked_at >= _ASK_EVERY_S:
-            self._servers = [self._ask(number) for number in range(len(self._tasks))]
-            self._asked_at = time.monotonic()
-        return self._servers
-
-    def staleness(self) -> tuple[float | None, float | None]:
-        """Return mean and maximum of the updates by others between a worker's read and its write."""
-        spread = self._coordinator.worker_metrics.distributions.get("ps.staleness")
-        if spread is None or spread.count == 0:
-            return None, None
-        return spread.mean, spread.maximum
-
-    def _ask(self, number: int) -> ServerRow:
-        name = f"ps {number}"
-        try:
-            facts = self._control.stats(number, timeout_s=_ASK_LIMIT_S)
-        except ParameterServerLost:
-            return ServerRow(name=name, state="lost", held_bytes=0, updates=0)
-        return ServerRow(
-            name=name,
-            state="running",
-            held_bytes=int(str(facts.get("bytes", 0))),
-            updates=int(str(facts.get("applied", 0))),
+def server_rows(view: ClusterView) -> Sequence[ServerRow]:
+    """Return one row per parameter server."""
+    return [
+        ServerRow(
+            name=server.name,
+            state="checkpoint" if server.is_checkpointing else server.state,
+            held_bytes=server.variable_bytes,
+            updates=server.updates,
+            updates_per_s=server.updates_per_s,
+            busy_share=server.busy_share,
+            refused=server.duplicates + server.fenced,
         )
+        for server in view.servers
+    ]
+
+
+def _time_use(worker: WorkerView) -> str:
+    """Return the two phases that take most of a worker's time."""
+    longest = sorted(worker.phases.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in longest if share >= 0.05)

@@ -8,9 +8,10 @@ are written all the same.
 
 from __future__ import annotations
 
+import importlib.util
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem import config
+from stratagem import config, metrics
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.coordinator.remote_values import RemoteValue, RemoteValueStatus
 from stratagem._cluster.launch.local_cluster import LocalCluster
-from stratagem._core.context import get_current_worker_index
 from stratagem._core.user_contexts import InputContext
 from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
-from stratagem._demo.observer import ClusterObserver
+from stratagem._demo.observer import server_rows, worker_rows
 from stratagem._demo.view import Curve, LinesView, Picture, View, open_view
+from stratagem._monitor.advice import advise
+from stratagem._monitor.cluster_view import ClusterView
+from stratagem._monitor.dashboard import dashboard
+from stratagem._monitor.monitor import Monitor
+from stratagem._monitor.sources import ProgramSource
 from stratagem._ps.partition import MinSizePartitioner
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 
@@ -68,7 +73,6 @@ class Progress:
     started_at: float
     losses: list[tuple[float, float]] = field(default_factory=list)
     aucs: list[tuple[float, float]] = field(default_factory=list)
-    steps_of: Counter[int] = field(default_factory=Counter)
     marks: list[tuple[float, str]] = field(default_factory=list)
     interrupted: bool = False
 
@@ -146,51 +150,68 @@ class _Training:
             self._coordinator.schedule(self._step, args=(iterators,))
         self._coordinator.join(timeout_s=300)
         progress = self._progress = Progress(started_at=time.monotonic())
-        observer = ClusterObserver(self._cluster, self._coordinator)
-        with self._view:
+        with self._watch() as monitor, self._view:
             try:
                 while progress.elapsed_s < self._options.seconds:
                     while len(self._steps) < STEPS_AHEAD:
                         value = self._coordinator.schedule(self._step, args=(iterators,))
                         self._steps.append(value)
                     self._evaluate_now_and_then()
-                    self._kill_half_way(observer)
-                    self._view.show(self._picture(observer))
+                    self._kill_half_way()
+                    self._view.show(self._picture(monitor.view))
                     time.sleep(LOOK_EVERY_S)
                     self._collect()
             except KeyboardInterrupt:
                 progress.interrupted = True
             self._coordinator.join(timeout_s=120)
             self._collect()
-            self._view.show(self._picture(observer, finished=True))
-        observer.close()
+            self._view.show(self._picture(monitor.view, finished=True))
         if progress.interrupted:
             self._view.say("stopped by Ctrl-C; saving the model so far (Ctrl-C again to skip) …")
         return progress
+
+    @contextmanager
+    def _watch(self) -> Iterator[Monitor]:
+        """Sample the cluster; serve the live page if Bokeh is installed, and write a report at the end."""
+        if importlib.util.find_spec("bokeh") is None:
+            self._view.say("no live page: pip install 'stratagem[dashboard]'")
+            with Monitor(ProgramSource(self._coordinator)).start() as monitor:
+                yield monitor
+            return
+        with dashboard(self._coordinator, title="Stratagem: make demo") as page:
+            self._view.say(f"live page: {page.url}")
+            yield page.monitor
+            report = page.save(Path(self._options.output) / "report.html")
+        self._view.say(f"wrote {report}: the page of this run, one file")
 
     def _collect(self) -> None:
         """Take the results of finished steps and evaluations."""
         progress = self._progress
         for value in _finished(self._steps):
-            worker, loss = value.fetch()
-            progress.losses.append((progress.elapsed_s, float(loss)))
-            progress.steps_of[worker] += 1
+            progress.losses.append((progress.elapsed_s, float(value.fetch())))
         for value in _finished(self._evaluations):
-            progress.aucs.append((progress.elapsed_s, value.fetch()))
+            reached = value.fetch()
+            metrics.log("AUC", reached)
+            progress.aucs.append((progress.elapsed_s, reached))
 
     def _evaluate_now_and_then(self) -> None:
         last = self._progress.aucs[-1][0] if self._progress.aucs else -EVALUATE_EVERY_S
         if not self._evaluations and self._progress.elapsed_s > last + EVALUATE_EVERY_S:
             self._evaluations.append(self._coordinator.schedule(self._evaluate))
 
-    def _kill_half_way(self, observer: ClusterObserver) -> None:
+    def _kill_half_way(self) -> None:
         if not self._killed and self._progress.elapsed_s > self._options.seconds / 2:
             self._killed = True
             self._cluster.kill_worker(0)
             self._mark("worker 0 killed (SIGKILL)")
-        elif self._killed and not self._came_back and observer.has_restarted(0):
+        elif self._killed and not self._came_back and self._has_restarted(0):
             self._came_back = True
             self._mark("worker 0 restarted and training again")
+
+    def _has_restarted(self, index: int) -> bool:
+        """Return whether a worker was lost and is connected again."""
+        status = self._coordinator.workers[index]
+        return status.connected and status.incarnation > 1
 
     def _mark(self, what: str) -> None:
         """Record an event, for the picture and for the curves."""
@@ -198,10 +219,9 @@ class _Training:
         if isinstance(self._view, LinesView):
             self._view.say(f"{self._progress.elapsed_s:.1f} s: {what}")
 
-    def _picture(self, observer: ClusterObserver, *, finished: bool = False) -> Picture:
+    def _picture(self, cluster: ClusterView, *, finished: bool = False) -> Picture:
         progress, done = self._progress, len(self._progress.losses)
         elapsed_s = max(progress.elapsed_s, LOOK_EVERY_S)
-        mean, largest = observer.staleness()
         return Picture(
             title="Stratagem: click-through model, asynchronous workers and parameter servers",
             subtitle=(
@@ -221,10 +241,11 @@ class _Training:
                     note=f"(best possible {self._best:.4f})",
                 ),
             ],
-            workers=observer.workers(progress.steps_of),
-            servers=observer.servers(),
-            staleness_mean=mean,
-            staleness_max=largest,
+            workers=worker_rows(cluster),
+            servers=server_rows(cluster),
+            staleness_mean=cluster.staleness_mean,
+            staleness_p99=cluster.staleness_p99,
+            advice=[str(one) for one in advise(cluster)],
             notes=[f"{when:5.1f} s  {what}" for when, what in progress.marks],
         )
 
@@ -269,16 +290,17 @@ def _finished(values: list[RemoteValue]) -> list[RemoteValue]:
     return done
 
 
-def _make_step(model: nn.Module, optimizer: Any) -> Callable[[Any], tuple[int, torch.Tensor]]:
+def _make_step(model: nn.Module, optimizer: Any) -> Callable[[Any], torch.Tensor]:
     """Return the training step: ordinary PyTorch, run on a worker."""
 
-    def step(iterator: Any) -> tuple[int, torch.Tensor]:
+    def step(iterator: Any) -> torch.Tensor:
         ids, dense, label = next(iterator)
         optimizer.zero_grad()
         loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), label)
         loss.backward()
         optimizer.step()
-        return int(get_current_worker_index()), loss.detach()
+        metrics.log("loss", loss)  # the live page draws it
+        return loss.detach()
 
     return step
 

@@ -42,6 +42,10 @@ class WorkerRow:
     state: str
     steps: int
     restarts: int = 0
+    steps_per_s: float | None = None
+    time_use: str = ""
+    """Phases that take most of its time."""
+    is_straggler: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,10 @@ class ServerRow:
     state: str
     held_bytes: int
     updates: int
+    updates_per_s: float | None = None
+    busy_share: float | None = None
+    refused: int = 0
+    """Repeated writes, and writes of lost workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +85,14 @@ class Picture:
     examples_per_s: float | None
     """None when unknown, as for the cluster of another program."""
 
+    steps_per_s: float | None = None
     curves: Sequence[Curve] = ()
     workers: Sequence[WorkerRow] = ()
     servers: Sequence[ServerRow] = ()
     staleness_mean: float | None = None
-    staleness_max: float | None = None
+    staleness_p99: float | None = None
+    advice: Sequence[str] = ()
+    """What limits the throughput, and what to try."""
     notes: Sequence[str] = ()
 
     @property
@@ -196,17 +207,35 @@ def one_line(picture: Picture) -> str:
     parts = [_steps(picture)]
     if picture.examples_per_s is not None:
         parts.append(f"{picture.examples_per_s:,.0f} examples/s")
+    elif picture.steps_per_s is not None:
+        parts.append(f"{picture.steps_per_s:,.3g} steps/s")
     parts += [f"{curve.label} {curve.values[-1]:.4f}" for curve in picture.curves if curve.values]
     if picture.staleness_mean is not None:
         parts.append(f"staleness {picture.staleness_mean:.1f}")
-    parts += [f"{row.name} {row.state} {row.steps} steps" for row in picture.workers]
     parts += [
-        f"{row.name} {row.state} {_size(row.held_bytes)} {row.updates} updates"
+        f"{row.name} {row.state} {row.steps} steps{_worker_note(row)}" for row in picture.workers
+    ]
+    parts += [
+        f"{row.name} {row.state} {_size(row.held_bytes)} {row.updates} updates{_server_note(row)}"
         for row in picture.servers
     ]
     if picture.remaining_s is not None:
         parts.append(f"{picture.remaining_s:.0f} s left")
+    parts += [f"advice: {one}" for one in picture.advice[:1]]
     return ", ".join(parts)
+
+
+def _worker_note(row: WorkerRow) -> str:
+    note = [] if row.steps_per_s is None else [f"{row.steps_per_s:.3g} steps/s"]
+    if row.is_straggler:
+        note.append("straggler")
+    if row.time_use:
+        note.append(row.time_use)
+    return f" ({', '.join(note)})" if note else ""
+
+
+def _server_note(row: ServerRow) -> str:
+    return "" if row.busy_share is None else f" (busy {100 * row.busy_share:.0f} %)"
 
 
 def _steps(picture: Picture) -> str:
@@ -232,6 +261,7 @@ def draw(picture: Picture) -> Panel:
     if curves:
         rows += [Text(), _beside([_chart(curve, picture.elapsed_s) for curve in curves])]
     rows += [Text(), _beside([_workers(picture), _servers(picture)])]
+    rows += [Text(f"→ {one}", style="bold") for one in picture.advice[:3]]
     rows += [Text(note, style="yellow") for note in picture.notes[-4:]]
     return Panel(Group(*rows), title=picture.title, border_style="cyan")
 
@@ -248,11 +278,13 @@ def _summary(picture: Picture) -> str:
     parts = [_steps(picture)]
     if picture.examples_per_s is not None:
         parts.append(f"{picture.examples_per_s:,.0f} examples/s")
+    elif picture.steps_per_s is not None:
+        parts.append(f"{picture.steps_per_s:,.3g} steps/s")
     if picture.remaining_s:
         parts.append(f"{picture.remaining_s:.0f} s left")
     if picture.staleness_mean is not None:
         parts.append(
-            f"staleness {picture.staleness_mean:.1f} updates (max {picture.staleness_max or 0:.0f})"
+            f"staleness {picture.staleness_mean:.1f} updates (p99 {picture.staleness_p99 or 0:.0f})"
         )
     return "   ".join(parts)
 
@@ -284,21 +316,43 @@ def _chart(curve: Curve, elapsed_s: float, *, width: int = 26) -> Text:
 
 def _workers(picture: Picture) -> Table:
     table = Table(title="workers", expand=True)
-    for column in ("name", "state", "steps", "restarts"):
+    for column in ("name", "state", "steps", "steps/s", "restarts"):
         table.add_column(column)
+    detailed = any(row.time_use for row in picture.workers)
+    if detailed:
+        table.add_column("time")
     for row in picture.workers:
-        table.add_row(row.name, _state(row.state), f"{row.steps:,}", str(row.restarts))
+        cells: list[RenderableType] = [
+            row.name,
+            Text("straggler", style="bold red") if row.is_straggler else _state(row.state),
+            f"{row.steps:,}",
+            _rate(row.steps_per_s),
+            str(row.restarts),
+        ]
+        table.add_row(*cells, *([Text(row.time_use)] if detailed else []))
     return table
 
 
 def _servers(picture: Picture) -> Table:
     table = Table(title="parameter servers", expand=True)
-    for column in ("name", "state", "memory", "updates"):
+    for column in ("name", "state", "memory", "updates", "per s", "busy", "refused"):
         table.add_column(column)
     for row in picture.servers:
-        table.add_row(row.name, _state(row.state), _size(row.held_bytes), f"{row.updates:,}")
+        table.add_row(
+            row.name,
+            _state(row.state),
+            _size(row.held_bytes),
+            f"{row.updates:,}",
+            _rate(row.updates_per_s),
+            "–" if row.busy_share is None else f"{100 * row.busy_share:.0f} %",
+            f"{row.refused:,}",
+        )
     return table
 
 
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
 def _state(state: str) -> Text:
-    return Text(state, style="green" if state in ("running", "idle") else "bold red")
+    return Text(state, style="green" if state in ("running", "idle", "checkpoint") else "bold red")

@@ -86,7 +86,7 @@ IMPORTS_BY_NAME: dict[str, str] = {
 # Modules and attributes of the outside world, and the only files or packages that may use them. Dotted
 # names are matched as imports and as attribute paths, so `os.environ` is found however `os` is imported.
 GATES: dict[str, set[str]] = {
-    "socket": {"_wire/"},
+    "socket": {"_wire/", "_monitor/web_server.py"},
     "socketserver": set(),
     "ssl": {"_wire/"},
     "asyncio": {"_monitor/web_server.py"},

@@ -42,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fast: starts no process (added to tests without a kind)")
     config.addinivalue_line("markers", "process: starts processes")
     config.addinivalue_line("markers", "soak: takes long; run by `make test-soak`")
+    config.addinivalue_line(
+        "markers", "browser: needs chromium; skipped where there is none (beside its kind)"
+    )
     sys.addaudithook(_note_process_start)
 
 

@@ -20,6 +20,9 @@ SERVER_BUSY: Final = 0.85
 PROGRAM_BUSY: Final = 0.8
 """Share of one processor. Python runs one thread at a time, so that 1.0 is the most."""
 
+FREQUENT: Final = 100.0
+"""Closures per second that can keep the coordinator busy by their number."""
+
 INPUT_WAIT: Final = 0.3
 WORK_WAIT: Final = 0.3
 OVERHEAD: Final = 0.4
@@ -72,7 +75,9 @@ def advise(view: ClusterView) -> tuple[Advice, ...]:
         *_writing(view),
         *_reading(view),
     ]
-    return tuple(found or _computing(view))
+    if not any(one.kind == "processors" for one in found):
+        found += _computing(view)
+    return tuple(found)
 
 
 def bottleneck(view: ClusterView) -> str:
@@ -152,7 +157,8 @@ def _work(view: ClusterView) -> Iterator[Advice]:
     busy = 0.0
     if program is not None:
         busy = (program.cpu_share or 0.0) + (program.starved_share or 0.0)
-    if view.steps_per_s and busy >= PROGRAM_BUSY and idle + other >= OVERHEAD:
+    frequent = (view.steps_per_s or 0.0) >= FREQUENT  # else the size of results keeps it busy
+    if frequent and busy >= PROGRAM_BUSY and idle + other >= OVERHEAD:
         yield Advice(
             kind="coordinator saturated",
             finding=(
@@ -163,9 +169,11 @@ def _work(view: ClusterView) -> Iterator[Advice]:
         )
     elif other >= OVERHEAD:
         yield Advice(
-            kind="short steps",
-            finding=f"workers spend {_percent(other)} of the time receiving and returning closures",
-            remedy="schedule several steps per closure",
+            kind="overhead",
+            finding=(
+                f"workers spend {_percent(other)} of the time receiving closures and returning results"
+            ),
+            remedy="schedule several steps per closure, or return smaller results",
         )
     elif idle >= WORK_WAIT:
         waits = f"workers wait for closures {_percent(idle)} of the time"

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
 
+from bokeh.core.validation import silence
+from bokeh.core.validation.warnings import MISSING_RENDERERS
 from bokeh.models import (
     Column,
     ColumnDataSource,
@@ -106,7 +108,7 @@ CARDS: Final = (
     ("staleness", "Staleness (updates by others between read and write)", ""),
     ("busy", "Servers: busy share", ""),
     ("updates", "Servers: updates per second", ""),
-    ("timeline", "Events", ""),
+    ("timeline", "Events", "wide"),
     ("events", "Latest events", "wide"),
     ("workers", "Workers", "wide"),
     ("servers", "Parameter servers", "wide"),
@@ -123,6 +125,7 @@ class Page:
     """
 
     def __init__(self, view: ClusterView) -> None:
+        silence(MISSING_RENDERERS)  # a cluster may have no servers, and a run nothing to draw yet
         self._source = ColumnDataSource({"time": []})
         self._generation = -1
         self._sent = 0

@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol, final
@@ -23,7 +24,6 @@ from bokeh.server.tornado import BokehTornado
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPServerRequest
 from tornado.ioloop import IOLoop
-from tornado.netutil import bind_sockets
 from tornado.web import HTTPError, RequestHandler
 from typing_extensions import override
 
@@ -238,8 +238,10 @@ class WebServer(Owner):
         await http.close_all_connections()
 
     def _start(self, loop: IOLoop) -> tuple[BaseServer, HTTPServer]:
-        sockets = bind_sockets(self._port, self._host)
-        self._port = sockets[0].getsockname()[1]
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, self._port), family=family)
+        listener.setblocking(False)
+        self._port = listener.getsockname()[1]
         application = Application(FunctionHandler(self._modify, trap_exceptions=False))
         tornado = _CheckedTornado(
             {"/": application},
@@ -256,7 +258,7 @@ class WebServer(Owner):
         )
         tornado.access = Access(self._host, self._port, self._token)
         http = HTTPServer(tornado)
-        http.add_sockets(sockets)
+        http.add_sockets([listener])
         server = BaseServer(loop, tornado, http)
         server.start()
         return server, http

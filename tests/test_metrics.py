@@ -173,3 +173,30 @@ def test_quantile_of_nothing_is_nan_and_bad_fraction_is_refused() -> None:
     assert math.isnan(empty.mean)
     with pytest.raises(ValueError, match=r"fraction=2"):
         empty.quantile(2)
+
+
+def test_logged_values_are_counted_and_not_finite_ones_apart() -> None:
+    """A NaN does not spoil the mean; numbers, tensors with gradients and numpy scalars are values."""
+    import numpy as np
+    import torch
+
+    registry = metrics.Registry()
+    for value in (1, torch.tensor(2.0, requires_grad=True), np.float32(3.0), math.nan, math.inf):
+        registry.log("loss", value)
+    seen = registry.snapshot().scalars["loss"]
+    assert (seen.count, seen.mean, seen.last, seen.not_finite) == (3, 2.0, 3.0, 2)
+    text = json.dumps(registry.snapshot().to_plain(), allow_nan=False)
+    assert metrics.Snapshot.from_plain(json.loads(text)).scalars["loss"] == seen
+
+
+def test_names_of_logged_values_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """A program that logs under ever new names loses those names, not its memory; one warning says so."""
+    registry = metrics.Registry()
+    for number in range(metrics.SCALAR_LIMIT + 5):
+        registry.log(f"loss at step {number}", 1.0)
+    seen = registry.snapshot()
+    assert len(seen.scalars) == metrics.SCALAR_LIMIT
+    assert seen.counters["metrics.names_dropped"] == 5
+    assert len([one for one in caplog.records if "fixed names" in one.getMessage()]) == 1
+    with pytest.raises(TypeError, match="expected a name"):
+        registry.log(3, 1.0)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import stratagem as sg
 from stratagem._monitor.advice import Advice, advise
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.monitor import Monitor
-from stratagem._monitor.sources import ClusterSource, ProgramSource
+from stratagem._monitor.sample_sources import ClusterSource, ProgramSource
 from stratagem.errors import DeadlineExceeded
 
 LIMIT_S = 100.0

@@ -47,7 +47,7 @@ class Training(threading.Thread):
             loss.backward()
             optimizer.step()
             sg.metrics.log("loss", loss)
-            sg.metrics.log("<script>window.pwned=1</script>", 1.0)
+            sg.metrics.log("script <script>window.pwned=1</script>", 1.0)
 
         self._step = step
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import urllib.request
 from itertools import pairwise
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -87,3 +90,18 @@ def test_a_hostile_name_stays_inside_its_label() -> None:
     logged = {one.labels["name"]: one.value for one in found["stratagem_logged_value"].samples}
     assert logged[name] == 2.5
     assert [one.labels["task"] for one in found["stratagem_up"].samples] == ["coordinator"]
+
+
+def test_the_grafana_board_asks_for_metrics_that_exist() -> None:
+    """Every name in the board's queries is one that `/metrics` has."""
+    page = Path(__file__).parents[2] / "docs" / "grafana.json"
+    board = json.loads(page.read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"stratagem_\w+", query)}
+    view = ClusterView(time_s=0.0, workers=(worker_with([1.0], [1]),), program=ProgramView())
+    offered = set()
+    for name, family in families(view).items():
+        endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+        offered |= {name + ending for ending in endings[family.type]}
+    assert len(asked) > 12
+    assert asked - offered == set()

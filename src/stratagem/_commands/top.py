@@ -11,7 +11,7 @@ from stratagem._demo.observer import picture_of
 from stratagem._demo.view import open_view
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.monitor import Monitor
-from stratagem._monitor.sources import ClusterSource
+from stratagem._monitor.sample_sources import ClusterSource
 
 __all__ = ["serve_page", "watch"]
 

@@ -63,7 +63,7 @@ def _watched(
         return
     from stratagem._monitor.dashboard import require_bokeh
     from stratagem._monitor.monitor import Monitor
-    from stratagem._monitor.sources import ProgramSource
+    from stratagem._monitor.sample_sources import ProgramSource
 
     if report is not None:
         require_bokeh()

@@ -33,7 +33,7 @@ from stratagem._monitor.advice import advise
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.dashboard import dashboard
 from stratagem._monitor.monitor import Monitor
-from stratagem._monitor.sources import ProgramSource
+from stratagem._monitor.sample_sources import ProgramSource
 from stratagem._ps.partition import MinSizePartitioner
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 

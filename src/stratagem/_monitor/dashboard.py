@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.monitor import Monitor
-from stratagem._monitor.sources import ProgramSource, SampleSource
+from stratagem._monitor.sample_sources import ProgramSource, SampleSource
 from stratagem._owner import Owner
 
 __all__ = ["Dashboard", "dashboard"]

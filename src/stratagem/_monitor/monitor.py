@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.history import ClusterHistory
-from stratagem._monitor.sources import SampleSource
+from stratagem._monitor.sample_sources import SampleSource
 from stratagem._owner import Owner
 from stratagem.errors import DeadlineExceeded
 

@@ -54,16 +54,11 @@ class Probe(Owner):
         try:
             channel = self._channel or self._connect()
             reply = channel.request(messages.AskStats(), timeout_s=self._limit_s).message
-        except (WireError, OSError):
+        except Exception:  # noqa: BLE001 - also those of resolvers, which are users' classes
             self.close()
             return None
-        except Exception:  # noqa: BLE001 - resolvers are users' classes
+        if not self._is_server:
             self.close()
-            return None
-        if self._is_server:
-            self._channel = channel
-        else:
-            channel.close()
         return dict(reply.facts) if isinstance(reply, messages.Stats) else None
 
     def _connect(self) -> Channel:

@@ -64,6 +64,9 @@ class ProgramSource(Owner):
             with engine.lock:
                 queued, in_flight = engine.queue.counts
             self._tasks = (self._workers(engine), self._servers())
+        elif engine is not None:  # the workers' last reports may have come after the last sample
+            servers = self._tasks[1] or tuple(one for one in self._servers() if one.answers)
+            self._tasks = (self._workers(engine), servers)
         workers, servers = self._tasks
         return ClusterSample(
             time_s=time.time(),
@@ -88,7 +91,7 @@ class ProgramSource(Owner):
             return tuple(
                 TaskSample(
                     name=f"worker {link.task_index}",
-                    state="running" if engine.queue.is_up(number) else "lost",
+                    state="idle" if engine.closed else _state(engine, number),
                     identity=str(link.incarnation),
                     restarts=max(0, link.incarnation - 1),
                     numbers=seen[link.task_index].counters if link.task_index in seen else {},
@@ -170,6 +173,10 @@ class ClusterSource(Owner):
         """Close the connections to the servers. May be called again."""
         for probe in self._probes:
             probe.close()
+
+
+def _state(engine: Engine, number: int) -> str:
+    return "running" if engine.queue.is_up(number) else "lost"
 
 
 def _server_address(resolver: Any, index: int) -> str:

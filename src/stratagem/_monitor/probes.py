@@ -32,7 +32,7 @@ class Probe(Owner):
         find_address: returns the task's address; called at every attempt to connect.
         key: of the cluster.
         is_server: whether the task is a parameter server, which expects a first message.
-        limit_s: of one question, the connection included.
+        limit_s: of one question; longer if the measured round trip demands it.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Probe(Owner):
         """Return the figures that the task reports, or None if it does not answer."""
         try:
             channel = self._channel or self._connect()
-            reply = channel.request(messages.AskStats(), timeout_s=self._limit_s).message
+            limit_s = channel.round_trip.limit_s(self._limit_s)
+            reply = channel.request(messages.AskStats(), timeout_s=limit_s).message
         except Exception:  # noqa: BLE001 - also those of resolvers, which are users' classes
             self.close()
             return None
@@ -65,7 +66,8 @@ class Probe(Owner):
         channel = connect(self._find_address(), key=self._key, timeout_s=self._limit_s)
         if self._is_server:
             try:
-                channel.request(messages.Hello(purpose="control"), timeout_s=self._limit_s)
+                limit_s = channel.round_trip.limit_s(self._limit_s)
+                channel.request(messages.Hello(purpose="control"), timeout_s=limit_s)
             except BaseException:
                 channel.close()
                 raise

@@ -19,11 +19,11 @@ from stratagem._monitor.samples import ClusterSample, TaskSample
 from stratagem._owner import Owner
 from stratagem._usage import process_usage
 from stratagem._wire.cluster_key import cluster_key
+from stratagem._wire.round_trip import answer_limit_s
 
 __all__ = ["ClusterSource", "ProgramSource", "SampleSource"]
 
 _SERVER_LIMIT_S: Final = 1.0  # a server answers in a millisecond, also while a long step runs
-_TASK_LIMIT_S: Final = 3.0  # a busy worker answers within a tenth of a second
 
 
 class SampleSource(Protocol):
@@ -149,7 +149,7 @@ class ClusterSource(Owner):
                         functools.partial(str, address),
                         key=key,
                         is_server=job == "ps",
-                        limit_s=_TASK_LIMIT_S,
+                        limit_s=answer_limit_s(),
                     )
                 )
 

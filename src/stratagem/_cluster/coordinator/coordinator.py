@@ -218,15 +218,11 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     @property
     def worker_metrics(self) -> metrics.Snapshot:
         """Metrics of all workers (compute, read, push …), merged; about a second old."""
-        with self._engine.lock:
-            return metrics.merge(list(self._engine.worker_facts.values()))
+        return metrics.merge(self.metrics_by_worker.values())
 
     @property
     def metrics_by_worker(self) -> dict[int, metrics.Snapshot]:
-        """Metrics of each worker by its index; about a second old.
-
-        Workers that are threads of this process report only their own steps and times.
-        """
+        """Latest metrics of each worker by its index; threads of this process report only their steps."""
         with self._engine.lock:
             return self._engine.locked_metrics()
 

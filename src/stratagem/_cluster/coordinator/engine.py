@@ -171,11 +171,8 @@ class Engine:
 
     def locked_metrics(self) -> dict[int, metrics.Snapshot]:
         """Return the latest metrics of each worker, by task index."""
-        return {
-            link.task_index: self.worker_facts[number]
-            for number, link in self.links.items()
-            if number in self.worker_facts
-        }
+        tasks = {number: link.task_index for number, link in self.links.items()}
+        return {tasks[one]: seen for one, seen in self.worker_facts.items() if one in tasks}
 
     def locked_take_error(self) -> BaseException | None:
         """Return the error to raise, if any, and accept closures again."""

@@ -87,7 +87,8 @@ class Packer:
         The second result are the strategy's objects that the function sees. The caller keeps them until
         the closure is done; nothing here keeps them alive, so that a forgotten model is freed.
         """
-        seen = Fingerprint(function, self._token_or_none, self._digest, find_counters=True)
+        own = not is_installed(getattr(function, "__module__", None))  # else it travels by name
+        seen = Fingerprint(function, self._token_or_none, self._digest, find_counters=own)
         held, seen.managed = seen.managed, []
         owners, seen.counters = seen.counters, []
         packed = self._recent.get((self._epoch, seen))

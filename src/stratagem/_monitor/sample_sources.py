@@ -87,15 +87,14 @@ class ProgramSource(Owner):
     @staticmethod
     def _workers(engine: Engine) -> tuple[TaskSample, ...]:
         with engine.lock:
-            seen = engine.locked_metrics()
             return tuple(
                 TaskSample(
                     name=f"worker {link.task_index}",
                     state="idle" if engine.closed else _state(engine, number),
                     identity=str(link.incarnation),
                     restarts=max(0, link.incarnation - 1),
-                    numbers=seen[link.task_index].counters if link.task_index in seen else {},
-                    metrics=seen.get(link.task_index, metrics.Snapshot()),
+                    numbers=link.metrics.counters,
+                    metrics=link.metrics,
                 )
                 for number, link in engine.links.items()
             )

@@ -224,7 +224,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def metrics_by_worker(self) -> dict[int, metrics.Snapshot]:
         """Latest metrics of each worker by its index; threads of this process report only their steps."""
         with self._engine.lock:
-            return self._engine.locked_metrics()
+            return {link.task_index: link.metrics for link in self._engine.links.values()}
 
     def schedule(
         self,
@@ -403,10 +403,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     @override
     def close(self) -> None:
-        """Cancel unfinished closures, free the variables and release workers and servers.
-
-        May be called again.
-        """
+        """Cancel unfinished closures, free all variables, release all tasks. May be called again."""
         with self._starting:
             was_closed, self._closed = self._closed, True
         if was_closed:

@@ -91,7 +91,6 @@ class Engine:
         self.links: dict[int, WorkerLink] = {}
         self.closed = False
         self.abandoned = False
-        self.worker_facts: dict[int, metrics.Snapshot] = {}
         self._make_link = make_link
         self._started = False
         self._tasks: dict[int, str] = {}  # names of all workers ever, by number
@@ -168,11 +167,6 @@ class Engine:
         """Queue a closure; return what to `execute` without the lock."""
         found = self.queue.add(self.closures.add(closure))
         return self._locked_execute(found) if found else []  # usually every worker is busy
-
-    def locked_metrics(self) -> dict[int, metrics.Snapshot]:
-        """Return the latest metrics of each worker, by task index."""
-        tasks = {number: link.task_index for number, link in self.links.items()}
-        return {tasks[one]: seen for one, seen in self.worker_facts.items() if one in tasks}
 
     def locked_take_error(self) -> BaseException | None:
         """Return the error to raise, if any, and accept closures again."""
@@ -472,7 +466,7 @@ class Engine:
                 Cause(error, link.task, message.failure.traceback),
             )
         if isinstance(message, messages.Beat) and message.facts and link.number in self.links:
-            self.worker_facts[link.number] = metrics.Snapshot.from_plain(message.facts)
+            link.metrics = metrics.Snapshot.from_plain(message.facts)
         return []
 
     def _locked_release(self, link: WorkerLink) -> None:
@@ -498,7 +492,8 @@ class Engine:
         return [(number, values) for number, values in found if values is not None]
 
     def _locked_abort_values(self, worker: int, lost: WorkerLost) -> None:
-        self.worker_facts.pop(worker, None)
+        if worker in self.links:
+            self.links[worker].metrics = metrics.Snapshot()
         for _, values in self._locked_resources():
             if worker in values._by_worker:
                 values._by_worker[worker]._abort(aborted(lost))

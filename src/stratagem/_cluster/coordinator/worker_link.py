@@ -20,6 +20,7 @@ from typing_extensions import override
 from stratagem import _faults as faults
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+from stratagem._snapshots import Snapshot
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack
@@ -136,6 +137,7 @@ class WorkerLink:
         self.incarnation = 0
         self.sending = threading.Lock()
         self.sent = SentObjects()
+        self.metrics = Snapshot()  # of the last heartbeat that had them
         self.last_error: Exception | None = None
         self.taken = False  # it serves another coordinator, which is alive
         self.refused = False  # it answered with an error that will not go away

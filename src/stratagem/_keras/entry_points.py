@@ -28,18 +28,17 @@ def _under_strategy(method: Any) -> Any:
             if strategy is None:
                 return method(self, *args, **kwargs)
             if is_on_servers(strategy):
-                raise NotImplementedError(
-                    f"{name}() of a Keras model under parameter servers is not available. Train it with "
-                    "strategy.run_steps or coordinator.schedule and a torch.optim optimizer."
-                )
-            args = tuple(_as_input(arg) for arg in args)
-            kwargs = {key: _as_input(arg) for key, arg in kwargs.items()}
+                from stratagem._keras import server_steps  # and with it the cluster
+
+                return server_steps.run(self, method, args, kwargs)
+            args = tuple(as_input(arg) for arg in args)
+            kwargs = {key: as_input(arg) for key, arg in kwargs.items()}
             return method(self, *args, **kwargs)
 
     return run
 
 
-def _as_input(value: Any) -> Any:
+def as_input(value: Any) -> Any:
     """Return a dataset of ours in the form that Keras reads; anything else unchanged."""
     return _adapter_class()(value) if isinstance(value, Dataset) else value
 

@@ -31,6 +31,7 @@ class KerasNames(NamedTuple):
     global_state: Any
     backend: Any
     DataAdapter: Any
+    EpochIterator: Any
 
 
 class UnknownKeras(StratagemError, ImportError):
@@ -59,6 +60,7 @@ def names() -> KerasNames:
         ),
         "global_state": ("keras.src.backend.common.global_state", ""),
         "backend": ("keras.src.backend", ""),
+        "EpochIterator": ("keras.src.backend.torch.trainer", "TorchEpochIterator"),
         "DataAdapter": ("keras.src.trainers.data_adapters.data_adapter", "DataAdapter"),
     }
     found: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from stratagem._core.context import current_replica
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.torch_patches import compiling
 from stratagem._data.batch_rows import split_sizes
+from stratagem._keras import server_steps
 from stratagem._keras.forward_pass import KEY, ForwardPass
 from stratagem._keras.keras_names import names
 from stratagem._keras.model_strategies import is_on_servers, strategy_of
@@ -76,8 +77,11 @@ def _making(trainer: Any, kind: str) -> Callable[..., Any]:
     @functools.wraps(make)
     def make_function(self: Any, force: bool = False) -> Any:
         strategy = strategy_of(self)
-        if strategy is None or is_on_servers(strategy) or not strategy._needs_replica_patches():
+        if strategy is None or not (is_on_servers(strategy) or strategy._needs_replica_patches()):
             return make(self, force=force)
+        if is_on_servers(strategy):
+            setattr(self, attribute, server_steps.step_function(self, kind))
+            return getattr(self, attribute)
         if isinstance(getattr(self, attribute), _SplitStep) and not force:
             return getattr(self, attribute)
         if self.jit_compile:
@@ -194,6 +198,11 @@ def _build(layer: Any, args: Any, kwargs: Any) -> None:
         names().backend.compute_output_spec(layer, *symbolic[0], **symbolic[1])
     finally:
         state.set_global_attribute(_MARK, strategy)
+
+
+def build_for(model: Any, x: Any) -> None:
+    """Create the variables of a model that is called for the first time, with the shapes of ``x``."""
+    _build(model, (names().tree.map_structure(_as_tensor, x),), {})
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -1,0 +1,247 @@
+"""``fit``, ``evaluate`` and ``predict`` of a Keras model under parameter servers: the coordinator's side.
+
+Keras' own loops run on the coordinator, with their callbacks. Their train and test functions schedule one step on a worker and return the
+metrics of the steps that have finished so far. Before an epoch's logs are read, all its steps have finished (KER-20).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
+from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
+from stratagem._core.managed import find_managed
+from stratagem._keras.keras_names import names
+from stratagem._keras.model_on_worker import (
+    ModelRecipe,
+    metric_variables,
+    predict_on_worker,
+    test_on_worker,
+    train_from_iterator,
+    train_on_worker,
+)
+from stratagem._keras.model_strategies import is_on_servers, strategy_of
+from stratagem._keras.optimizers_on_servers import OptimizerOnServers
+from stratagem._keras.worker_models import build_worker_model, custom_objects_of, refuse_metrics
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter, Use
+from stratagem.errors import ForeignParameterError
+
+_AHEAD_PER_WORKER = 4
+_AHEAD = 4
+"""Steps that are scheduled ahead of the results: for each worker, and beyond that for all of them."""
+
+ON_SERVERS = "_stratagem_on_servers"
+"""The attribute of a model and of a Keras optimizer that holds its object of this package."""
+
+NEXT_OF_WORKER = "the next batch of the worker's own dataset"
+
+
+class ModelOnServers:
+    """A Keras model on the coordinator, and its copies on the workers."""
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._coordinator = ClusterCoordinator.of(strategy)
+        self._copies: Any = None
+        self._made_from: Any = None
+        self._batches: Any = None
+        self._waiting: deque[Any] = deque()
+        self._logs: Any = None
+        self.optimizer: OptimizerOnServers | None = None
+        self.waits = False  # whether each step is waited for: train_on_batch
+
+    # -------------------------------------------------------------- preparation
+
+    def prepare(self) -> Any:
+        """Send the model to the workers if it is new or was compiled again; return the per-worker copies."""
+        model = self._model
+        made_from = (id(model.optimizer), id(model._compile_loss), id(model._compile_metrics), len(model.variables),
+                     tuple(v.trainable for v in model.variables))  # fmt: skip
+        if self._copies is not None and made_from == self._made_from:
+            if self.optimizer is not None:
+                self.optimizer.send_changes()
+            return self._copies
+        if len(self._strategy._compute_devices) > 1:
+            raise NotImplementedError(
+                f"a Keras model under parameter servers needs workers with one device each, but {self._strategy!r} gives "
+                "each worker several (worker_devices). Start more workers instead."
+            )
+        refuse_metrics(model)
+        self._adopt()
+        if model.optimizer is not None:
+            if not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            self.optimizer = OptimizerOnServers(model.optimizer, model.trainable_variables)
+            object.__setattr__(model.optimizer, ON_SERVERS, self.optimizer)
+        arguments = {} if not model.compiled else dict(model.get_compile_config() or {})
+        for name in ("optimizer", "jit_compile", "run_eagerly", "steps_per_execution"):
+            arguments.pop(name, None)
+        recipe = ModelRecipe(
+            config=names().keras.saving.serialize_keras_object(model) | {"compile_config": None},
+            custom_objects=custom_objects_of(model),
+            compile_arguments=arguments,
+            paths=[variable.path for variable in model.variables],
+            parameters=[variable._value for variable in model.variables],
+            optimizer=None if self.optimizer is None else self.optimizer.on_servers,
+            optimizer_settings={} if self.optimizer is None else self.optimizer.worker_settings,
+        )
+        self._copies = self._coordinator.create_per_worker_resource(
+            build_worker_model, args=(recipe,)
+        )
+        self._made_from = made_from
+        return self._copies
+
+    def _adopt(self) -> None:
+        """Check that every variable is on the servers; rows of embeddings are looked up there."""
+        model = self._model
+        for layer in model._flatten_layers():
+            layer._track_variables()  # registers the variables that were created since
+        for variable in model.variables:
+            managed = find_managed(variable._value)
+            if not isinstance(managed, CoordinatorParameter):
+                raise ForeignParameterError(
+                    f"variable {variable.path!r} of Keras model {model.name!r} is not on the parameter servers: it was "
+                    "created outside the scope, or shares its path with another one. Build the whole model under "
+                    "`with strategy.scope():`, with a name of its own for every layer."
+                )
+        for layer in model._flatten_layers():
+            if isinstance(layer, names().keras.layers.Embedding) and layer.built:
+                managed = find_managed(layer._embeddings._value)
+                if isinstance(managed, CoordinatorParameter):
+                    managed.use = Use.ROWS
+
+    def read_on_workers(self, dataset_fn: Callable[..., Any]) -> None:
+        """Let every worker read its own dataset in the coming steps."""
+        self._batches = iter(self._coordinator.create_per_worker_dataset(dataset_fn))
+
+    # -------------------------------------------------------------- steps
+
+    def train(self, data: Any) -> Any:
+        """Schedule a training step; return the logs of the steps that have finished."""
+        copies = self.prepare()
+        assert self.optimizer is not None
+        self.optimizer.before_step()
+        if isinstance(data, str) and data == NEXT_OF_WORKER:
+            return self._schedule(train_from_iterator, copies, self._batches)
+        return self._schedule(train_on_worker, copies, data)
+
+    def test(self, data: Any) -> Any:
+        """Schedule the evaluation of a batch; return the logs of the batches that have finished."""
+        return self._schedule(test_on_worker, self.prepare(), data)
+
+    def _schedule(self, function: Any, *args: Any) -> Any:
+        waiting = self._waiting
+        waiting.append(self._coordinator.schedule(function, args=args))
+        # The first step is waited for, so that there are logs.
+        while waiting and (
+            self.waits
+            or self._logs is None
+            or len(waiting) > self._ahead
+            or waiting[0].status is not RemoteValueStatus.NOT_READY
+        ):
+            self._collect()
+        return self._result()
+
+    @property
+    def _ahead(self) -> int:
+        return _AHEAD + _AHEAD_PER_WORKER * len(self._strategy._workers)
+
+    def _collect(self) -> None:
+        """Take the result of the oldest step: add its metrics to the model's."""
+        try:
+            logs, states = self._waiting.popleft().get()
+        except BaseException:
+            self._waiting.clear()
+            raise
+        self._logs = logs
+        with torch.no_grad():
+            for variable, state in zip(metric_variables(self._model), states, strict=True):
+                variable.assign(variable.value + torch.from_numpy(np.asarray(state)))
+
+    def _result(self) -> Any:
+        found = self._model.get_metrics_result()
+        logs = self._logs
+        return found if not isinstance(logs, dict) or set(logs) == set(found) else logs
+
+    def begin(self) -> None:
+        """Begin to count: the metrics were reset."""
+        self.finish()
+        self._logs = None
+
+    def finish(self) -> None:
+        """Wait for all scheduled steps."""
+        while self._waiting:
+            self._collect()
+
+    def predict(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the outputs of batches, in order."""
+        copies = self.prepare()
+        for data in batches:
+            self._waiting.append(self._coordinator.schedule(predict_on_worker, args=(copies, data)))
+            if len(self._waiting) > self._ahead:
+                yield self._waiting.popleft().get()
+        while self._waiting:
+            yield self._waiting.popleft().get()
+
+    def end_of_epoch(self) -> Any:
+        """Wait for all scheduled steps; return their logs."""
+        self.finish()
+        if self.optimizer is not None:
+            self.optimizer.count_steps()
+        return self._result()
+
+    def give_up(self) -> None:
+        """Wait for the steps that still run after an error, and forget their results."""
+        self._waiting.clear()
+        self._logs = None
+        with suppress(Exception):  # it repeats the error
+            self._coordinator.join()
+
+
+def on_servers_of(model: Any) -> ModelOnServers | None:
+    """Return the object of a model under parameter servers; None for other models."""
+    strategy = strategy_of(model)
+    if strategy is None or not is_on_servers(strategy):
+        return None
+    found = getattr(model, ON_SERVERS, None)
+    if found is None:
+        found = ModelOnServers(model, strategy)
+        object.__setattr__(model, ON_SERVERS, found)
+    return found
+
+
+def predict(model: Any, on_servers: ModelOnServers, batches: Any, callbacks: Any) -> Any:
+    """Predict on the workers; return the joined outputs in row order.
+
+    Args:
+        model: the model.
+        on_servers: its object here.
+        batches: Keras' epoch iterator.
+        callbacks: Keras' list of callbacks.
+    """
+    tree = names().tree
+    model.stop_predicting = False
+    callbacks.on_predict_begin()
+
+    def begun() -> Iterator[Any]:
+        for first, _, data in batches:
+            if model.stop_predicting:
+                return
+            callbacks.on_predict_batch_begin(first)
+            yield data[0]
+
+    outputs: list[Any] = []
+    for number, output in enumerate(on_servers.predict(begun())):
+        outputs.append(output)
+        callbacks.on_predict_batch_end(number, {"outputs": output})
+    callbacks.on_predict_end()
+    flat = [tree.flatten(output) for output in outputs]
+    joined = [np.concatenate(parts) for parts in zip(*flat, strict=True)]
+    return tree.pack_sequence_as(outputs[0], joined)

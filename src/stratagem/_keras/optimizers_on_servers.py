@@ -1,0 +1,202 @@
+"""A Keras optimizer under parameter servers: the optimizer that the servers run, and the state of both.
+
+| Keras optimizer | servers run | difference from plain Keras |
+|---|---|---|
+| ``SGD`` without momentum, decay, EMA, accumulation and schedule | ``torch.optim.SGD``, on the rows of a gradient | none |
+| ``Adagrad`` likewise, if the model has an embedding | ``torch.optim.Adagrad``, on the rows of a gradient | 1e-6 relative |
+| any other that updates each variable by itself | `KerasUpdate`, with Keras' own update | none |
+| ``LossScaleOptimizer``, ``MultiOptimizer`` | – | refused |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stratagem._core.managed import find_managed
+from stratagem._keras.keras_names import names
+from stratagem._keras.server_update import KerasUpdate, name_of
+from stratagem.errors import UnsupportedOptimizer
+
+_ON_WORKERS = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
+"""Settings that need all gradients, or the loss: workers apply them."""
+
+
+class OptimizerOnServers:
+    """The servers' optimizer of a Keras optimizer.
+
+    Args:
+        optimizer: the Keras optimizer, built.
+        variables: the variables that it trains.
+
+    Attributes:
+        on_servers: the optimizer to step with on workers.
+        worker_settings: clipping and loss scale.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        refuse(optimizer)
+        self._optimizer = optimizer
+        self._variables = list(variables)
+        self._steps = 0  # since the count of the Keras optimizer was brought up to date
+        self._is_current = True
+        config = names().keras.saving.serialize_keras_object(optimizer)
+        self.worker_settings = {name: config["config"].get(name) for name in _ON_WORKERS}
+        config["config"].update(dict.fromkeys(_ON_WORKERS))
+        self.on_servers = self._create(config)
+        self._seen: dict[int, int] = {}
+        if int(optimizer.iterations) > 0:
+            self.send()
+        self._note_versions()
+
+    def _create(self, config: dict[str, Any]) -> torch.optim.Optimizer:
+        parameters = [variable._value for variable in self._variables]
+        settings, rate = config["config"], self._rate()
+        plain = rate is not None and not any(
+            settings.get(name)
+            for name in ("momentum", "weight_decay", "use_ema", "gradient_accumulation_steps")
+        )
+        plain = plain and not any(variable.constraint for variable in self._variables)
+        kind = config["class_name"]
+        if plain and kind == "SGD":
+            return torch.optim.SGD(parameters, lr=rate)
+        start = settings.get("initial_accumulator_value", 0.0)
+        if plain and kind == "Adagrad" and start >= 1e-3 and self._has_table():
+            return torch.optim.Adagrad(
+                parameters, lr=rate, eps=settings["epsilon"], initial_accumulator_value=start
+            )
+        groups = [
+            {
+                "params": [variable._value],
+                "path": variable.path,
+                "constraint": _as_json(variable.constraint),
+                "decays": bool(self._optimizer._use_weight_decay(variable)),
+            }
+            for variable in self._variables
+        ]
+        return KerasUpdate(groups, lr=rate, config=json.dumps(config))
+
+    def _has_table(self) -> bool:
+        found = [find_managed(variable._value) for variable in self._variables]
+        return any(getattr(managed, "as_table", False) for managed in found)
+
+    def _rate(self) -> float | None:
+        """Return the learning rate now; None if a schedule on the servers computes it."""
+        rate = self._optimizer._learning_rate
+        if isinstance(rate, names().keras.Variable):
+            return float(rate)
+        if isinstance(rate, names().keras.optimizers.schedules.LearningRateSchedule):
+            return None
+        raise UnsupportedOptimizer(
+            f"the learning rate of {self._optimizer.name!r} is a function, which parameter servers cannot call. Use a "
+            "number, with keras.callbacks.LearningRateScheduler, or a schedule of keras.optimizers.schedules."
+        )
+
+    # -------------------------------------------------------------- before and after steps
+
+    def before_step(self) -> None:
+        """Let the next step use the learning rate, and the state if the program changed it."""
+        self._steps += 1
+        self._is_current = False
+        rate = self._rate()
+        for group in self.on_servers.param_groups:
+            if group["lr"] != rate:
+                group["lr"] = rate
+
+    def send_changes(self) -> None:
+        """Send the state to the servers if the program changed the Keras optimizer's variables."""
+        if any(self._seen.get(id(v)) != v._value._version for v in self._slots()):
+            self.send()
+            self._note_versions()
+
+    def count_steps(self) -> None:
+        """Bring the count of steps of the Keras optimizer up to date."""
+        count, self._steps = self._steps, 0
+        with torch.no_grad():
+            iterations = self._optimizer._iterations
+            iterations.assign(iterations.value + count)
+        self._seen[id(iterations)] = iterations._value._version
+
+    def fetch(self) -> None:
+        """Bring the Keras optimizer's variables up to date."""
+        self.count_steps()
+        if self._is_current:
+            return
+        self._is_current = True
+        self.on_servers.state_dict()  # fetches
+        by_name = {name_of(each): each for each in self._optimizer.variables}
+        with torch.no_grad():
+            for variable in self._variables:
+                state = self.on_servers.state.get(variable._value, {})
+                for name, value in self._as_keras(variable, state):
+                    if name in by_name and name != "iteration":
+                        by_name[name].assign(value)
+        self._note_versions()
+
+    def send(self) -> None:
+        """Send the Keras optimizer's variables to the servers."""
+        by_name = {name_of(each): each for each in self._optimizer.variables}
+        count = self._optimizer._iterations.value.detach().clone()
+        on_servers = self.on_servers
+        for variable in self._variables:
+            prefix = variable.path.replace("/", "_") + "_"
+            own = {n: v.value.detach().clone() for n, v in by_name.items() if n.startswith(prefix)}
+            if isinstance(on_servers, KerasUpdate):
+                on_servers.state[variable._value] = {"iteration": count.clone(), **own}
+            elif isinstance(on_servers, torch.optim.Adagrad):
+                on_servers.state[variable._value] = {
+                    "step": count.float(),
+                    "sum": own[f"{prefix}accumulator"],
+                }
+        # Servers get it at once, or, if none has this optimizer yet, with the first function.
+        for hook in on_servers._optimizer_load_state_dict_post_hooks.values():
+            hook(on_servers)
+
+    def _as_keras(self, variable: Any, state: dict[str, Any]) -> list[tuple[str, Any]]:
+        if isinstance(self.on_servers, torch.optim.Adagrad):
+            name = f"{variable.path.replace('/', '_')}_accumulator"
+            return [(name, state["sum"])] if "sum" in state else []
+        return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+
+    def _slots(self) -> list[Any]:
+        return [v for v in self._optimizer.variables if v is not self._optimizer._learning_rate]
+
+    def _note_versions(self) -> None:
+        self._seen = {id(v): v._value._version for v in self._slots()}
+
+
+def refuse(optimizer: Any) -> None:
+    """Raise for Keras optimizers that parameter servers cannot run, and say what to use."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, names().BaseOptimizer):
+        raise UnsupportedOptimizer(f"{optimizer!r} is not an optimizer of Keras.")
+    if not type(optimizer).__module__.startswith("keras."):
+        raise UnsupportedOptimizer(
+            f"{name} is not an optimizer of Keras itself, so that parameter servers cannot construct it. Use one of "
+            "keras.optimizers, or another strategy."
+        )
+    if name == "LossScaleOptimizer":
+        raise UnsupportedOptimizer(
+            "LossScaleOptimizer (which compile() adds for mixed_float16) changes its scale with the gradients of each "
+            "step; steps of several workers have no order. Use the policy mixed_bfloat16, or "
+            "compile(auto_scale_loss=False)."
+        )
+    if name == "MultiOptimizer":
+        raise UnsupportedOptimizer(
+            "MultiOptimizer is not available under parameter servers. Use one optimizer for all variables."
+        )
+    clips = [n for n in _ON_WORKERS[:3] if getattr(optimizer, n, None)]
+    if optimizer.gradient_accumulation_steps and clips:
+        raise UnsupportedOptimizer(
+            f"{name}({clips[0]}=…, gradient_accumulation_steps=…): Keras clips the accumulated gradient, which no worker "
+            "has under parameter servers. Use one of the two settings."
+        )
+
+
+def _as_json(constraint: Any) -> str:
+    if constraint is None:
+        return ""
+    return json.dumps(names().keras.saving.serialize_keras_object(constraint))

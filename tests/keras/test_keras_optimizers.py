@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -48,3 +48,20 @@ def test_every_optimizer_gives_the_numbers_of_plain_keras(name: str, kind: str) 
     strategy: sg.Strategy = STRATEGIES[kind]()
     make = WRAPPERS.get(name, lambda: of_keras()[name](learning_rate=0.01))
     compare(lambda: dense(optimizer=make()), fit, strategy, name)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
+        yield made
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(of_keras().keys() - WRAPPERS.keys()))
+def test_every_optimizer_gives_the_numbers_of_plain_keras_on_one_worker(
+    name: str, cluster: Any
+) -> None:
+    """Parameter servers run the update of Keras itself; the two wrappers are refused by name."""
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        make = of_keras()[name]
+        compare(lambda: dense(optimizer=make(learning_rate=0.01)), fit, strategy, name)

@@ -166,9 +166,12 @@ class ModelOnServers:
                 variable.assign(variable.value + torch.from_numpy(np.asarray(state)))
 
     def _result(self) -> Any:
+        """Return the metrics over all finished steps; other values in the logs are those of the last one."""
         found = self._model.get_metrics_result()
         logs = self._logs
-        return found if not isinstance(logs, dict) or set(logs) == set(found) else logs
+        if not isinstance(logs, dict) or set(logs) == set(found):
+            return found
+        return {name: found.get(name, value) for name, value in logs.items()}
 
     def begin(self) -> None:
         """Begin to count: the metrics were reset."""

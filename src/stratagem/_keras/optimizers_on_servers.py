@@ -43,6 +43,7 @@ class OptimizerOnServers:
         self._variables = list(variables)
         self._steps = 0  # since the count of the Keras optimizer was brought up to date
         self._is_current = True
+        self._rate()  # refuses a function, which cannot be serialized
         config = names().keras.saving.serialize_keras_object(optimizer)
         self.worker_settings = {name: config["config"].get(name) for name in _ON_WORKERS}
         config["config"].update(dict.fromkeys(_ON_WORKERS))
@@ -55,16 +56,17 @@ class OptimizerOnServers:
     def _create(self, config: dict[str, Any]) -> torch.optim.Optimizer:
         parameters = [variable._value for variable in self._variables]
         settings, rate = config["config"], self._rate()
-        plain = rate is not None and not any(
+        plain = not any(
             settings.get(name)
             for name in ("momentum", "weight_decay", "use_ema", "gradient_accumulation_steps")
         )
         plain = plain and not any(variable.constraint for variable in self._variables)
         kind = config["class_name"]
-        if plain and kind == "SGD":
+        if plain and kind == "SGD" and rate is not None:
             return torch.optim.SGD(parameters, lr=rate)
         start = settings.get("initial_accumulator_value", 0.0)
-        if plain and kind == "Adagrad" and start >= 1e-3 and self._has_table():
+        exact = kind == "Adagrad" and start >= 1e-3
+        if plain and exact and rate is not None and self._has_table():
             return torch.optim.Adagrad(
                 parameters, lr=rate, eps=settings["epsilon"], initial_accumulator_value=start
             )

@@ -52,7 +52,7 @@ class KerasUpdate(torch.optim.Optimizer):
 
     @override
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:

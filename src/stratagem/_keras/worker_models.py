@@ -35,7 +35,7 @@ def _is_function(value: Any) -> bool:
 
 def _add(found: dict[str, Any], one: Any) -> None:
     module = str(getattr(one, "__module__", ""))
-    if module.split(".")[0] in ("keras", "builtins", "torch", "stratagem", "numpy"):
+    if module.split(".", maxsplit=1)[0] in ("keras", "builtins", "torch", "stratagem", "numpy"):
         return
     found[one.__name__] = one
     registered = names().keras.saving.get_registered_name(one)

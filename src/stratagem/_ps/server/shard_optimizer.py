@@ -76,7 +76,8 @@ def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> typ
     """
     module_name, _, name = class_name.rpartition(".")
     allowed = ("torch.optim", *modules)
-    is_allowed = any(module_name == one or module_name.startswith(one + ".") for one in allowed)
+    known = (*allowed, "stratagem._keras")  # and our own: the update of Keras optimizers
+    is_allowed = any(module_name == one or module_name.startswith(one + ".") for one in known)
     if not is_allowed and ANY_MODULE not in modules:
         raise UnsupportedOptimizer(
             f"parameter servers may not import {class_name!r}: only optimizers from "

@@ -1,0 +1,421 @@
+"""``fit``, ``evaluate`` and ``predict`` of Keras models on workers and parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras_models import assert_close, classifier, dense, rows
+
+import stratagem as sg
+
+X, Y = rows()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """One worker, so that results do not depend on timing."""
+    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
+        yield made
+
+
+@pytest.fixture
+def strategy(cluster: Any) -> Iterator[Any]:
+    with sg.ParameterServerStrategy(cluster.resolver) as made:
+        yield made
+
+
+def compare(strategy: Any, build: Any, use: Any) -> Any:
+    """Assert that one worker gives the weights and results of plain Keras, to 1e-5; return the model."""
+    results = []
+    for scope in (torch.enable_grad(), strategy.scope()):
+        keras.utils.set_random_seed(7)
+        with scope:
+            model = build()
+        results.append((use(model), model.get_weights()))
+    assert_close(results[1], results[0])
+    return model
+
+
+def fit(model: Any, **arguments: Any) -> Any:
+    arguments = {"batch_size": 16, "epochs": 2, "verbose": 0, **arguments}
+    return model.fit(X, Y, **arguments).history
+
+
+def use_everything(model: Any) -> Any:
+    return [
+        fit(model, validation_split=0.2),
+        model.evaluate(X, Y, batch_size=16, verbose=0),
+        model.predict(X, batch_size=7, verbose=0),
+        model.train_on_batch(X[:5], Y[:5]),
+        model.test_on_batch(X[:5], Y[:5]),
+        model.predict_on_batch(X[:5]),
+        [float(each) for each in (model.optimizer.iterations, model.optimizer.learning_rate)],
+    ]
+
+
+# ------------------------------------------------------------------ one worker equals plain Keras
+
+SETTINGS: dict[str, Any] = {
+    "SGD": lambda: keras.optimizers.SGD(0.1),
+    "Adam, clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+    "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "RMSprop, clipvalue": lambda: keras.optimizers.RMSprop(0.01, clipvalue=0.01),
+    "AdamW with EMA": lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9),
+    "momentum, global_clipnorm": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, nesterov=True, global_clipnorm=0.1
+    ),
+    "accumulation, decay": lambda: keras.optimizers.Lion(
+        0.01, gradient_accumulation_steps=3, weight_decay=0.1
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True)
+    ),
+    "loss scale": lambda: keras.optimizers.Adam(0.01, loss_scale_factor=8.0),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_worker_gives_the_numbers_of_plain_keras(strategy: Any, setting: str) -> None:
+    compare(strategy, lambda: dense(optimizer=SETTINGS[setting]()), use_everything)
+
+
+def deep() -> Any:
+    """Batch normalization, a constraint, regularizers, two outputs."""
+    x = keras.Input((6,))
+    hidden = keras.layers.Dense(
+        5, use_bias=False, kernel_constraint=keras.constraints.MaxNorm(0.5), kernel_regularizer="l2"
+    )(x)
+    hidden = keras.layers.BatchNormalization()(hidden)
+    outputs = [keras.layers.Dense(2, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)]
+    model = keras.Model(x, outputs)
+    model.compile(
+        optimizer=keras.optimizers.Adam(0.01),
+        loss=[keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"],
+        metrics=[["accuracy"], ["mae"]],
+    )
+    return model
+
+
+class Residual(keras.Model):
+    """A class of the program, built at its first call, with a training step of its own."""
+
+    def __init__(self, units: int = 6) -> None:
+        super().__init__()
+        self.units = units
+        self.first = keras.layers.Dense(units, activation=double_tanh)
+        self.last = keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.last(x + self.first(x))
+
+    def get_config(self) -> Any:
+        return {"units": self.units}
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data[0], data[1]
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=(y_pred := self(x, training=True)))
+        loss.backward()
+        variables = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in variables], variables)
+        return self.compute_metrics(x, y, y_pred) | {"twice": 2 * loss.detach()}
+
+
+def double_tanh(x: Any) -> Any:
+    return 2 * keras.ops.tanh(x)
+
+
+def test_models_of_every_kind_are_built_on_workers(strategy: Any) -> None:
+    compare(
+        strategy,
+        deep,
+        lambda model: model.fit(X, [Y, X[:, :1]], batch_size=16, epochs=2, verbose=0).history,
+    )
+
+    def own() -> Any:
+        model = Residual()
+        model.compile(optimizer=keras.optimizers.Adam(0.01), **classifier())
+        return model
+
+    compare(strategy, own, fit)
+
+
+def embeddings() -> Any:
+    model = keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding(1000, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(optimizer=keras.optimizers.Adagrad(0.1, global_clipnorm=0.5), **classifier())
+    return model
+
+
+def use_embeddings(model: Any) -> Any:
+    ids = (np.arange(3 * len(X)).reshape(-1, 3) * 37 % 1000).astype("int32")
+    history = model.fit(ids, Y, batch_size=16, epochs=2, verbose=0).history
+    return [history, model.predict(ids, verbose=0)]
+
+
+def test_rows_of_embeddings_are_looked_up_and_updated(cluster: Any) -> None:
+    """In two shards. The servers run torch's Adagrad on the rows in use: 1e-6 relative."""
+    partitioner = sg.partitioners.FixedShardsPartitioner(2)
+    with sg.ParameterServerStrategy(cluster.resolver, partitioner) as strategy:
+        model = compare(strategy, embeddings, use_embeddings)
+        assert isinstance(model._stratagem_on_servers.optimizer.on_servers, torch.optim.Adagrad)
+
+
+# ------------------------------------------------------------------ callbacks
+
+
+def callbacks(folder: Path) -> list[Any]:
+    return [
+        keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1.0),
+        keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.9),
+        keras.callbacks.CSVLogger(str(folder / "log.csv")),
+        keras.callbacks.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True),
+        keras.callbacks.BackupAndRestore(str(folder / "backup")),
+    ]
+
+
+def test_callbacks_of_epochs_see_the_numbers_of_plain_keras(strategy: Any, tmp_path: Path) -> None:
+    """Files that ModelCheckpoint writes on the coordinator have the servers' values, and load in plain Keras."""
+
+    def use(model: Any) -> Any:
+        folder = tmp_path / str(id(model))
+        folder.mkdir()
+        history = fit(model, epochs=4, validation_split=0.2, callbacks=callbacks(folder))
+        saved = keras.models.load_model(folder / "best.keras")
+        state = [variable.numpy() for variable in saved.optimizer.variables]
+        return [history, saved.get_weights(), state, (folder / "log.csv").read_text().count("\n")]
+
+    compare(strategy, lambda: dense(optimizer=keras.optimizers.Adam(0.05)), use)
+
+
+def test_training_continues_from_a_backup(strategy: Any, tmp_path: Path) -> None:
+    """KER-7: a fit that failed resumes at the next epoch, with the weights and the optimizer's state."""
+
+    class Fail(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise OSError("no power")
+
+    def use(model: Any) -> Any:
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path / str(id(model))))
+        with pytest.raises(OSError, match="no power"):
+            fit(model, epochs=4, callbacks=[backup, Fail()], shuffle=False)
+        resumed = dense(optimizer=keras.optimizers.Adam(0.05))
+        if hasattr(model, "_stratagem_strategy"):
+            with strategy.scope():
+                resumed = dense(optimizer=keras.optimizers.Adam(0.05))
+        history = fit(resumed, epochs=4, callbacks=[backup], shuffle=False)
+        assert len(history["loss"]) == 2
+        return [history, resumed.get_weights(), float(resumed.optimizer.iterations)]
+
+    compare(strategy, lambda: dense(optimizer=keras.optimizers.Adam(0.05)), use)
+
+
+def test_callbacks_of_batches_get_the_values_of_finished_steps(strategy: Any) -> None:
+    class Record(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches: list[int] = []
+            self.counts: list[float] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches.append(batch)
+            self.counts.append(float(self.model._loss_tracker.count))
+            assert np.isfinite(float(logs["loss"]))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            assert float(self.model._loss_tracker.count) == len(X)
+
+    record = Record()
+    with strategy.scope():
+        model = dense()
+    fit(model, callbacks=[record], batch_size=5, epochs=1)
+    assert record.batches == list(range(10))
+    assert record.counts == sorted(record.counts)
+    assert record.counts[0] > 0
+
+
+# ------------------------------------------------------------------ values and files
+
+
+def test_weights_on_the_coordinator_are_current_and_may_be_set(strategy: Any) -> None:
+    with strategy.scope():
+        model = dense()
+    before = model.get_weights()
+    fit(model)
+    trained = model.get_weights()
+    assert not np.array_equal(before[0], trained[0])
+    model.set_weights(before)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
+    assert model.evaluate(X, Y, verbose=0) == model.evaluate(X, Y, verbose=0)
+    plain = dense()
+    plain.set_weights(before)
+    np.testing.assert_allclose(
+        model.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(model(X)), plain.predict(X, verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_files_go_both_ways(strategy: Any, tmp_path: Path) -> None:
+    """KER-8: saved under the servers, trained on in plain Keras, trained on under the servers again."""
+    plain = dense(optimizer=keras.optimizers.Adam(0.05))
+    fit(plain, shuffle=False)
+    plain.save(tmp_path / "plain.keras")
+    with strategy.scope():
+        model = keras.models.load_model(tmp_path / "plain.keras")
+    for _ in range(2):
+        fit(model, shuffle=False)
+        fit(plain, shuffle=False)
+        assert_close(model.get_weights(), plain.get_weights())
+        assert_close(
+            [v.numpy() for v in model.optimizer.variables],
+            [v.numpy() for v in plain.optimizer.variables],
+        )
+    model.save(tmp_path / "servers.keras")
+    loaded = keras.models.load_model(tmp_path / "servers.keras")
+    fit(loaded, shuffle=False)
+    fit(plain, shuffle=False)
+    assert_close(loaded.get_weights(), plain.get_weights())
+    model.save_weights(tmp_path / "servers.weights.h5")
+    loaded.load_weights(tmp_path / "servers.weights.h5")
+    assert_close(loaded.get_weights(), model.get_weights())
+
+
+def test_a_model_compiled_again_trains_with_the_new_optimizer(strategy: Any) -> None:
+    def use(model: Any) -> Any:
+        fit(model)
+        model.layers[0].trainable = False
+        model.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse", metrics=["mae"])
+        return model.fit(X, X[:, :2], batch_size=16, verbose=0).history
+
+    compare(strategy, dense, use)
+
+
+# ------------------------------------------------------------------ refused by name
+
+
+def refused(strategy: Any, error: Any, words: str, **compile_arguments: Any) -> None:
+    with strategy.scope():
+        model = dense(**compile_arguments)
+    with pytest.raises(error, match=words):
+        fit(model)
+
+
+def test_what_servers_cannot_run_is_refused_with_the_remedy(cluster: Any, strategy: Any) -> None:
+    optimizers = keras.optimizers
+    unsupported = sg.errors.UnsupportedOptimizer
+    adam = optimizers.Adam(0.01)
+    refused(strategy, unsupported, "mixed_bfloat16", optimizer=optimizers.LossScaleOptimizer(adam))
+    refused(
+        strategy,
+        unsupported,
+        "MultiOptimizer",
+        optimizer=optimizers.MultiOptimizer(optimizers.OptimizerMap(adam)),
+    )
+    refused(strategy, unsupported, "schedules", optimizer=optimizers.SGD(lambda: 0.1))
+    refused(
+        strategy,
+        unsupported,
+        "one of the two",
+        optimizer=optimizers.SGD(0.1, clipnorm=1.0, gradient_accumulation_steps=2),
+    )
+    refused(strategy, NotImplementedError, "jit_compile=False", jit_compile=True)
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.largest = self.add_variable((), "zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(y_pred)))
+
+        def result(self) -> Any:
+            return self.largest
+
+    refused(strategy, TypeError, "update_state of its own", metrics=[Largest()])
+    with strategy.scope():
+        model = dense()
+    with pytest.raises(ValueError, match="needs steps_per_epoch"):
+        model.fit(lambda: None, verbose=0)
+    devices = ["cpu:0", "cpu:1"]
+    with sg.ParameterServerStrategy(cluster.resolver, worker_devices=devices) as several:
+        refused(several, NotImplementedError, "Start more workers")
+
+
+def test_an_error_of_a_step_is_raised_and_the_model_stays_usable(strategy: Any) -> None:
+    with strategy.scope():
+        model = dense()
+    with pytest.raises(Exception, match=r"shape|size|dimension"):
+        model.fit(X[:, :3], Y, batch_size=16, verbose=0)
+    fit(model)
+    assert model.predict(X, verbose=0).shape == (len(X), 2)
+
+
+# ------------------------------------------------------------------ several workers, in processes
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    with sg.LocalCluster(workers=2, ps=2) as made:
+        yield made
+
+
+def batches(context: sg.InputContext) -> Any:
+    """Return the dataset of one worker, without end."""
+    tensors = torch.from_numpy(X), torch.from_numpy(Y)
+    dataset = sg.data.Dataset.from_tensor_slices(tensors).shuffle(
+        50, seed=context.input_pipeline_id
+    )
+    return dataset.repeat().batch(10)
+
+
+@pytest.mark.process
+def test_two_workers_train_evaluate_and_predict_every_row(processes: Any) -> None:
+    """Also after a worker was killed in the middle of an epoch (KER-20 … KER-24)."""
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 20 and self.model.optimizer.iterations == 0:
+                processes.kill_worker(0)
+
+    with sg.ParameterServerStrategy(processes.resolver) as strategy:
+        with strategy.scope():
+            model = dense(optimizer=keras.optimizers.Adam(0.02))
+        history = model.fit(
+            batches,
+            steps_per_epoch=60,
+            epochs=3,
+            verbose=0,
+            callbacks=[Kill()],
+            validation_data=(X, Y),
+        ).history
+        assert history["loss"][-1] < history["loss"][0]
+        assert int(model.optimizer.iterations) == 180
+        plain = dense()
+        plain.set_weights(model.get_weights())
+        found = model.evaluate(X, Y, batch_size=3, verbose=0)
+        assert float(model._loss_tracker.count) == len(X)
+        np.testing.assert_allclose(found, plain.evaluate(X, Y, batch_size=3, verbose=0), rtol=1e-5)
+        np.testing.assert_allclose(history["val_loss"][-1], found[0], rtol=1e-5)
+        np.testing.assert_allclose(
+            model.predict(X, batch_size=3, verbose=0),
+            plain.predict(X, verbose=0),
+            rtol=1e-5,
+            atol=1e-6,
+        )

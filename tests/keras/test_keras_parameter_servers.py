@@ -358,6 +358,15 @@ def test_what_servers_cannot_run_is_refused_with_the_remedy(cluster: Any, strate
         refused(several, NotImplementedError, "Start more workers")
 
 
+def test_a_keras_model_in_a_scheduled_function_is_refused(strategy: Any) -> None:
+    """A worker would train a private copy."""
+    with strategy.scope():
+        model = dense()
+    coordinator = sg.ClusterCoordinator(strategy)
+    with pytest.raises(sg.errors.ForeignParameterError, match="private copy"):
+        coordinator.schedule(lambda: model(X))
+
+
 def test_an_error_of_a_step_is_raised_and_the_model_stays_usable(strategy: Any) -> None:
     with strategy.scope():
         model = dense()

@@ -446,3 +446,23 @@ def test_replicas_inside_a_worker_advance_once(cluster: sg.LocalCluster) -> None
         assert scheduler.last_epoch == 4
         assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
         assert scaler.get_scale() == 16.0
+
+
+def test_functions_that_share_a_closure_variable_share_its_counter(
+    alone: sg.ClusterCoordinator,
+) -> None:
+    count = 0
+
+    def bump(times: int) -> None:
+        nonlocal count
+        count += 1
+        if times > 1:
+            bump(times - 1)
+
+    def step() -> int:
+        bump(2)
+        return count
+
+    assert alone.fetch([alone.schedule(step) for _ in range(3)]) == [2, 4, 6]
+    alone.join(timeout_s=60)
+    assert count == 6

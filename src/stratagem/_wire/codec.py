@@ -29,6 +29,7 @@ from stratagem._wire.user_modules import (
     fill_module,
     find_by_name,
     importable_name,
+    reduce_cell,
     sendable_variables,
     variables_of,
 )
@@ -102,14 +103,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor of any dtype, without a copy.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._wire.codec import bytes_of
-        >>> bytes_of(torch.tensor([1, 2], dtype=torch.uint8)).tolist()
-        [1, 2]
-    """
+    """Return the memory of a contiguous CPU tensor of any dtype, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
     flat = tensor.detach().reshape(-1)
@@ -259,10 +253,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if type(obj) is types.ModuleType and obj.__name__ in _SENT_BY_VALUE:
             state = variables_of(obj) if self._states is None else self._sendable(obj)
             return types.ModuleType, (obj.__name__,), state, None, None, fill_module
+        if type(obj) is types.CellType:
+            return reduce_cell(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and reduced is not NotImplemented:
             self.classes.append(obj)
         return reduced
+
+    def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
+        # The cells themselves: functions that share a variable still share it on the worker.
+        return *super()._function_getnewargs(func)[:-1], func.__closure__
 
     def _sendable(self, module: types.ModuleType) -> dict[str, Any]:
         states = self._states

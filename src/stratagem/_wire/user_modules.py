@@ -1,4 +1,7 @@
-"""Modules, as they are sent to workers: those of the user's program by value, others by name."""
+"""Modules and closure variables as they are sent to workers.
+
+Modules of the user's program are sent by value, others by name.
+"""
 
 from __future__ import annotations
 
@@ -119,3 +122,17 @@ def importable_name(obj: object) -> str | None:
         is_replaced = getattr(obj.__self__, obj.__name__, obj) is not obj
         return f"{obj.__self__.__name__}.{obj.__name__}" if is_replaced else None
     return None
+
+
+def reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
+    """Return how to pickle the cell of a closure variable: the cell, then its value, which may refer to it."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return types.CellType, ()
+    return types.CellType, (), (value,), None, None, fill_cell
+
+
+def fill_cell(cell: types.CellType, value: tuple[Any]) -> None:
+    """Give a closure variable its value."""
+    cell.cell_contents = value[0]

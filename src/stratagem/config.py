@@ -173,6 +173,27 @@ def session_lease_s() -> float:
     return seconds_from_environment("STRATAGEM_SESSION_LEASE_S", 60.0)
 
 
+def job_lease_s() -> float:
+    """Return how long servers keep a named job without its coordinator (``STRATAGEM_JOB_LEASE_S``).
+
+    Ten minutes by default: enough for a scheduler to start the script again on another machine.
+    """
+    return seconds_from_environment("STRATAGEM_JOB_LEASE_S", 600.0)
+
+
+def job_limit_s() -> float:
+    """Return after how much silence another coordinator may take over a named job (``STRATAGEM_JOB_LIMIT_S``).
+
+    Ten seconds by default. A coordinator whose process has ended needs no wait: its connections are closed.
+
+    Example:
+        >>> from stratagem import config
+        >>> config.job_limit_s()
+        10.0
+    """
+    return seconds_from_environment("STRATAGEM_JOB_LIMIT_S", 10.0)
+
+
 def server_wait_s() -> float:
     """Return how long a new strategy waits for its parameter servers (``STRATAGEM_SERVER_WAIT_S``).
 

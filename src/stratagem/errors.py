@@ -40,6 +40,9 @@ written for Python's or tf.distribute's exception types keeps working::
     │   │   └── ParameterServerLost                  a parameter server died or stopped responding
     │   ├── StartupError                             a task did not become ready
     │   ├── WriteFenced                              a write from a worker that was declared lost
+    │   ├── JobInUse                                 a live coordinator has the named job
+    │   ├── JobMismatch             [ValueError]     the script's variables are not those of the live job
+    │   ├── CoordinatorReplaced                      a newer coordinator has taken over the named job
     │   └── NotFoundError           [LookupError]    a name that the peer does not know
     └── ClosureError                                 failure of one scheduled closure
         ├── ClosureCancelled                         cancelled after another closure failed
@@ -332,6 +335,36 @@ class WriteFenced(ClusterError):
 
     Another worker may already have repeated the work.
     """
+
+
+class JobInUse(ClusterError):
+    """A live coordinator has the named job.
+
+    Attributes:
+        job: name of the job.
+        coordinator: host and process of its coordinator, and since when it has the job.
+    """
+
+    def __init__(self, message: str, *, job: str = "", coordinator: str = "") -> None:
+        super().__init__(message)
+        self.job = job
+        self.coordinator = coordinator
+
+
+class JobMismatch(ClusterError, ValueError):
+    """The variables and optimizers of the script are not those of the live job.
+
+    Attributes:
+        differences: one line for each.
+    """
+
+    def __init__(self, message: str, *, differences: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+
+class CoordinatorReplaced(ClusterError):
+    """A newer coordinator has taken over the named job; this one can neither write nor schedule any more."""
 
 
 class NotFoundError(ClusterError, LookupError):

@@ -66,6 +66,7 @@ class PlainOnCoordinator:
     def __init__(self) -> None:
         self.fences: list[tuple[int, int]] = []
         self.finished: list[int] = []
+        self.job = None
 
     def describe(self, obj: object) -> Hashable | None:
         return None

@@ -118,8 +118,9 @@ def chain_of(saved: SavedCheckpoint) -> list[tuple[Path, Manifest]]:
 class CheckpointDirectory:
     """A directory that holds checkpoints as ``step_00000120``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock | None = None) -> None:
         self.path = path
+        self._right = lock  # to write
         self.damaged: dict[str, CheckpointCorrupt] = {}
         # By name; a name can come to mean another checkpoint, so with the manifest's inode and time.
         self._known: dict[str, tuple[tuple[int, int], SavedCheckpoint]] = {}
@@ -174,7 +175,11 @@ class CheckpointDirectory:
         """Make a written checkpoint visible; its files are on disk already.
 
         A step that is there already gets a name with a number behind it.
+
+        Raises:
+            CheckpointBusy: the coordinator that has replaced this one uses the directory.
         """
+        self._check_right()
         if faults.active is not None:
             faults.active.at("coordinator.before_manifest")
         temporary = writing / f"{manifests.NAME}.new"
@@ -207,9 +212,14 @@ class CheckpointDirectory:
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint. Readers no longer see it, even while its files are being removed."""
+        self._check_right()
         going = self.path / f"{_DELETING}{name}-{uuid.uuid4().hex[:12]}"
         (self.path / name).rename(going)
         shutil.rmtree(going, ignore_errors=True)
+
+    def _check_right(self) -> None:
+        if self._right is not None:
+            self._right.check()
 
     def sweep(self) -> list[str]:
         """Remove the remains of killed writers; returns their names."""
@@ -234,6 +244,11 @@ def _flush_directory(path: Path) -> None:
 class DirectoryLock(Owner):
     """Exclusive right to write into a directory; the system ends it with the process.
 
+    Args:
+        path: the directory.
+        holder: description of this manager, for others.
+        replaced: process whose lock is taken over: of a coordinator that this one has replaced.
+
     Raises:
         CheckpointBusy: another manager holds it.
         CheckpointError: the directory cannot be made or written.
@@ -243,14 +258,15 @@ class DirectoryLock(Owner):
     """Directories locked by this process. The system's locks are per process: they tell other
     processes, but not two managers in this one. They are not inherited by children."""
 
-    def __init__(self, path: Path, holder: str) -> None:
+    def __init__(self, path: Path, holder: str, *, replaced: str = "") -> None:
         self._descriptor = -1
+        self._file = path / _LOCK
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._key = str(path.resolve())
             if self._key in self._held:
                 raise _busy(path, self._held[self._key])
-            descriptor = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            descriptor = self._open()
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be used for checkpoints: {error}. Give a directory that this process "
@@ -261,12 +277,29 @@ class DirectoryLock(Owner):
         except OSError:
             found = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(descriptor)
-            raise _busy(path, found or "a process that does not say who it is") from None
+            if not (replaced and found.startswith(f"{replaced},")):
+                raise _busy(path, found or "a process that does not say who it is") from None
+            # Its coordinator was replaced, but it still runs (stopped, perhaps): `check` will tell it.
+            self._file.unlink()
+            descriptor = self._open()
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._descriptor = descriptor
         self._held[self._key] = f"this process, {holder}"
         text = f"process {os.getpid()} on {platform.node()}, {holder}\n".encode()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text, 0)
+
+    def _open(self) -> int:
+        return os.open(self._file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+
+    def check(self) -> None:
+        """Raise `CheckpointBusy` if the coordinator that replaced this one has taken the directory over."""
+        try:
+            is_own = os.fstat(self._descriptor).st_ino == self._file.stat().st_ino
+        except OSError:
+            is_own = False
+        if not is_own:
+            raise _busy(self._file.parent, "the coordinator that has replaced this one")
 
     def close(self) -> None:
         """Let others write."""

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from stratagem._checkpoint.directory import CheckpointDirectory
+from stratagem._checkpoint.retention import KnownCheckpoint
+
 NAME = "evaluations.jsonl"
 
 
@@ -55,3 +58,18 @@ def read(directory: Path) -> list[Evaluation]:
         except (ValueError, TypeError):
             continue
     return found
+
+
+def known_checkpoints(directory: CheckpointDirectory) -> list[KnownCheckpoint]:
+    """Return the complete checkpoints of a directory with their metrics, those of evaluations included."""
+    evaluated = {one.identity: one.metrics for one in read(directory.path)}
+    return [
+        KnownCheckpoint(
+            saved.path.name,
+            saved.manifest.serial,
+            saved.step,
+            saved.manifest.parent,
+            {**saved.manifest.metrics, **evaluated.get(saved.manifest.identity, {})},
+        )
+        for saved in directory.scan()
+    ]

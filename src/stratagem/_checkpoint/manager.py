@@ -16,13 +16,14 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from stratagem import metrics as counters
-from stratagem._checkpoint import evaluations
 from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot, restore_objects
 from stratagem._checkpoint.checkpoint_writer import SaveOrder
 from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
+from stratagem._checkpoint.evaluations import known_checkpoints
+from stratagem._checkpoint.job_position import JobPosition
 from stratagem._checkpoint.manifest import NAME
-from stratagem._checkpoint.retention import Best, Due, KnownCheckpoint, to_delete
+from stratagem._checkpoint.retention import Best, Due, to_delete
 from stratagem._checkpoint.rewinding import RecoveryPoints, drain
 from stratagem._checkpoint.save_handle import SAVE_LIMIT_S, SaveHandle
 from stratagem._checkpoint.server_group import ServerLostInSave
@@ -126,13 +127,15 @@ class CheckpointManager(Owner):
             raise CheckpointError(
                 f"{path} is a checkpoint. Give the directory it is in: {path.parent}."
             )
-        self._lock = DirectoryLock(path, repr(checkpoint))
+        self._position = JobPosition.of(checkpoint._objects, allow_pickle=allow_pickle)
+        replaced = "" if self._position is None else self._position.predecessor
+        self._lock = DirectoryLock(path, repr(checkpoint), replaced=replaced)
         try:
             self._sigterm = SigtermNote() if save_on_sigterm else None
         except CheckpointError:
             self._lock.close()
             raise
-        self._directory = CheckpointDirectory(path)
+        self._directory = CheckpointDirectory(path, self._lock)
         left = self._directory.sweep()
         if left:
             _log.warning("removed %d unfinished checkpoint(s) from %s", len(left), path)
@@ -146,6 +149,7 @@ class CheckpointManager(Owner):
         self._last_step = 0
         self._last_time = time.monotonic()
         self._seen_step: int | None = None
+        self._saves_soon = False  # at the next step
         self._copies = HostCopies()
         self._running: SaveHandle | None = None
         self._thread: threading.Thread | None = None
@@ -173,7 +177,7 @@ class CheckpointManager(Owner):
         if self._best is None:
             return None
         saved = {one.path.name: one for one in self._directory.scan()}
-        ranked = self._best.rank(self._known())
+        ranked = self._best.rank(known_checkpoints(self._directory))
         return saved[ranked[0].name] if ranked else None
 
     # ------------------------------------------------------------------ saving
@@ -193,6 +197,8 @@ class CheckpointManager(Owner):
         """
         self._check_open()
         self._seen_step = _checked_step(step)
+        if self._position is not None:
+            self._position.take(step)
         if self._sigterm is not None and self._sigterm.arrived:
             if self._running is not None:
                 self._running._unseen_error()  # logged already; saving comes first now
@@ -205,7 +211,8 @@ class CheckpointManager(Owner):
         if self._rewinds and self._points.is_mixed:
             return None
         since_s = time.monotonic() - self._last_time
-        if not self._due.at(step=step, last_step=self._last_step, since_s=since_s):
+        is_due = self._due.at(step=step, last_step=self._last_step, since_s=since_s)
+        if not is_due and not (self._saves_soon and self._due.is_ever):
             return None
         return self.save(step, metrics)
 
@@ -271,6 +278,7 @@ class CheckpointManager(Owner):
             return handle
         self._serial += 1
         self._last_step, self._last_time, self._seen_step = step, time.monotonic(), None
+        self._saves_soon = False
         self._running = handle
         if wait:
             self._write(snapshot, order, handle, show=True)
@@ -319,41 +327,48 @@ class CheckpointManager(Owner):
 
     def _delete_old(self) -> None:
         going = to_delete(
-            self._known(), max_to_keep=self._max_to_keep, best=self._best, damaged=self._damaged
+            known_checkpoints(self._directory),
+            max_to_keep=self._max_to_keep,
+            best=self._best,
+            damaged=self._damaged,
         )
         for one in going:
             self._directory.delete(one.name)
 
-    def _known(self) -> list[KnownCheckpoint]:
-        evaluated = {one.identity: one.metrics for one in evaluations.read(self.directory)}
-        return [
-            KnownCheckpoint(
-                saved.path.name,
-                saved.manifest.serial,
-                saved.step,
-                saved.manifest.parent,
-                {**saved.manifest.metrics, **evaluated.get(saved.manifest.identity, {})},
-            )
-            for saved in self._directory.scan()
-        ]
-
     # ------------------------------------------------------------------ restoring
 
     def restore_or_initialize(self, *, strict: bool = True) -> int:
-        """Restore the newest intact checkpoint; return its step, or 0 if there is no checkpoint yet.
+        """Continue a live job, else restore the newest intact checkpoint; return the step, or 0 without either.
 
-        A checkpoint with a missing or damaged file is skipped with a warning that names the file.
+        A job is live if its coordinator died and the parameter servers still hold it
+        (``ParameterServerStrategy(job=…)``). A checkpoint with a missing or damaged file is skipped with a
+        warning that names the file.
 
         Args:
             strict: refuse a checkpoint that lacks names, has names in excess, or has other types.
 
         Raises:
+            JobMismatch: the variables or objects of the live job are others.
             CheckpointMismatch: the checkpoint does not match the objects.
             CheckpointCorrupt: there are checkpoints, but none is intact.
         """
         self._check_open()
         self._raise_earlier_failure()
         self._finish_running()
+        if self._position is not None and self._position.is_live:
+            step = self._position.resume()
+            self._continues, self._saves_soon = True, True  # so that lost servers can be restored
+            self._last_step, self._last_time = step, time.monotonic()
+            _log.warning("continuing the live job at step %d", step)
+            return step
+        if self._position is not None:
+            self._position.suspend()
+        step = self._restore_newest(strict=strict)
+        if self._position is not None:
+            self._position.establish(step)
+        return step
+
+    def _restore_newest(self, *, strict: bool) -> int:
         failure: CheckpointCorrupt | None = None
         found = self._directory.scan()
         for unreadable in self._directory.damaged.values():

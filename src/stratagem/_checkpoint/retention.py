@@ -41,6 +41,11 @@ class Due:
     every_s: float | None
     every_steps: int | None
 
+    @property
+    def is_ever(self) -> bool:
+        """Whether saves are ever due by themselves."""
+        return self.every_s is not None or self.every_steps is not None
+
     def at(self, *, step: int, last_step: int, since_s: float) -> bool:
         """Return whether to save at `step`.
 

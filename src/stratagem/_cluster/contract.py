@@ -14,13 +14,47 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions
+from stratagem.errors import CoordinatorReplaced
 
 Applied: TypeAlias = tuple[Mapping[Hashable, Exception], Sequence[Hashable]]
 """Errors of updates, by the token of the object concerned; and tokens that no longer exist."""
 
 
+class JobOnCoordinator(Protocol):
+    """A named job as the coordinator uses it (docs/design/0009)."""
+
+    first_closure: int
+    """Number of the first closure of this coordinator."""
+
+    @property
+    def instance(self) -> str:
+        """Identity of this start of the job."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of this coordinator."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random streams of closures."""
+
+    @property
+    def first_incarnation(self) -> int:
+        """A number below those of this epoch's incarnations of workers, above those of earlier epochs."""
+
+    def check_resumed(self) -> None:
+        """Raise if closures may not be scheduled: the position was not put back, or the job was taken over."""
+
+    def on_replaced(self, call: Callable[[CoordinatorReplaced], None]) -> None:
+        """Call a function, in another thread, when a newer coordinator has the job."""
+
+
 class StrategyOnCoordinator(Protocol):
     """The strategy as the coordinator uses it."""
+
+    @property
+    def job(self) -> JobOnCoordinator | None:
+        """The named job of the strategy, or None."""
 
     def describe(self, obj: object) -> Hashable | None:
         """Return the token of an object of the strategy, None for any other object."""

@@ -75,7 +75,8 @@ class Placement:
     def __init__(self, servers: int) -> None:
         self._servers = servers
         self._assigned = 0
-        self._next_number = 1
+        self.next_number = 1
+        """Number of the next shard; the same in every run of a script."""
 
     def place(
         self,
@@ -102,8 +103,8 @@ class Placement:
         return Description(name, tuple(shape), dtype, placed)
 
     def _number(self) -> int:
-        self._next_number += 1
-        return self._next_number - 1
+        self.next_number += 1
+        return self.next_number - 1
 
     def _next_server(self) -> int:
         self._assigned += 1

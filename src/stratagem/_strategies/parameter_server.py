@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +27,6 @@ from stratagem._core.user_contexts import InputContext
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._data import distribute
 from stratagem._ps.client.ps_client import PsClient
-from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.coordinator import remote_storage as ps_variables
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.coordinator.deferred_tables import DeferredTables
@@ -39,6 +37,7 @@ from stratagem._ps.placement import device_name
 from stratagem._ps.worker.worker_objects import PsWorkerSetup
 from stratagem._strategies import step_loop
 from stratagem._strategies.base import GradientAggregation, Strategy
+from stratagem._strategies.job_session import check_job, join_job
 from stratagem._strategies.worker_strategy import WorkerStrategy, caching, reduce_nest
 from stratagem._wire.cluster_key import cluster_key
 
@@ -62,9 +61,13 @@ class ParameterServerStrategy(Strategy):
             rows of the batch, or ``"sum"``.
         worker_devices: devices of each worker, one replica each; None: the accelerators that the resolver
             reports, else the CPU.
+        job: name of the training job. Servers keep a named job when its coordinator dies, and the script
+            that is started again continues it (`CheckpointManager.restore_or_initialize`).
+        job_lease_s: how long they keep it; by default ``STRATAGEM_JOB_LEASE_S`` (600 seconds).
 
     Raises:
         ValueError: the cluster cannot be used, or an address is invalid.
+        JobInUse: a live coordinator has the job.
         ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds).
 
     Example:
@@ -84,8 +87,11 @@ class ParameterServerStrategy(Strategy):
         *,
         gradient_aggregation: GradientAggregation = "mean",
         worker_devices: Sequence[str] | None = None,
+        job: str | None = None,
+        job_lease_s: float | None = None,
     ) -> None:
         spec = check_cluster(cluster_resolver)
+        check_job(job, job_lease_s)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
                 f"variable_partitioner={variable_partitioner!r} is a "
@@ -101,29 +107,30 @@ class ParameterServerStrategy(Strategy):
             for index in spec.task_indices("ps")
         )
         self._device_names = _worker_device_names(cluster_resolver, worker_devices)
-        self._session = secrets.token_hex(8)
+        self._named = {} if job is None else {"job": job, "job_lease_s": job_lease_s}
         self._cache = ReadCache()
         self._views: ObjectHandles | None = None
         self._cluster_coordinator: Any = None
         super().__init__(gradient_aggregation=gradient_aggregation)
-        membership = Membership(
-            session=self._session,
-            task="/job:chief/task:0",
-            is_owner=True,
-            lease_s=config.session_lease_s(),
-            key=cluster_key(cluster_resolver.cluster_key_text()),
-        )
+        key = cluster_key(cluster_resolver.cluster_key_text())
         # A server that is started again may have another address.
         addresses = [
             (task, functools.partial(_server_address, cluster_resolver, index, address))
             for index, (task, address) in zip(spec.task_indices("ps"), self._servers, strict=True)
         ]
-        client = PsClient(addresses, membership, connect_timeout_s=config.server_wait_s())
+        membership, named = join_job(job, job_lease_s, addresses, key)
+        self._membership, self._session = membership, membership.session
+        try:
+            client = PsClient(addresses, membership, connect_timeout_s=config.server_wait_s())
+        except BaseException:
+            if named is not None:
+                named.close()
+            raise
         self._variables = CoordinatorVariables(
-            client, len(self._servers), variable_partitioner, weakref.ref(self)
+            client, len(self._servers), variable_partitioner, weakref.ref(self), named
         )
-        # A strategy that is not closed ends its session when it is collected.
-        self._session_end = weakref.finalize(self, self._variables.close)
+        # A strategy that is not closed ends its session when it is collected; a named job stays.
+        self._session_end = weakref.finalize(self, _end, self._variables)
 
     # -------------------------------------------------------------- properties
 
@@ -192,6 +199,7 @@ class ParameterServerStrategy(Strategy):
             "variable_partitioner": self._partitioner,
             "gradient_aggregation": self._gradient_aggregation,
             "worker_devices": self._worker_devices,
+            **self._named,
         }
 
     @override
@@ -212,6 +220,8 @@ class ParameterServerStrategy(Strategy):
                 servers=self._servers,
                 workers=self._workers,
                 session=self._session,
+                instance=self._membership.instance,
+                epoch=self._membership.epoch,
                 compute_devices=self._device_names,
                 gradient_aggregation=self._gradient_aggregation,
                 make_strategy=WorkerStrategy,
@@ -227,13 +237,23 @@ class ParameterServerStrategy(Strategy):
         if self._cluster_coordinator is None:
             # Not started (PSS-5): it connects to the workers at its first use.
             _coordinator_class().of(self)
-        return DeferredTables(config.remote_table_bytes())
+        tables = DeferredTables(config.remote_table_bytes())
+        job = self._variables.job
+        return tables if job is None or not job.is_attaching else self._adopting(tables)
+
+    @contextmanager
+    def _adopting(self, tables: DeferredTables) -> Iterator[None]:
+        """Compare what was created with the live job at the end of the scope."""
+        with tables:
+            yield
+        self._variables.flush()
 
     @override
     def _close(self) -> None:
         if self._cluster_coordinator is not None:
             self._cluster_coordinator.close()
-        self._session_end()
+        self._session_end.detach()
+        self._variables.close()
 
     # -------------------------------------------------------------- variables
 
@@ -308,6 +328,12 @@ class ParameterServerStrategy(Strategy):
 def _coordinator_class() -> Any:
     """Return `ClusterCoordinator`, imported by name because its package is a higher layer."""
     return importlib.import_module("stratagem._cluster.coordinator.coordinator").ClusterCoordinator
+
+
+def _end(variables: CoordinatorVariables) -> None:
+    """End a session whose strategy was not closed; servers keep a named job for its lease."""
+    variables.client.keeps_session = variables.job is not None
+    variables.close()
 
 
 def _server_address(resolver: Any, index: int, known: str) -> str:

@@ -41,17 +41,22 @@ class Welcome(Message, frozen=True):
 class OpenSession(Message, frozen=True):
     """Open a session, or join it again: the variables of one strategy.
 
-    The server closes it when its coordinator has had no connection for `lease_s` seconds.
+    The server closes it when its coordinator has had no connection for `lease_s` seconds. `instance` and `epoch`: of a
+    named job, see ClaimJob.
     """
 
     session: str
     lease_s: float
+    instance: str = ""
+    epoch: int = 0
 
 
 class JoinSession(Message, frozen=True):
     """Join a session that exists, as a worker."""
 
     session: str
+    instance: str = ""
+    epoch: int = 0
 
 
 class CloseSession(Message, frozen=True):

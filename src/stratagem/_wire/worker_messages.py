@@ -14,7 +14,7 @@ class OpenWorker(Message, frozen=True):
     """First message to a worker: begin an incarnation for this coordinator.
 
     The object in `setup` connects the worker to the strategy's servers. The random numbers of closures are derived
-    from the job's `seed`.
+    from the job's `seed`. `instance` and `epoch`: of a named job, see ClaimJob.
     """
 
     coordinator: str
@@ -24,6 +24,8 @@ class OpenWorker(Message, frozen=True):
     heartbeat_s: float
     heartbeat_limit_s: float
     seed: int = 0
+    instance: str = ""
+    epoch: int = 0
 
 
 class WorkerOpened(Message, frozen=True):

@@ -33,16 +33,29 @@ class Cause(NamedTuple):
 
 @final
 class ClosureTable:
-    """Closures by number, and what became of those that ended."""
+    """Closures by number, and what became of those that ended.
 
-    def __init__(self, heartbeat_limit_s: float) -> None:
+    Scheduled closures are numbered in order, from `first`. Closures that build per-worker values have numbers below 0: how
+    many there are depends on failures, and the numbers of scheduled closures must be the same in every run.
+
+    With `may_repeat`, another coordinator may run closures again that failed or were cancelled here, under the same
+    numbers. So servers learn that these ended only when the program has gone on.
+    """
+
+    def __init__(
+        self, heartbeat_limit_s: float, first: int = 1, *, may_repeat: bool = False
+    ) -> None:
         self.errors: deque[ClosureRecord] = deque(maxlen=1000)  # the oldest are dropped
         self.finished = 0
         self.ended: list[int] = []  # closures whose late writes servers must refuse
         self.argument_bytes = 0  # of the closures that are not done
         self._limit_s = heartbeat_limit_s  # for the text of an error
         self._closures: dict[int, Closure] = {}
-        self._numbers = itertools.count(1)
+        self._may_repeat = may_repeat
+        self._next = first
+        self._resource_numbers = itertools.count(-1, -1)
+        # Ended without a result, and the program has not gone on since.
+        self._unfinished: set[int] = set()
         self._counters = {
             what: metrics.counter(f"coordinator.{what}")
             for what in ("scheduled", "completed", "failed", "retried", "closures_repeated")
@@ -59,12 +72,32 @@ class ClosureTable:
 
     def add(self, closure: Closure) -> int:
         """Give the closure a number and keep it until it is done."""
-        closure.number = next(self._numbers)
+        if closure.resource:
+            closure.number = next(self._resource_numbers)
+        else:
+            closure.number = self._next
+            self._next += 1
+            self._counters["scheduled"].add()
         self._closures[closure.number] = closure
         self.argument_bytes += closure.call.argument_bytes
-        if not closure.resource:
-            self._counters["scheduled"].add()
         return closure.number
+
+    def continue_at(self, number: int) -> None:
+        """Give this number to the next scheduled closure. No closure may have been scheduled."""
+        self._next = number
+
+    def progress(self, *, went_on: bool) -> tuple[int, int, int | None]:
+        """Return the number of the next closure, the lowest unfinished one, and the lowest accepted failure.
+
+        With `went_on`, the program has gone on after closures failed or were cancelled: these count as finished.
+        """
+        accepted = None
+        if went_on and self._unfinished:
+            accepted = min(self._unfinished)
+            self.ended.extend(self._unfinished)
+            self._unfinished.clear()
+        first = next((number for number in self._closures if number > 0), self._next)
+        return self._next, min(first, *self._unfinished, first), accepted
 
     def deliver(self, frames: Sequence[Frame]) -> None:
         """Store results."""
@@ -75,8 +108,8 @@ class ClosureTable:
             closure = self._closures.pop(message.closure)
             self.argument_bytes -= closure.call.argument_bytes
             closure.value._set(message.value, frame)
-            self.ended.append(closure.number)
             if not closure.resource:
+                self.ended.append(closure.number)
                 at_worker_s = message.waited_s + message.ran_s
                 self._queue_s.record(closure.sent_at - closure.scheduled_at + message.waited_s)
                 self._compute_s.record(message.ran_s)
@@ -115,7 +148,11 @@ class ClosureTable:
             if action.fate != "given up" and not closure.resource:
                 self._counters["failed"].add()
                 self.keep_error(cause, closure)
-        self.ended.append(closure.number)
+        if not closure.resource:
+            if self._may_repeat:
+                self._unfinished.add(closure.number)
+            else:
+                self.ended.append(closure.number)
         return cause
 
     def note_requeued(self, action: RequeueClosure, cause: Cause | None) -> None:

@@ -271,6 +271,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         engine = self._engine
         self._refuse_if_closed("schedule")
         refuse_in_callback("schedule()")
+        engine.hold.check()
         began = time.perf_counter()
         call = engine.sender.pack(fn, args, kwargs)
         value = RemoteValue(engine.result_condition, call.function.name)
@@ -467,8 +468,11 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             raise error
 
     def _refuse_if_closed(self, what: str) -> None:
-        if self._closed or self._engine.closed:
+        engine = self._engine
+        if self._closed or engine.closed:
             raise _closed_error(what)
+        if engine.hold.replaced is not None:
+            raise engine.hold.replaced
 
 
 def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
@@ -484,7 +488,7 @@ def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
         setup=lambda: engine.worker_setup(),  # noqa: PLW0108 - made below
         addresses=addresses,
         key=key,
-        seed=torch.initial_seed(),
+        seed=torch.initial_seed() if views.job is None else views.job.seed,
     )
     engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
     engine.membership = WorkerMembership(engine, addresses.workers)

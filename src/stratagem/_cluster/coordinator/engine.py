@@ -27,7 +27,8 @@ from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator import closure_actions as actions
 from stratagem._cluster.coordinator.closure_actions import Action, Sending
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.closure_table import Cause, ClosureTable, aborted
+from stratagem._cluster.coordinator.closure_table import Cause, aborted
+from stratagem._cluster.coordinator.job_hold import JobHold
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.coordinator.remote_values import (
     PerWorkerValues,
@@ -87,7 +88,8 @@ class Engine:
             server_failures=options.transient_ps_failures,
             deadlines=options.transient_timeouts,
         )
-        self.closures = ClosureTable(options.heartbeat_limit_s)
+        self.hold = JobHold(self)
+        self.closures = self.hold.closure_table()
         self.links: dict[int, WorkerLink] = {}
         self.closed = False
         self.abandoned = False
@@ -111,6 +113,7 @@ class Engine:
     def start(self) -> None:
         """Start the threads that connect to the workers and watch them."""
         self._started = True
+        self.hold.watch()
         for link in self.links.values():
             link.start()
         self._watch.start()
@@ -154,7 +157,7 @@ class Engine:
 
     def drain_worker(self, number: int) -> None:
         """Let a worker finish its running closure, send it no more, then disconnect it."""
-        self._handle(lambda: self.queue.drain_worker(number))
+        self.handle(lambda: self.queue.drain_worker(number))
 
     # ------------------------------------------------------------------ events of the user
 
@@ -178,7 +181,7 @@ class Engine:
 
     def cancel(self) -> None:
         """Cancel every closure that no worker has started."""
-        self._handle(self.queue.cancel)
+        self.handle(self.queue.cancel)
 
     def add_resource(self, call: Call) -> PerWorkerValues:
         """Build a value on every worker, now and whenever a worker joins or returns."""
@@ -200,7 +203,7 @@ class Engine:
     def new_incarnation(self, link: WorkerLink) -> int:
         """Return a number that no earlier incarnation of this task had."""
         with self.lock:
-            number = self._incarnations.get(link.task_index, 0) + 1
+            number = self._incarnations.get(link.task_index, self.hold.before_first) + 1
             self._incarnations[link.task_index] = number
             return number
 
@@ -216,7 +219,7 @@ class Engine:
     def worker_up(self, link: WorkerLink) -> None:
         """Handle a new session: bring the worker up to date, build its values, send closures."""
         self.sender.catch_up(link)
-        if link.incarnation > 1:
+        if link.incarnation > self.hold.before_first + 1:
             _log.info("%s is back (incarnation %d)", link.task, link.incarnation)
             metrics.event("worker_back", worker=link.task, incarnation=link.incarnation)
         with self.changed:
@@ -273,11 +276,12 @@ class Engine:
             self._locked_abort_values(link.number, lost)
             return self.queue.worker_lost(link.number)
 
-        self._handle(event, Cause(lost))
+        self.handle(event, Cause(lost))
 
     def worker_unreachable(self, link: WorkerLink, error: Exception) -> None:
         """Note a failed attempt to connect; the link tries again."""
         _log.debug("%s does not answer: %s", link.task, error)
+        self.hold.note(error)
         with self.changed:
             if isinstance(error, ParameterServerLost) and not self.recoveries.forgives(error.task):
                 # The worker's trouble, until others have it.
@@ -291,7 +295,7 @@ class Engine:
         """Begin to restore the server, or stop everything: the user's next call raises the error."""
         if self.recoveries.begin(error):
             return
-        self._handle(self.queue.server_lost, Cause(error, error.task))
+        self.handle(self.queue.server_lost, Cause(error, error.task))
 
     def servers_out_of_reach(self) -> list[ParameterServerLost]:
         """Return the errors of servers that a majority of the workers does not reach."""
@@ -301,11 +305,11 @@ class Engine:
     def no_workers(self, waited_s: float) -> None:
         """Stop: closures have waited too long for any worker."""
         text = f"closures wait, but no worker has answered for {waited_s:g} s ({self.why_down()})."
-        self._handle(self.queue.stop, Cause(UnavailableError(text, task="/job:worker")))
+        self.handle(self.queue.stop, Cause(UnavailableError(text, task="/job:worker")))
 
     def tick(self) -> None:
         """Let the queue rebalance, and free objects that are no longer referenced. May wait for a worker."""
-        self._handle(self.queue.tick)
+        self.handle(self.queue.tick)
         with self.lock:
             released = [self._collected.popleft() for _ in range(len(self._collected))]
             for number in released:
@@ -322,7 +326,7 @@ class Engine:
 
     # ------------------------------------------------------------------ executing actions
 
-    def _handle(self, event: Callable[[], list[Action]], cause: Cause | None = None) -> None:
+    def handle(self, event: Callable[[], list[Action]], cause: Cause | None = None) -> None:
         """Report an event to the queue and execute the actions it returns."""
         with self.changed:
             if self.closed:
@@ -383,9 +387,9 @@ class Engine:
             self.server_lost(error)
         except Exception as error:  # noqa: BLE001 - after any error, join must not wait for it
             _log.exception("fencing %s failed: its closures are not repeated", link.task)
-            self._handle(self.queue.stop, Cause(error))
+            self.handle(self.queue.stop, Cause(error))
         innocent = self.recoveries.ended_session(link.task_index, incarnation)
-        self._handle(lambda: self.queue.worker_fenced(link.number, innocent=innocent))
+        self.handle(lambda: self.queue.worker_fenced(link.number, innocent=innocent))
 
     def _send_definitions_again(self, link: WorkerLink, number: int) -> None:
         """Send again what a closure needs, before its error is known and it is scheduled again."""

@@ -291,7 +291,7 @@ class WorkerLink:
             if self._stop.is_set():
                 raise WireError("closed")
             outgoing = Outgoing()
-            incarnation = self._events.new_incarnation(self)
+            incarnation, job = self._events.new_incarnation(self), self._events.hold.job
             opening = messages.OpenWorker(
                 coordinator=self._events.name,
                 worker=self.task_index,
@@ -300,6 +300,8 @@ class WorkerLink:
                 seed=self._settings.seed,
                 heartbeat_s=options.heartbeat_s,
                 heartbeat_limit_s=options.heartbeat_limit_s,
+                instance="" if job is None else job.instance,
+                epoch=0 if job is None else job.epoch,
             )
             limit_s = options.connect_timeout_s
             call = channel.begin(opening, outgoing.buffers, timeout_s=limit_s)

@@ -30,11 +30,18 @@ from stratagem._wire.failures import failure_from
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame
-from stratagem.errors import ProtocolError, UnavailableError, WireError, WorkerBusy
+from stratagem.errors import (
+    CoordinatorReplaced,
+    ProtocolError,
+    UnavailableError,
+    WireError,
+    WorkerBusy,
+)
 
 _log = logging.getLogger("stratagem.worker")
 
 CLOSE_S: Final = 6.0  # how long `close` waits for the receiving thread, which may be sending
+JOBS_KNOWN: Final = 64  # named jobs whose newest epoch is remembered
 ANSWER_S: Final = 0.2  # limit of an answer to another coordinator; our own one waits meanwhile
 
 
@@ -77,6 +84,8 @@ class Worker(Owner):
         self._sessions: queue.SimpleQueue[CoordinatorSession | None] = queue.SimpleQueue()
         self._current: CoordinatorSession | None = None
         self._first_message_s = config.partition_limit_s()  # after the proof of the key
+        self._epochs: dict[str, int] = {}  # of named jobs: instance → newest coordinator's epoch
+        self._successor: tuple[Channel, Frame] | None = None  # a newer coordinator of the same job
         self._visitors: list[tuple[Channel, float]] = []  # no message yet; until when it may come
         self._output: OutputForwarder | None = None
         if forward_output:
@@ -153,8 +162,9 @@ class Worker(Owner):
             poll.register(self._listener, select.POLLIN)
             for channel, _ in self._visitors:
                 poll.register(channel, select.POLLIN)
-            poll.poll(TICK_S * 1000.0)
-            found = self._next_first_message()
+            if self._successor is None:
+                poll.poll(TICK_S * 1000.0)
+            found, self._successor = self._successor or self._next_first_message(), None
             if found is None:
                 continue
             channel, frame = found
@@ -168,6 +178,8 @@ class Worker(Owner):
                     _log.exception("%s: serving a coordinator failed", self.task)
         for channel, _ in self._visitors:
             channel.close()
+        if self._successor is not None:
+            self._successor[0].close()
         self._sessions.put(None)
 
     def _next_first_message(self) -> tuple[Channel, Frame] | None:
@@ -204,6 +216,13 @@ class Worker(Owner):
             )
             channel.reply(frame, failure_from(refusal, task=self.task, with_pickle=True))
             return
+        if self._is_replaced(frame.message):
+            self._refuse(channel, frame)
+            return
+        if frame.message.epoch:
+            self._epochs[frame.message.instance] = frame.message.epoch
+            while len(self._epochs) > JOBS_KNOWN:
+                del self._epochs[next(iter(self._epochs))]
         session = CoordinatorSession(self, channel, frame)
         self._current = session
         if self._output is not None:
@@ -217,17 +236,39 @@ class Worker(Owner):
 
     def _turn_away(self) -> None:
         """Answer peers that connect during a session; refuse other coordinators."""
-        while (found := self._next_first_message()) is not None:
+        while self._successor is None and (found := self._next_first_message()) is not None:
             channel, frame = found
+            session, message = self._current, frame.message
+            if isinstance(message, messages.OpenWorker) and session is not None:
+                ours = session.order
+                if message.instance == ours.instance and message.epoch > ours.epoch:
+                    _log.warning("%s: a newer coordinator of its job takes over", self.task)
+                    self._successor = found
+                    session.end()
+                    return
             with channel:
                 try:
-                    if isinstance(frame.message, messages.OpenWorker):
+                    if isinstance(message, messages.OpenWorker) and self._is_replaced(message):
+                        self._refuse(channel, frame)
+                    elif isinstance(message, messages.OpenWorker):
                         failure = failure_from(self._busy(), task=self.task, with_pickle=True)
                         channel.reply(frame, failure, timeout_s=ANSWER_S)
                     else:
                         self._answer(channel, frame)
                 except WireError as error:  # of that peer, not of the coordinator we serve
                     _log.info("%s turned away %s: %s", self.task, channel.peer, error)
+
+    def _is_replaced(self, message: messages.OpenWorker) -> bool:
+        return message.epoch < self._epochs.get(message.instance, 0)
+
+    def _refuse(self, channel: Channel, frame: Frame) -> None:
+        """Tell a coordinator that a newer one has its job."""
+        error = CoordinatorReplaced(
+            f"{self.task} has served a newer coordinator of the same job. This coordinator cannot write or "
+            "schedule any more: end this process."
+        )
+        failure = failure_from(error, task=self.task, with_pickle=True)
+        channel.reply(frame, failure, timeout_s=ANSWER_S)
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
         """Answer a request for statistics or for the end of the task; refuse anything else.

@@ -7,10 +7,8 @@ over the connection. Which server holds a variable is the caller's knowledge: se
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -25,9 +23,10 @@ from stratagem._ps.client import state_transfer, value_reads
 from stratagem._ps.client.connect_all import connect_all
 from stratagem._ps.client.mapping import MappedVariable, Mappings, ShardLocation
 from stratagem._ps.client.outbox import Outbox
-from stratagem._ps.client.server_connection import Address, Membership, Pending, ServerConnection
+from stratagem._ps.client.server_connection import Address, Membership, ServerConnection
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.server_replacement import ServerReplacement
+from stratagem._ps.client.session_end import end_session
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.rows import take_rows
@@ -42,9 +41,6 @@ from stratagem._wire import codec, messages
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.round_trip import answer_limit_s, attempt_limit_s
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost
-
-_log = logging.getLogger("stratagem.ps")
 
 
 @final
@@ -117,6 +113,10 @@ class PsClient(Owner):
             self._connections, self._control, self._mappings, membership, self._finished
         )
         self._closed = False
+        self.keeps_session = False
+        """Whether `close` leaves the session to its lease: another coordinator may continue a named job."""
+        self.discards_writes = False
+        """Whether writes have no effect: while a coordinator adopts the variables of a live job."""
         try:
             limit_s = attempt_limit_s() if connect_timeout_s is None else connect_timeout_s
             connect_all(self._connections, timeout_s=limit_s, patient=membership.is_owner)
@@ -187,6 +187,8 @@ class PsClient(Owner):
                 f"{place.shape!r}"
             )
         with self._lock:
+            if self.discards_writes:
+                return -1
             self.wait_for_writes()
             versions = []
             for start, count in place.pieces():
@@ -273,7 +275,8 @@ class PsClient(Owner):
     def send(self, batch: WriteBatch) -> None:
         """Send a batch to its servers and return; `wait_for_writes` waits for the acknowledgements."""
         with self._lock:
-            self.outbox.send(batch)
+            if not self.discards_writes:
+                self.outbox.send(batch)
 
     def wait_for_writes(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
         """Wait until every write is acknowledged.
@@ -352,7 +355,8 @@ class PsClient(Owner):
     def write_state(self, server: int, optimizer: int, entries: Sequence[StateEntry]) -> None:
         """Replace what an optimizer keeps for the variables of the entries."""
         with self._lock:
-            state_transfer.write(self._connections[server], optimizer, entries)
+            if not self.discards_writes:
+                state_transfer.write(self._connections[server], optimizer, entries)
 
     # -- facts and end ------------------------------------------------------------------------
 
@@ -416,17 +420,14 @@ class PsClient(Owner):
 
     @override
     def close(self) -> None:
-        """Close all connections; the coordinator's client first ends the session. May be called again.
-
-        Servers that do not answer are waited for once, all together, for the heartbeat limit.
-        """
+        """Close all connections; the coordinator's client first ends the session. May be called again."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             try:
-                if self._membership.is_owner:
-                    self._end_session()
+                if self._membership.is_owner and not self.keeps_session:
+                    end_session(self._connections, self._membership)
             finally:
                 self._disconnect()
 
@@ -439,28 +440,6 @@ class PsClient(Owner):
         )
 
     # -- inside -------------------------------------------------------------------------------
-
-    def _end_session(self) -> None:
-        calls: list[tuple[ServerConnection, Pending]] = []
-        for connection in self._connections:
-            if connection.is_open:  # else the server is gone, and its variables with it
-                pending = Pending(messages.CloseSession(session=self._membership.session), ())
-                connection.send(pending, later=True)
-                connection.flush()
-                calls.append((connection, pending))
-        limit_s = max((connection.closing_limit_s() for connection, _ in calls), default=0.0)
-        deadline = time.monotonic() + limit_s
-        for connection, pending in calls:
-            try:
-                connection.collect(pending, timeout_s=max(0.0, deadline - time.monotonic()))
-            except ParameterServerLost as error:
-                _log.warning(
-                    "%s did not confirm the end of the session; it frees the variables %g s after "
-                    "the connection has ended: %s",
-                    connection.task,
-                    self._membership.lease_s,
-                    error,
-                )
 
     def _disconnect(self) -> None:
         for connection in self._connections:

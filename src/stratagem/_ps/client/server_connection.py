@@ -27,6 +27,7 @@ from stratagem._wire.messages import Frame, Message
 from stratagem._wire.round_trip import answer_limit_s
 from stratagem.errors import (
     ConnectionLost,
+    CoordinatorReplaced,
     DeadlineExceeded,
     NotFoundError,
     ParameterServerLost,
@@ -58,11 +59,30 @@ class Membership:
 
     key: ClusterKey | None = None
 
+    instance: str = ""
+    """Of a named job: which start of it."""
+
+    epoch: int = 0
+    """Of a named job: the number of its coordinator."""
+
     def entry(self) -> Message:
-        """Return the message by which a connection enters the session."""
+        """Return the message by which a connection enters the session; a ping if it enters none."""
+        if not self.session:
+            return messages.Ping()
         if self.is_owner:
-            return messages.OpenSession(session=self.session, lease_s=self.lease_s)
-        return messages.JoinSession(session=self.session)
+            return messages.OpenSession(
+                session=self.session,
+                lease_s=self.lease_s,
+                instance=self.instance,
+                epoch=self.epoch,
+            )
+        return self.joining()
+
+    def joining(self) -> Message:
+        """Return the message by which a connection enters a session that exists."""
+        if not self.session:
+            return messages.Ping()
+        return messages.JoinSession(session=self.session, instance=self.instance, epoch=self.epoch)
 
 
 @dataclass(slots=True, eq=False)
@@ -299,7 +319,7 @@ class ServerConnection:
             raise ProtocolError(f"{self.task} answered Hello by {type(welcome).__name__}")
         if self.welcome is not None and self.welcome.life == welcome.life:
             # Opening would make a new, empty session if the old one's lease has run out.
-            ask(messages.JoinSession(session=self._membership.session))
+            ask(self._membership.joining())
         self._state.opened(welcome.life)
         if self._state.phase is not Phase.OPEN:
             raise self._error(self._state.reason)
@@ -349,6 +369,10 @@ class ServerConnection:
                 assert self._channel is not None
                 pending.was_repeated = True
                 pending.call = self._channel.begin(pending.message, pending.buffers)
+        except CoordinatorReplaced as error:
+            self._state.broken(str(error))
+            self._drop_requests()
+            raise
         except NotFoundError as error:
             # The session has ended there, or the server cannot map this process's memory any more.
             raise self.give_up(f"has no part of this session any more: {error}") from error

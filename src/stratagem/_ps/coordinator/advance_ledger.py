@@ -60,6 +60,11 @@ class AdvanceLedger:
         self._workers: dict[int, _Progress] = {}
         self._settings: dict[Token, dict[Entry, Any]] = {}  # set by advances
 
+    @property
+    def is_used(self) -> bool:
+        """Whether scheduled functions advance any object."""
+        return bool(self._states)
+
     def watch(self, token: Token, obj: Stateful) -> None:
         """Keep the state of an object in step on all workers."""
         with self.lock:

@@ -9,9 +9,11 @@ sent to a worker. Reading a parameter (``model(x)``, ``state_dict()``) first fet
 from __future__ import annotations
 
 import enum
+import itertools
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +22,20 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from stratagem._core import devices
-from stratagem._core.fingerprints import memory_of
 from stratagem._core.managed import ManagedParameter
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches.module_members import BuffersByReplica
-from stratagem._core.torch_patches.private_api import has_hooks, version_of
+from stratagem._core.torch_patches.private_api import has_hooks
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
-from stratagem._ps.coordinator.deferred_tables import planned_of
+from stratagem._ps.coordinator.kept_tensor import Kept
+from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
-from stratagem.errors import ConnectionLost, StratagemError
+from stratagem.errors import StratagemError
 
-_DATA: Any = Tensor.data  # torch's own: `nn.Parameter` has another one (`parameter_attributes`)
 TABLE_ROWS = 8192
 """Rows from which a matrix in a user's own module is treated as a table: below it a dense gradient of 16
 columns (512 KiB) costs less than looking up rows."""
@@ -42,139 +43,6 @@ columns (512 KiB) costs less than looking up rows."""
 
 def _nothing() -> None:
     """Return None, as a weak reference to a collected object does."""
-
-
-class Kept:
-    """One local tensor and its variable on the servers."""
-
-    __slots__ = (
-        "_before",
-        "_dtype",
-        "_may_be_cut",
-        "_memory",
-        "_name",
-        "_pushed",
-        "description",
-        "not_fetched",
-        "owner",
-        "plan",
-        "remote",
-        "tensor",
-    )
-
-    def __init__(
-        self, owner: CoordinatorVariables, tensor: Tensor, name: str, *, may_be_cut: bool = True
-    ) -> None:
-        self.owner = owner
-        self.tensor = tensor
-        self.description: Description | None = None
-        self.remote: RemoteVariable | None = None
-        self.not_fetched: Exception | None = None  # why the last value is not here
-        self._name = name
-        self._may_be_cut = may_be_cut
-        self._pushed = -1
-        self._dtype = tensor.dtype
-        # Of a buffer: `data` of a plain tensor counts no version, so its memory is compared.
-        self._memory: Hashable = None
-        self._before: tuple[Callable[[], Tensor | None], int] = (_nothing, -1)
-        # A table that is too large for this process has a plan instead of values.
-        self.plan = planned_of(tensor)
-        if self.plan is not None and self.plan.is_local:
-            raise ValueError(
-                f"parameter {name!r} was built from a large tensor that something else than an "
-                "initialiser has used: it is in memory already. Make it without touching it first, or "
-                "raise STRATAGEM_REMOTE_TABLE_BYTES."
-            )
-        if self.plan is not None:
-            self.plan.adopt(name, owner.flush)
-        self.place()
-
-    def place(self) -> None:
-        """Choose the variable's servers; a lazy one has no shape yet and waits."""
-        if self.description is None and not is_lazy(self.tensor):
-            partitioner = self.owner.partitioner if self._may_be_cut else None
-            self.description = self.owner.place(self._name, self.tensor, partitioner)
-
-    def is_as_described(self) -> bool:
-        """Return whether the local tensor still has the described shape and type: ``.data`` can be anything."""
-        where = self.description
-        return where is None or (
-            where.dtype == self.tensor.dtype and where.shape == tuple(self.tensor.shape)
-        )
-
-    def is_changed(self) -> bool:
-        """Return whether the local tensor was written since it was last sent."""
-        if self.plan is not None:
-            return False
-        # The dtype as well: converting a model goes through `.data`, which counts no version.
-        if version_of(self.tensor) != self._pushed or self.tensor.dtype is not self._dtype:
-            return True
-        return self._memory is not None and memory_of(self.tensor) != self._memory
-
-    def reach(self) -> list[tuple[ShardLocation, str, Sequence[InitOp]]]:
-        """Return the shards to create on the servers; `send` sends values, unless there is a plan."""
-        if not self.is_as_described():
-            self.description = None  # model.double(), model.to(torch.bfloat16), …
-        self._dtype = self.tensor.dtype
-        self.place()
-        assert self.description is not None
-        self.remote = self.owner.new_remote(self.description)
-        recipes = None if self.plan is None else self.plan.place_on(self.remote)
-        return self.remote.wanted(recipes)
-
-    def send(self) -> None:
-        """Write the local values to the servers."""
-        assert self.remote is not None
-        self._refuse_another_kind()
-        pushed = version_of(self.tensor)
-        self.remote.put(self.tensor.detach())
-        self._pushed = pushed
-        self._before = _nothing, -1
-        self._note_memory()
-
-    def forget_pushed(self) -> None:
-        """Let the next `flush` send the local values."""
-        self._pushed = -1
-
-    def _note_memory(self) -> None:
-        if not isinstance(self.tensor, nn.Parameter):
-            self._memory = memory_of(self.tensor)
-
-    def _refuse_another_kind(self) -> None:
-        where = self.description
-        assert where is not None
-        if not self.is_as_described():
-            raise ValueError(
-                f"{self._name!r} is {tuple(self.tensor.shape)} {self.tensor.dtype} now, but is stored on "
-                f"parameter servers as {where.shape} {where.dtype}: it was converted after its first "
-                "use in a scheduled function. Convert the model (model.double(), model.to(dtype)) "
-                "before you schedule anything with it."
-            )
-
-    def stand_for(self, tensor: Tensor) -> None:
-        """Replace the local tensor by another one, whose values are to be sent."""
-        before, pushed = self._before
-        self._before = weakref.ref(self.tensor), self._pushed
-        self.tensor = tensor
-        # torch.func.functional_call puts one in its place and the old one back: no change, then.
-        self._pushed = pushed if before() is tensor else -1
-
-    def refresh(self) -> None:
-        """Fetch the servers' values if they have changed and nothing was changed here."""
-        remote = self.remote
-        if self.not_fetched is not None and not self.is_changed():
-            raise ConnectionLost(
-                f"the last value of {self._name!r} was not fetched from its parameter server before the "
-                f"session ended ({self.not_fetched}). The value here is an older one, so that it cannot be "
-                "read or saved. Restore a checkpoint into a new model under a new strategy."
-            ) from self.not_fetched
-        if remote is None or self.plan is not None or self.owner.is_frozen or self.is_changed():
-            return
-        if remote.versions() != remote.seen:
-            # Through `.data`: the user changed nothing, so no version is counted. `read` returns each shard
-            # as it was between two writes: checkpoints are made from this.
-            _DATA.__get__(self.tensor).copy_(remote.read())
-            self._note_memory()
 
 
 class Use(enum.Enum):
@@ -305,6 +173,7 @@ class CoordinatorVariables:
         servers: how many there are.
         partitioner: how variables are cut, or None.
         strategy: returns the strategy, or None if it was collected.
+        job: the named job that the variables belong to, or None.
     """
 
     def __init__(
@@ -313,8 +182,11 @@ class CoordinatorVariables:
         servers: int,
         partitioner: Partitioner | None,
         strategy: Callable[[], Any] = _nothing,
+        job: NamedJob | None = None,
     ) -> None:
         self.client = client
+        self.job = job
+        client.discards_writes = job is not None and job.is_attaching
         self.strategy = strategy
         self.partitioner = partitioner
         self.closed = False
@@ -330,12 +202,17 @@ class CoordinatorVariables:
             None  # of all entries; None after one was added or removed
         )
         self._made = 0  # entries so far
+        self._numbers = itertools.count(1)
         self._buffers: weakref.WeakValueDictionary[int, CoordinatorBuffer] = (
             weakref.WeakValueDictionary()
         )
         self._forgotten: deque[Kept | tuple[ShardLocation, ...]] = deque()
         self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
         devices.coordinate(id(self))  # this process is the cluster's chief now (PSS-10)
+
+    def next_number(self) -> int:
+        """Return the number of a new entry."""
+        return next(self._numbers)
 
     def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
         """Return the place of a new variable."""
@@ -368,7 +245,7 @@ class CoordinatorVariables:
             )
         self.free_forgotten()
         remote = self.new_remote(description)
-        self.client.create_all(remote.wanted())
+        self._create(remote.wanted())
         self._when_gone(remote, remote.places)
         return remote
 
@@ -446,17 +323,50 @@ class CoordinatorVariables:
     def _reach_all(self) -> None:
         """Create new variables on the servers; lazy ones wait until they have a shape."""
         made = self._made
-        every = [managed.kept for managed in self._all_managed]
+        # In order of creation: shards that are placed now get the same numbers in every run of a script.
+        every = sorted((managed.kept for managed in self._all_managed), key=lambda one: one.number)
         ready = [kept for kept in every if not is_lazy(kept.tensor)]
         new = [kept for kept in ready if kept.remote is None]
         if new:
-            self.client.create_all([one for kept in new for one in kept.reach()])
+            self._create([one for kept in new for one in kept.reach()])
         if len(ready) == len(every) and made == self._made:  # else another thread made more
             self._on_servers = ready
         else:
             for kept in ready:
                 if kept.is_changed():
                     kept.send()
+
+    def _create(self, wanted: Sequence[tuple[ShardLocation, str, Sequence[InitOp]]]) -> None:
+        """Create shards on the servers. Servers keep those that they have: these are adopted."""
+        if self.job is not None:
+            self.job.match(wanted)
+        self.client.create_all(wanted)
+
+    def adopt(self) -> None:
+        """Bind every entry to its variable of the live job; local values are replaced by live ones.
+
+        Raises:
+            JobMismatch: the script's variables are not those of the job.
+        """
+        assert self.job is not None
+        every = [managed.kept for managed in self._all_managed]
+        places = [
+            one
+            for remote in sorted(self._remotes, key=lambda one: one.places[0].variable)
+            for one in remote.wanted()
+        ]
+        for kept in sorted(every, key=lambda one: one.number):
+            if kept.remote is None and not is_lazy(kept.tensor):
+                kept.place_again()
+                assert kept.description is not None
+                places += RemoteVariable(kept.description, self.client).wanted()
+        self.job.match_all(
+            places,
+            next_number=self._placement.next_number,
+            may_lack=any(is_lazy(kept.tensor) for kept in every),
+        )
+        self._on_servers = None
+        self.flush()
 
     def managed_buffer(self, tensor: Tensor) -> CoordinatorBuffer | None:
         """Return the entry of a buffer, by identity."""
@@ -476,9 +386,14 @@ class CoordinatorVariables:
         return list(failures.values())
 
     def close(self) -> None:
-        """End the session: servers free the variables, local values stay."""
+        """End the session: servers free the variables, local values stay.
+
+        They keep those of a named job if an exception is being handled.
+        """
         if not self.closed:
             self.closed = True
+            if self.job is not None and sys.exception() is not None:
+                self.client.keeps_session = True  # the script failed; another run may go on
             devices.coordinate_no_more(id(self))
             for managed in list(self._all_managed):
                 kept = managed.kept
@@ -488,6 +403,8 @@ class CoordinatorVariables:
             for remote in list(self._remotes):
                 remote.release()
             self.client.close()
+            if self.job is not None:
+                self.job.close()
 
     @override
     def __repr__(self) -> str:

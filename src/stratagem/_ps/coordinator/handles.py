@@ -35,6 +35,7 @@ from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorParameter,
     CoordinatorVariables,
 )
+from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.coordinator.object_entries import Tracked, define_module, entries_of
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
@@ -75,6 +76,16 @@ class ObjectHandles:
         self._unsent: list[Token] = []  # objects that are gone, until an update says so
 
     # -------------------------------------------------------------- handles
+
+    @property
+    def job(self) -> NamedJob | None:
+        """The named job of the strategy, or None."""
+        return self._variables.job
+
+    @property
+    def has_advances(self) -> bool:
+        """Whether scheduled functions advance schedulers or scalers of the coordinator."""
+        return self._ledger.is_used
 
     @property
     def optimizers(self) -> OptimizersOnServers:
@@ -384,7 +395,10 @@ class ObjectHandles:
     def restore_server(self, server: int, *, stopped: Callable[[], bool]) -> ServerRecovery:
         """Wait until a lost server has been started again, and restore it from the last checkpoint."""
         wait_s = config.server_wait_s()
-        return restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
+        restored = restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
+        if self.job is not None:
+            self.job.server_restored(server)
+        return restored
 
     def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
         """Let requests of this process to a lost server wait for its recovery."""

@@ -8,7 +8,6 @@ coordinator fetches it and sends it back.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,19 +57,21 @@ class OptimizersOnServers:
         )
         self._not_fetched: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         # Numbers are never used again: a collected optimizer stays on the servers.
-        self._next_number = itertools.count(1)
+        self._used: dict[int, int] = {}  # first shard → optimizers whose first parameter is there
 
     def create(self, optimizer: Optimizer) -> int:
         """Create the optimizer on its servers, or update its groups there; return its number."""
         refuse_unsupported(optimizer)
         number = self._numbers.get(optimizer)
         is_new = number is None
-        if number is None:
-            number = self._numbers[optimizer] = next(self._next_number)
         self._variables.flush()
+        if number is None:
+            number = self._numbers[optimizer] = self._new_number(optimizer)
         settings = {**settings_of(optimizer), **self._initial.get(optimizer, {})}
         self._initial[optimizer] = settings
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if is_new and self._variables.job is not None:
+            self._variables.job.match_optimizer(number, name)
         defaults, attributes = made_with(optimizer), plain_settings(own_attributes(optimizer))
         servers = range(len(self._variables.client.tasks))
         for server in servers:
@@ -95,6 +96,13 @@ class OptimizersOnServers:
                 )  # a checkpoint was loaded before training began
             self._watch(optimizer)
         return number
+
+    def _new_number(self, optimizer: Optimizer) -> int:
+        """Return a number that is the same in every run of a script: of the first parameter, and a count."""
+        placed = (managed.kept.description for managed in _all_managed(optimizer))
+        first = next((where.shards[0].number for where in placed if where is not None), 0)
+        count = self._used[first] = self._used.get(first, 0) + 1
+        return first << 8 | count
 
     def number_of(self, optimizer: Optimizer) -> int | None:
         """Return the number of an optimizer that was set up on the servers; None for others."""

@@ -28,6 +28,7 @@ from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.server.acceptor import Acceptor
 from stratagem._ps.server.checkpoint_parts import CheckpointAccess
 from stratagem._ps.server.client_memory import ClientMemory
+from stratagem._ps.server.job_table import JobTable
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
 from stratagem._usage import process_usage
@@ -40,7 +41,14 @@ from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.process_probe import own_process
-from stratagem.errors import ConnectionLost, NotFoundError, ProtocolError, StratagemError, WireError
+from stratagem.errors import (
+    ConnectionLost,
+    CoordinatorReplaced,
+    NotFoundError,
+    ProtocolError,
+    StratagemError,
+    WireError,
+)
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -54,6 +62,9 @@ _ABOUT_SESSIONS = (
     messages.OpenSession,
     messages.JoinSession,
     messages.CloseSession,
+    messages.AskJob,
+    messages.ClaimJob,
+    messages.KeepJob,
     messages.Ping,
     messages.AskStats,
 )
@@ -93,6 +104,8 @@ class _Connection:
         self.channel = channel
         self.task = task
         self.session: Session | None = None
+        self.joined = ""  # name of the session
+        self.refusal = ""  # after a newer coordinator of the job has cut this connection off
         self.memory = ClientMemory(allowed=shared_memory)
         self.inbox: deque[Frame] = deque()
         self.events = selectors.EVENT_READ
@@ -147,6 +160,7 @@ class ParameterServer(Owner):
             shared_memory=self._shared,
             access=self._options.checkpoints,
         )
+        self._jobs = JobTable(self._sessions)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
@@ -332,6 +346,8 @@ class ParameterServer(Owner):
                 message = self._about_session(connection, frame.message)
             else:
                 if connection.session is None:
+                    if connection.refusal:
+                        raise CoordinatorReplaced(connection.refusal)
                     raise NotFoundError(
                         f"{connection.task} has joined no session on {self.task}: it was closed, or "
                         f"its lease ran out because its coordinator was gone"
@@ -356,20 +372,46 @@ class ParameterServer(Owner):
     def _about_session(self, connection: _Connection, message: Message) -> Message:
         """Answer messages about sessions as a whole, and about the server."""
         if isinstance(message, messages.OpenSession):
+            self._jobs.admit(message, opens=True)
             connection.session = self._sessions.open(message, owner=connection)
+            connection.joined, connection.refusal = message.session, ""
             return messages.Ok()
         if isinstance(message, messages.JoinSession):
+            self._jobs.admit(message)
             connection.session = self._sessions.find(message.session)
+            connection.joined, connection.refusal = message.session, ""
             return messages.Ok()
         if isinstance(message, messages.CloseSession):
+            if connection.refusal:
+                raise CoordinatorReplaced(connection.refusal)
             self._end_session(message.session, "its coordinator closed it")
             return messages.Ok()
+        if isinstance(message, messages.AskJob):
+            return self._jobs.report(message.session, time.monotonic())
+        if isinstance(message, messages.ClaimJob):
+            self._claim(connection, message)
+            return messages.Ok()
+        if isinstance(message, messages.KeepJob):
+            return self._jobs.keep(message, connection, time.monotonic())
         if isinstance(message, messages.Ping):
             return messages.Pong(served=self._served)
         self._publish_facts()
         return messages.Stats(facts=self.facts)
 
+    def _claim(self, connection: _Connection, message: messages.ClaimJob) -> None:
+        """Give a job to a new coordinator, and cut every other connection off its session."""
+        self._jobs.check_claim(message)
+        if not message.keep:
+            self._end_session(message.session, f"{message.coordinator} starts the job anew")
+        session = self._jobs.claim(message, connection, time.monotonic())
+        session.end_transfers()
+        for other in self._connections:
+            if other is not connection and other.joined == message.session:
+                other.session, other.refusal = None, self._jobs.refusal(message.session)
+        _log.info("%s: %s has %s", self.task, message.coordinator, session)
+
     def _end_session(self, name: str, reason: str) -> None:
+        self._jobs.forget(name)
         session = self._sessions.close(name)
         if session is None:
             return
@@ -387,6 +429,7 @@ class ParameterServer(Owner):
         self._connections.discard(connection)
         self._selector.unregister(connection.channel)
         self._sessions.leave(connection, time.monotonic())
+        self._jobs.leave(connection)
         connection.memory.close()
         connection.channel.close()
 

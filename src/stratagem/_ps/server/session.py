@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem._ps import types
+from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.server.checkpoint_parts import (
     CheckpointAccess,
     SessionCheckpoints,
@@ -68,6 +69,8 @@ class Session:
         self.store = VariableStore(
             self._allocate, budget=budget, optimizer_modules=optimizer_modules
         )
+        self.deleted = NumberRanges()
+        """Numbers of the variables that were freed."""
         self._checkpoints = SessionCheckpoints(self.store, access or CheckpointAccess())
         self._handlers: dict[type[Message], Callable[[Any, Frame, ClientMemory], Reply]] = {
             messages.Write: self._write,
@@ -119,6 +122,10 @@ class Session:
         self._epoch = object()
         self._publish(self.store.versions())
 
+    def end_transfers(self) -> None:
+        """Give up a checkpoint that a replaced coordinator was saving."""
+        self._checkpoints.end_cut()
+
     def close(self) -> None:
         """Free everything. May be called again."""
         self._checkpoints.close()
@@ -155,6 +162,7 @@ class Session:
 
     def _delete(self, message: messages.DeleteVariables, _: Frame, __: ClientMemory) -> Reply:
         self._epoch = object()
+        self.deleted.add(message.variables)
         for variable in message.variables:
             self.store.delete(variable)
             place = self._places.pop(variable, None)

@@ -87,6 +87,17 @@ class SessionTable:
         lease.orphaned_at = None
         return lease.session
 
+    def add_owner(self, name: str, owner: Hashable) -> None:
+        """Let one more connection keep a session alive."""
+        lease = self._leases[name]
+        lease.owners.add(owner)
+        lease.orphaned_at = None
+
+    def own_alone(self, name: str, owner: Hashable, lease_s: float) -> None:
+        """Let only this connection keep a session alive from now on."""
+        lease = self._leases[name]
+        lease.owners, lease.lease_s = {owner}, lease_s
+
     def find(self, name: str) -> Session:
         """Return a session that exists; NotFoundError otherwise."""
         if name not in self._leases:

@@ -46,6 +46,9 @@ class PsWorkerSetup:
     workers: tuple[int, ...]
     """Indices of all workers, in order; they need not be 0, 1, 2 …"""
     session: str
+    instance: str = ""
+    epoch: int = 0
+    """Of a named job."""
     compute_devices: tuple[str, ...]
     gradient_aggregation: Literal["mean", "sum"]
     make_strategy: Callable[[PsWorkerSetup, WorkerVariables, ReadCache], Any]
@@ -56,7 +59,11 @@ class PsWorkerSetup:
     ) -> WorkerObjects:
         """Build the worker's objects. The key is the worker's own: it is never sent."""
         membership = Membership(
-            session=self.session, task=f"/job:worker/task:{worker_index}", key=key
+            session=self.session,
+            task=f"/job:worker/task:{worker_index}",
+            key=key,
+            instance=self.instance,
+            epoch=self.epoch,
         )
         client = PsClient(self.servers, membership, incarnation=incarnation)
         try:

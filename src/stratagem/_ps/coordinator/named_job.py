@@ -1,0 +1,198 @@
+"""A named job as its coordinator has it: whether it is adopted, which variables it has, where its closures go on.
+
+See docs/design/0009. `CoordinatorVariables` compares what the script creates with the live job; `_checkpoint/job_position.py`
+puts the position back; `_cluster/coordinator` numbers closures and incarnations by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, final
+
+from typing_extensions import override
+
+from stratagem._owner import Owner
+from stratagem._ps.client.job_connection import JobConnection
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.number_ranges import NumberRanges
+from stratagem._wire import codec
+from stratagem.errors import CoordinatorReplaced, JobMismatch, MisuseError
+
+_SHOWN: Final = 20
+"""Differences that an error lists."""
+
+
+@final
+class NamedJob(Owner):
+    """The named job of one strategy.
+
+    Args:
+        connection: the hold of this process on the job.
+
+    Attributes:
+        is_attaching: the variables of a live job are being adopted, until `resumed`.
+        first_closure: number of the next closure, at the start of this coordinator.
+    """
+
+    def __init__(self, connection: JobConnection) -> None:
+        self._connection = connection
+        self._state = connection.state
+        self.is_attaching = self._state.is_live
+        self.first_closure = 1
+        self._deleted: dict[int, NumberRanges] = {}
+        for server, ranges in self._state.deleted.items():
+            self._deleted[server] = NumberRanges()
+            self._deleted[server].merge(ranges)
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self._connection.job
+
+    @property
+    def instance(self) -> str:
+        """Identity of this start of the job."""
+        return self._connection.instance
+
+    @property
+    def epoch(self) -> int:
+        """Number of this coordinator."""
+        return self._connection.epoch
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random streams of the job's closures."""
+        return self._connection.seed
+
+    @property
+    def predecessor(self) -> str:
+        """Host and process of the coordinator that this one has replaced; empty if there was none."""
+        return self._state.coordinator
+
+    @property
+    def record(self) -> bytes:
+        """Position of the live job, as the coordinator before this one noted it."""
+        return self._state.record
+
+    @property
+    def first_incarnation(self) -> int:
+        """A number below those of the incarnations of workers in this epoch, above those of earlier ones."""
+        return self.epoch << 20
+
+    # -- adoption -----------------------------------------------------------------------------
+
+    def match(self, wanted: Sequence[tuple[ShardLocation, str, Any]]) -> None:
+        """Compare shards that the script creates with those of the live job.
+
+        Raises:
+            JobMismatch: lists the differences.
+        """
+        if self.is_attaching:
+            self._raise(list(self._differences(wanted)))
+
+    def match_all(
+        self, wanted: Sequence[tuple[ShardLocation, str, Any]], *, next_number: int, may_lack: bool
+    ) -> None:
+        """Compare all shards of the script, numbered below `next_number`, with the live job.
+
+        `may_lack`: lazy parameters of the script have no number yet.
+        """
+        found = list(self._differences(wanted))
+        if not may_lack:
+            found += [
+                f"{one.name!r} {one.shape} {one.dtype} of the live job is not created by the script"
+                for (_, number), one in sorted(self._state.variables.items())
+                if number >= next_number
+            ]
+        self._raise(found)
+
+    def match_optimizer(self, number: int, class_name: str) -> None:
+        """Compare an optimizer with the live job.
+
+        Raises:
+            JobMismatch: the job has another class.
+        """
+        known = self._state.optimizers.get(number)
+        if known is not None and known != class_name:
+            self._raise(
+                [f"the optimizer is a {class_name} in the script, a {known} in the live job"]
+            )
+
+    def _differences(self, wanted: Sequence[tuple[ShardLocation, str, Any]]) -> Iterator[str]:
+        live = self._state.variables
+        for place, name, _ in wanted:
+            dtype = codec.dtype_name(place.dtype)
+            made = f"{name!r} {place.shape} {dtype}"
+            known = live.get((place.server, place.variable))
+            if known is None:
+                deleted = self._deleted.get(place.server)
+                if deleted is None or place.variable not in deleted:
+                    yield f"{made} is not in the live job"
+            elif (known.name, tuple(known.shape), known.dtype) != (name, place.shape, dtype):
+                yield f"{made} is {known.name!r} {tuple(known.shape)} {known.dtype} in the live job"
+
+    def _raise(self, differences: list[str]) -> None:
+        if not differences:
+            return
+        shown = "".join(f"\n  - {one}" for one in differences[:_SHOWN])
+        more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise JobMismatch(
+            f"the script does not create the variables of the live job {self.name!r}:{shown}{more}\n"
+            "Start the script that made the job, or use another job name for this one.",
+            differences=differences,
+        )
+
+    def check_resumed(self) -> None:
+        """Refuse to schedule before the position of a live job was put back, or after a replacement.
+
+        Raises:
+            MisuseError: `restore_or_initialize` was not called.
+            CoordinatorReplaced: a newer coordinator has the job.
+        """
+        self._connection.check()
+        if self.is_attaching:
+            raise MisuseError(
+                f"job {self.name!r} is live, and this script has not said that it continues it. Call "
+                "CheckpointManager.restore_or_initialize() before scheduling, and begin the loop at the "
+                "step that it returns; or use another job name to begin anew."
+            )
+
+    def resumed(self, first_closure: int) -> None:
+        """Note that the position was put back: closures go on at this number."""
+        self.is_attaching = False
+        self.first_closure = first_closure
+
+    # -- the connection -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `CoordinatorReplaced` if a newer coordinator has the job."""
+        self._connection.check()
+
+    def on_replaced(self, call: Callable[[CoordinatorReplaced], None]) -> None:
+        """Call a function, in another thread, when a newer coordinator has the job."""
+        self._connection.on_replaced(call)
+
+    def before_beat(self, call: Callable[[], None] | None) -> None:
+        """Call a function, in another thread, twice a second."""
+        self._connection.before_beat = call
+
+    def note(self, record: bytes) -> None:
+        """Send the position to the servers soon; never wait."""
+        self._connection.note(record)
+
+    def note_and_wait(self, record: bytes, *, timeout_s: float) -> None:
+        """Send the position and wait until every server has it."""
+        self._connection.note_and_wait(record, timeout_s=timeout_s)
+
+    def server_restored(self, server: int) -> None:
+        """Note that a restarted server has its variables again."""
+        self._connection.server_restored(server)
+
+    @override
+    def close(self) -> None:
+        """Close the connections. May be called again."""
+        self._connection.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<NamedJob {self.name!r}, epoch {self.epoch}>"

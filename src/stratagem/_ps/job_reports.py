@@ -1,0 +1,111 @@
+"""Decisions about a named job, from what its servers report. Pure.
+
+`client/job_connection.py` asks the servers and carries the decisions out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from stratagem._wire.messages import JobReport, JobVariable
+
+SEEN_S: Final = 1.0
+"""How long a live owner must have been seen before its job counts as in use: one that is ending is gone sooner."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What all servers together know about a job.
+
+    Attributes:
+        epoch: the largest epoch.
+        coordinator: host and process that had the job last.
+        instance: of the job, if it can be adopted; else empty.
+        record: the newest record of its position.
+        serial: number of that record.
+        seed: of the job's random streams.
+        variables: (server, number) → variable.
+        optimizers: number → dotted name of the class.
+        deleted: by server, ranges of freed variables.
+    """
+
+    epoch: int
+    coordinator: str = ""
+    instance: str = ""
+    record: bytes = b""
+    serial: int = 0
+    seed: int = 0
+    variables: Mapping[tuple[int, int], JobVariable] = field(default_factory=dict)
+    optimizers: Mapping[int, str] = field(default_factory=dict)
+    deleted: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the job can be adopted."""
+        return bool(self.instance)
+
+
+def state_of(reports: Sequence[JobReport]) -> JobState:
+    """Return the state of a job: live if every server has the same instance of it, with a record.
+
+    Example:
+        >>> known = JobReport(epoch=3, instance="a", serial=1, record=b"r")
+        >>> state_of([known, known]).is_live, state_of([known, JobReport()]).is_live
+        (True, False)
+    """
+    last = max(reports, key=lambda one: one.epoch)
+    instances = {one.instance for one in reports}
+    if len(instances) != 1 or not all(one.instance and one.record for one in reports):
+        return JobState(last.epoch, last.coordinator)
+    newest = max(reports, key=lambda one: one.serial)
+    return JobState(
+        last.epoch,
+        last.coordinator,
+        newest.instance,
+        newest.record,
+        newest.serial,
+        newest.seed,
+        {
+            (server, variable.variable): variable
+            for server, one in enumerate(reports)
+            for variable in one.variables
+        },
+        {number: name for one in reports for number, name in one.optimizers},
+        {server: one.deleted for server, one in enumerate(reports)},
+    )
+
+
+def describe_coordinator(coordinator: str, since: float) -> str:
+    """Return host and process of a coordinator, and since when it has its job."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    return f"{coordinator} since {when}" if since else coordinator
+
+
+def silence_s(reports: Sequence[JobReport]) -> float:
+    """Return for how long no server has heard the job's owner; infinite if it has no connection."""
+    return min((one.silent_s for one in reports if one.connected), default=math.inf)
+
+
+def judge_owner(
+    reports: Sequence[JobReport], *, waited_s: float, limit_s: float
+) -> Literal["free", "in use", "unknown"]:
+    """Return whether a job may be claimed, `waited_s` after the first question.
+
+    Example:
+        >>> heard = JobReport(epoch=1, instance="a", connected=True, silent_s=0.2)
+        >>> judge_owner([heard], waited_s=0.0, limit_s=10.0)
+        'unknown'
+        >>> judge_owner([heard], waited_s=1.5, limit_s=10.0)
+        'in use'
+        >>> stopped = JobReport(epoch=1, instance="a", connected=True, silent_s=11.0)
+        >>> judge_owner([stopped], waited_s=0.0, limit_s=10.0)
+        'free'
+    """
+    silent_s = silence_s(reports)
+    if silent_s >= limit_s:
+        return "free"
+    return "in use" if waited_s > max(SEEN_S, silent_s) else "unknown"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stratagem._cluster.coordinator.remote_values import PerWorkerValues as PerWorkerValues
     from stratagem._cluster.coordinator.remote_values import RemoteValue as RemoteValue
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec as ClusterSpec
+    from stratagem._cluster.launch.detached_cluster import DetachedCluster as DetachedCluster
     from stratagem._cluster.launch.local_cluster import LocalCluster as LocalCluster
     from stratagem._cluster.launch.task_server import Server as Server
     from stratagem._core.context import get_current_worker_index as get_current_worker_index
@@ -102,6 +103,7 @@ _MODULE_OF = {
     "RemoteValue": "_cluster.coordinator.remote_values",
     "PerWorkerValues": "_cluster.coordinator.remote_values",
     "LocalCluster": "_cluster.launch.local_cluster",
+    "DetachedCluster": "_cluster.launch.detached_cluster",
     "ClusterSpec": "_cluster.discovery.cluster_spec",
     "Server": "_cluster.launch.task_server",
     # monitoring

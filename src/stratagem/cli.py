@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_cluster(commands)
     _add_server(commands)
     _add_demo(commands)
     _add_doctor(commands)
@@ -134,6 +135,7 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
         examples=(
             "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
             "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 --epochs 3\n"
+            "  stratagem train my_script.py --strategy ps --restarts 3 --job ctr-v3\n"
             "unknown options, and everything after --, are passed to the script"
         ),
     )
@@ -160,11 +162,43 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--tensorboard", metavar="DIRECTORY", help="write logged values for TensorBoard"
     )
+    parser.add_argument(
+        "--restarts",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="run the script again after a crash, at most N times; the cluster stays",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="for ps: use a cluster of `stratagem cluster start` instead of one that ends with the script",
+    )
+    parser.add_argument(
+        "--job",
+        metavar="NAME",
+        help="for ps: name of the job, by which a restarted script finds it (default with --restarts: the "
+        "script's name)",
+    )
+    parser.add_argument("--owner", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def _train(options: argparse.Namespace) -> int:
-    from stratagem._commands.train import run_script
+    from stratagem._commands.train import run_script, run_script_again
 
+    if options.restarts and options.cluster is None:
+        return run_script_again(
+            options.script,
+            options.arguments,
+            restarts=options.restarts,
+            strategy=options.strategy,
+            replicas=options.replicas,
+            workers=options.workers,
+            ps=options.ps,
+            job=options.job,
+            report=options.report,
+            tensorboard=options.tensorboard,
+        )
     run_script(
         options.script,
         options.arguments,
@@ -174,7 +208,51 @@ def _train(options: argparse.Namespace) -> int:
         ps=options.ps,
         report=options.report,
         tensorboard=options.tensorboard,
+        cluster=options.cluster,
+        job=options.job,
+        owner=options.owner,
     )
+    return 0
+
+
+def _add_cluster(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "cluster",
+        _cluster,
+        summary="start, list and stop local clusters that outlive the scripts that use them",
+        examples=(
+            "  stratagem cluster start --name dev --workers 2 --ps 2\n"
+            "  stratagem train my_script.py --strategy ps --cluster dev --job ctr-v3\n"
+            "  stratagem cluster ls\n"
+            "  stratagem cluster stop --name dev"
+        ),
+    )
+    parser.add_argument(
+        "action",
+        choices=("start", "run", "ls", "stop"),
+        help="run: start, and stay in the foreground",
+    )
+    parser.add_argument("--name", default="default", help="name of the cluster (default: default)")
+    parser.add_argument("--workers", type=_positive, default=2, help="default: 2")
+    parser.add_argument("--ps", type=_positive, default=2, help="parameter servers (default: 2)")
+
+
+def _cluster(options: argparse.Namespace) -> int:
+    from stratagem._commands import cluster_tool
+
+    if options.action == "stop":
+        ended = cluster_tool.stop(options.name)
+        print(f"{options.name}: {'stopped' if ended else 'not running'}")
+        return 0 if ended else _EXIT_FAILED
+    if options.action == "run":
+        cluster_tool.run(options.name, workers=options.workers, ps=options.ps)
+        return 0
+    if options.action == "ls":
+        lines = cluster_tool.list_clusters()
+    else:
+        lines = cluster_tool.start(options.name, workers=options.workers, ps=options.ps)
+    print("\n".join(lines) or "no cluster runs")
     return 0
 
 

@@ -150,9 +150,10 @@ class JobPosition:
     def _watch(self) -> None:
         """Publish marks also while the program waits, in `join` for example."""
 
-        def publish() -> None:
+        def publish() -> bool:
             if self._marks:
                 self._publish(self._progress(went_on=False)[1])
+            return bool(self._marks)
 
         self._job.before_beat(publish)
 

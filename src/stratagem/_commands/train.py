@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ from stratagem import launch
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
 
-__all__ = ["STRATEGIES", "open_strategy", "run_script"]
+__all__ = ["STRATEGIES", "open_strategy", "run_script", "run_script_again"]
 
 STRATEGIES = ("one", "central", "mirrored", "ps")
 
@@ -29,19 +31,26 @@ def run_script(
     ps: int,
     report: str | None = None,
     tensorboard: str | None = None,
+    cluster: str | None = None,
+    job: str | None = None,
+    owner: int = 0,
 ) -> None:
     """Run `script` as ``__main__``; `sg.auto_strategy()` returns the strategy in it.
 
-    A report is written also when the script fails.
+    `cluster`: name or address file of a cluster that runs. `job`: name of the training job, for parameter servers.
+    `owner`: process with which this one ends, even if that is killed; 0 for none. A report is written also when the
+    script fails.
     """
-    path = Path(script)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no script {script!r} (current folder: {Path.cwd()}); expected the path of a Python file"
-        )
+    if owner:
+        from stratagem._cluster.launch.fork_server import die_with_parent
+
+        die_with_parent(owner)
+    path = _script(script)
     saved = sys.argv, sys.path[:]
     with (
-        open_strategy(strategy, replicas=replicas, workers=workers, ps=ps) as made,
+        open_strategy(
+            strategy, replicas=replicas, workers=workers, ps=ps, cluster=cluster, job=job
+        ) as made,
         launch.announced(made),
         _watched(made, title=path.name, report=report, tensorboard=tensorboard),
     ):
@@ -51,6 +60,58 @@ def run_script(
             runpy.run_path(script, run_name="__main__")
         finally:
             sys.argv, sys.path[:] = saved
+
+
+def run_script_again(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    restarts: int,
+    strategy: str,
+    replicas: int,
+    workers: int,
+    ps: int,
+    job: str | None,
+    report: str | None = None,
+    tensorboard: str | None = None,
+) -> int:
+    """Run `script` in a process of its own, again after each crash; own its cluster. Return the exit code."""
+    from stratagem._cluster.launch.cluster_file import ClusterFile
+    from stratagem._cluster.launch.local_cluster import LocalCluster
+    from stratagem._cluster.launch.restarting_script import run_again
+
+    path = _script(script)
+    command = [sys.executable, "-m", "stratagem", "train", script, "--strategy", strategy]
+    command += ["--owner", str(os.getpid())]
+    command += ["--report", report] if report else []
+    command += ["--tensorboard", tensorboard] if tensorboard else []
+    if strategy != "ps":
+        command += ["--replicas", str(replicas)] if replicas else []
+        command += ["--", *arguments]
+        return run_again(command, restarts, name=script, while_running=lambda: None)
+    with (
+        tempfile.TemporaryDirectory(prefix="stratagem-") as folder,
+        ClusterFile(Path(folder, "cluster.json")) as file,
+        LocalCluster(workers=workers, ps=ps) as cluster,
+    ):
+        key = cluster.resolver.cluster_key_text() or ""
+
+        def keep_addresses() -> None:
+            file.write(cluster.cluster_spec, key)
+
+        keep_addresses()
+        command += ["--cluster", str(Path(folder, "cluster.json")), "--job", job or path.stem]
+        command += ["--", *arguments]
+        return run_again(command, restarts, name=script, while_running=keep_addresses)
+
+
+def _script(script: str) -> Path:
+    path = Path(script)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no script {script!r} (current folder: {Path.cwd()}); expected the path of a Python file"
+        )
+    return path
 
 
 @contextmanager
@@ -86,7 +147,15 @@ def _watched(
 
 
 @contextmanager
-def open_strategy(name: str, *, replicas: int, workers: int, ps: int) -> Iterator[Strategy]:
+def open_strategy(
+    name: str,
+    *,
+    replicas: int,
+    workers: int,
+    ps: int,
+    cluster: str | None = None,
+    job: str | None = None,
+) -> Iterator[Strategy]:
     """Create the strategy called `name`, with its cluster if it needs one; close both at the end.
 
     Example:
@@ -98,6 +167,8 @@ def open_strategy(name: str, *, replicas: int, workers: int, ps: int) -> Iterato
     from stratagem._strategies.mirrored import MirroredStrategy
     from stratagem._strategies.one_device import OneDeviceStrategy
 
+    if name != "ps" and (cluster or job):
+        raise ValueError(f"--cluster and --job are for --strategy ps, not for {name}")
     devices = _devices(replicas)
     if name == "one":
         with OneDeviceStrategy(devices[0]) as one:
@@ -112,9 +183,16 @@ def open_strategy(name: str, *, replicas: int, workers: int, ps: int) -> Iterato
         from stratagem._cluster.launch.local_cluster import LocalCluster
         from stratagem._strategies.parameter_server import ParameterServerStrategy
 
+        if cluster is not None:
+            from stratagem._cluster.launch.cluster_file import ClusterFileResolver
+            from stratagem._cluster.launch.detached_cluster import path_of
+
+            with ParameterServerStrategy(ClusterFileResolver(path_of(cluster)), job=job) as served:
+                yield served
+            return
         with (
-            LocalCluster(workers=workers, ps=ps) as cluster,
-            ParameterServerStrategy(cluster.resolver) as served,
+            LocalCluster(workers=workers, ps=ps) as own,
+            ParameterServerStrategy(own.resolver, job=job) as served,
         ):
             yield served
     else:

@@ -43,6 +43,9 @@ _log = logging.getLogger("stratagem.ps")
 HEARTBEAT_S: Final = 0.5
 """Between two signs of life; a small part of the limit."""
 
+SOON_S: Final = 0.1
+"""The same while a position waits for closures to finish."""
+
 RETRY_S: Final = 1.0
 """For one attempt to connect to a server again; the other servers wait for their signs of life meanwhile."""
 
@@ -110,8 +113,8 @@ class JobConnection(Owner):
         self._has_work = False
         self._closed = False
         self._on_replaced: Callable[[CoordinatorReplaced], None] | None = None
-        self.before_beat: Callable[[], None] | None = None
-        """Called by the heartbeat's thread before each sign of life; it may call `note`."""
+        self.before_beat: Callable[[], bool] | None = None
+        """Called by the heartbeat's thread before each sign of life; it may call `note`. True: call again soon."""
         self._thread = threading.Thread(
             target=self._keep, name="stratagem-job-heartbeat", daemon=True
         )
@@ -238,15 +241,15 @@ class JobConnection(Owner):
 
     def _keep(self) -> None:
         """Send signs of life and records until closed or replaced. The heartbeat's thread."""
+        pause_s = HEARTBEAT_S
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_work, HEARTBEAT_S)
+                self._changed.wait_for(lambda: self._closed or self._has_work, pause_s)
                 if self._closed:
                     return
                 self._has_work = False
             before = self.before_beat
-            if before is not None:
-                before()
+            pause_s = SOON_S if before is not None and before() else HEARTBEAT_S
             with self._changed:
                 record, serial = self._record, self._serial
             try:

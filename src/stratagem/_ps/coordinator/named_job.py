@@ -172,8 +172,8 @@ class NamedJob(Owner):
         """Call a function, in another thread, when a newer coordinator has the job."""
         self._connection.on_replaced(call)
 
-    def before_beat(self, call: Callable[[], None] | None) -> None:
-        """Call a function, in another thread, twice a second."""
+    def before_beat(self, call: Callable[[], bool] | None) -> None:
+        """Call a function, in another thread, twice a second; more often while it returns True."""
         self._connection.before_beat = call
 
     def note(self, record: bytes) -> None:

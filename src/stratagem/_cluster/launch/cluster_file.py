@@ -89,6 +89,7 @@ class ClusterFile(Owner):
                 f"a cluster {path.stem!r} is running already (process {owner_of(path)}). Stop it with "
                 f"`stratagem cluster stop --name {path.stem}`, or choose another name."
             ) from None
+        path.unlink(missing_ok=True)  # of an owner that was killed
 
     def write(self, spec: ClusterSpec, key: str) -> None:
         """Write the file if the addresses have changed."""

@@ -56,12 +56,18 @@ class DetachedCluster:
     Raises:
         StartupError: the cluster could not start, or one of this name runs with other numbers of tasks.
 
-    Example:
+    Example::
+
+        cluster = sg.DetachedCluster("dev", workers=2, ps=2)
+        strategy = sg.ParameterServerStrategy(cluster.resolver, job="ctr-v3")
+
+    Names are checked before anything starts:
+
         >>> import stratagem as sg
-        >>> cluster = sg.DetachedCluster("example", workers=1, ps=1)
-        >>> cluster.resolver.cluster_spec().num_tasks("worker")
-        1
-        >>> cluster.stop()
+        >>> sg.DetachedCluster("two words")
+        Traceback (most recent call last):
+        ...
+        ValueError: 'two words' is no name of a cluster: expected up to 100 letters, digits, dots, dashes and underscores.
     """
 
     def __init__(

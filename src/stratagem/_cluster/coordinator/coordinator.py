@@ -11,7 +11,6 @@ import time
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -35,6 +34,7 @@ from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.startup import await_workers, check_addresses
 from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
 from stratagem._cluster.coordinator.worker_membership import WorkerMembership
+from stratagem._cluster.coordinator.worker_status import WorkerStatus
 from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._owner import Owner
 from stratagem._ps.recovery_point import ServerRecovery
@@ -46,29 +46,6 @@ from stratagem.errors import DeadlineExceeded, MisuseError
 _T = TypeVar("_T")
 
 _making = threading.Lock()  # of the one coordinator of each strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerStatus:
-    """Present state of one worker.
-
-    Example:
-        >>> from stratagem._cluster.coordinator.coordinator import WorkerStatus
-        >>> WorkerStatus(index=0, task="/job:worker/task:0", connected=True, incarnation=2).index
-        0
-    """
-
-    index: int
-    task: str
-    connected: bool
-    """True if it receives closures."""
-    incarnation: int
-    """How many sessions it has had with this coordinator: above 1, it was lost and came back."""
-    address: str = ""
-    draining: bool = False
-    """True if it is leaving: it finishes the closure that it runs and gets no more."""
-    last_error: BaseException | None = None
-    """Why its last session ended, or why the last attempt to connect failed."""
 
 
 class _OnePerStrategy(ABCMeta):
@@ -207,7 +184,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
                     index=link.task_index,
                     task=link.task,
                     connected=self._engine.queue.is_up(number),
-                    incarnation=link.incarnation,
+                    incarnation=self._engine.hold.sessions(link.incarnation),
                     address=link.address,
                     draining=self._engine.queue.is_draining(number),
                     last_error=link.last_error,
@@ -368,7 +345,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             ...         coordinator.join()
         """
         self._refuse_if_closed("cancel")
-        self._engine.cancel()
+        self._engine.handle(self._engine.queue.cancel)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Return a dataset that every worker builds for itself; ``iter()`` starts an iterator on each.

@@ -179,10 +179,6 @@ class Engine:
             self.changed.notify_all()
         return error
 
-    def cancel(self) -> None:
-        """Cancel every closure that no worker has started."""
-        self.handle(self.queue.cancel)
-
     def add_resource(self, call: Call) -> PerWorkerValues:
         """Build a value on every worker, now and whenever a worker joins or returns."""
         number, collected = next(self._resource_numbers), self._collected

@@ -34,6 +34,10 @@ class JobHold:
             return ClosureTable(limit_s)
         return ClosureTable(limit_s, self.job.first_closure, may_repeat=True)
 
+    def sessions(self, incarnation: int) -> int:
+        """Return how many sessions a worker has had with this coordinator, given its incarnation."""
+        return max(0, incarnation - self.before_first)
+
     def watch(self) -> None:
         """Stop the engine when a newer coordinator has the job."""
         if self.job is not None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
+from pathlib import PurePath
+from typing import Final
+
+_PACKAGE_FOLDERS: Final = frozenset({"site-packages", "dist-packages"})
+"""Of any environment: a user's own (``pip install --user``), Debian's, those that a ``.pth`` file adds."""
 
 
 @functools.cache
@@ -30,4 +35,6 @@ def is_installed(module: str | None) -> bool:
     if found is None:
         return False
     file = getattr(found, "__file__", None)
-    return file is None or str(file).startswith(_roots())
+    if file is None or str(file).startswith(_roots()):
+        return True
+    return not _PACKAGE_FOLDERS.isdisjoint(PurePath(str(file)).parts)

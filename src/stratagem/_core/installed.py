@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Final
 
 _PACKAGE_FOLDERS: Final = frozenset({"site-packages", "dist-packages"})
@@ -17,6 +17,15 @@ def _roots() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return tuple(sorted(path + "/" for path in found))
+
+
+@functools.cache
+def _holds_packages(directory: str) -> bool:
+    """Return whether pip has installed into this directory of ``sys.path`` (``pip install --target``)."""
+    try:
+        return any(path.suffix == ".dist-info" for path in Path(directory).iterdir())
+    except OSError:  # an archive, or a directory that does not exist
+        return False
 
 
 @functools.cache
@@ -37,4 +46,9 @@ def is_installed(module: str | None) -> bool:
     file = getattr(found, "__file__", None)
     if file is None or str(file).startswith(_roots()):
         return True
-    return not _PACKAGE_FOLDERS.isdisjoint(PurePath(str(file)).parts)
+    if not _PACKAGE_FOLDERS.isdisjoint(PurePath(str(file)).parts):
+        return True
+    entries = (entry.rstrip("/") for entry in sys.path)
+    return any(
+        entry and str(file).startswith(entry + "/") and _holds_packages(entry) for entry in entries
+    )

@@ -39,7 +39,7 @@ LAYERS: list[set[str]] = [
     {"_cluster"},
     {"_keras"},
     {"_monitor"},
-    {"data", "cluster_resolver", "partitioners", "nn"},
+    {"data", "cluster_resolver", "partitioners", "nn", "optim"},
     {"compat", "launch", "testing"},
     {"_demo"},
     {"_commands"},

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stratagem import errors as errors
     from stratagem import metrics as metrics
     from stratagem import nn as nn
+    from stratagem import optim as optim
     from stratagem import partitioners as partitioners
     from stratagem import testing as testing
     from stratagem._checkpoint.checkpoint import Checkpoint as Checkpoint
@@ -120,6 +121,7 @@ _MODULE_OF = {
     "errors": "",
     "metrics": "",
     "nn": "",
+    "optim": "",
     "partitioners": "",
     "testing": "",
 }

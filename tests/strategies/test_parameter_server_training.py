@@ -110,6 +110,8 @@ OPTIMIZERS = {
     "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
     "ASGD": (torch.optim.ASGD, {"lr": 0.05}),
     "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "LazyAdam": (sg.optim.LazyAdam, {"lr": 0.01}),
+    "RowWiseAdagrad": (sg.optim.RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
 }
 PARTITIONERS = {
     "whole": None,
@@ -141,8 +143,10 @@ def test_trained_weights_equal_plain_pytorch(cluster, name, partitioner):
         (torch.optim.SparseAdam, {"lr": 0.05}),
         (torch.optim.SGD, {"lr": 0.1}),
         (torch.optim.Adagrad, {"lr": 0.1}),
+        (sg.optim.LazyAdam, {"lr": 0.05}),
+        (sg.optim.RowWiseAdagrad, {"lr": 0.1}),
     ],
-    ids=["SparseAdam", "SGD", "Adagrad"],
+    ids=["SparseAdam", "SGD", "Adagrad", "LazyAdam", "RowWiseAdagrad"],
 )
 def test_sparse_gradients_equal_plain_pytorch(cluster, make, options, partitioner):
     """Layers with ``sparse=True`` and optimizers that take their gradients."""

@@ -104,25 +104,31 @@ class ServerCut(Owner):
         key: str,
         by_shard: Sequence[Mapping[str, CutItem]],
     ) -> Any:
-        first = next(items[key] for items in by_shard if key in items)
+        rows, first = next(
+            (shard.rows, items[key])
+            for shard, items in zip(where.shards, by_shard, strict=True)
+            if key in items
+        )
         if not first.dtype:
             values = [items[key].value for items in by_shard if key in items]
             numbers = [one for one in values if type(one) in (int, float)]
             return max(numbers) if numbers else first.value  # type: ignore[type-var]
         has = [key in items for items in by_shard]
         pieces = list(pieces_of(where, optimizer, key))
-        of_rows = bool(first.shape) and first.shape[1:] == where.shape[1:]
+        of_rows = bool(where.shape) and first.shape[:1] == (rows,)
         present = tuple(one for one, here in zip(pieces, has, strict=True) if here)
         dtype = dtype_from(first.dtype)
         if where.is_sharded and of_rows:
-            made = RemoteTensor(self.group, dtype, where.shape, present, has_rows_of_variable=True)
+            shape = (*where.shape[:1], *first.shape[1:])
+            made = RemoteTensor(self.group, dtype, shape, present, has_rows_of_variable=True)
         elif where.is_sharded:
             made = RemoteTensor(self.group, dtype, (), present, per_shard=True)
         else:
             rows = first.shape[0] if first.shape else 1
             whole = Piece(pieces[0].server, pieces[0].variable, 0, rows, optimizer, key)
-            same = bool(first.shape) and first.shape == where.shape
-            return RemoteTensor(self.group, dtype, first.shape, (whole,), has_rows_of_variable=same)
+            return RemoteTensor(
+                self.group, dtype, first.shape, (whole,), has_rows_of_variable=of_rows
+            )
         for one, here in zip(pieces, has, strict=True):
             if not here:  # no gradient has reached this shard yet: its state would be zeros
                 self.zeros.append((made, one.start, one.rows))

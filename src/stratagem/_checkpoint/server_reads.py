@@ -107,7 +107,10 @@ class ServerReads(Owner):
             if where is None:
                 continue
             fits = all(
-                one.per_shard or not one.shape or one.shape == where.shape or not where.is_sharded
+                one.per_shard
+                or not one.shape
+                or one.shape[:1] == where.shape[:1]
+                or not where.is_sharded
                 for _, one in state.values()
             )
             if fits:

@@ -11,9 +11,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stratagem._core.row_optimizers import ROW_OPTIMIZERS
 from stratagem._wire.messages import Setting
 from stratagem.errors import UnsupportedOptimizer
 
@@ -25,6 +27,26 @@ _NOT_SETTINGS = frozenset({"params", "param_names"})
 WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "LBFGS"})
 """Classes that use a whole tensor at once (its norm, rows and columns, or matrix): on a part of the tensor they
 would compute other numbers."""
+
+
+def is_known_class(kind: type[Optimizer]) -> bool:
+    """Return whether a class is torch's or ours: it steps every parameter by itself."""
+    return kind in ROW_OPTIMIZERS or kind.__module__.startswith("torch.optim.")
+
+
+def rows_suffice(kind: type[Optimizer], group: Mapping[str, Any]) -> bool:
+    """Return whether a zero gradient changes nothing, so that updating the rows of a batch is enough.
+
+    Example:
+        >>> rows_suffice(torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0})
+        False
+    """
+    if kind is torch.optim.SGD:
+        return not group["momentum"] and not group["weight_decay"]
+    if kind is torch.optim.Adagrad:
+        # Without eps an untouched row with an empty accumulator would be 0/0.
+        return not group["weight_decay"] and bool(group["eps"])
+    return kind is torch.optim.SparseAdam or kind in ROW_OPTIMIZERS
 
 
 def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
@@ -122,7 +144,8 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
         >>> own_attributes(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
         {}
     """
-    if type(optimizer).__module__.startswith("torch."):
+    kind = type(optimizer)
+    if is_known_class(kind) or kind.__module__.startswith("torch."):
         return {}
     return {
         name: value

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import sys
 import weakref
 from collections import deque
@@ -77,6 +78,12 @@ class CoordinatorParameter(ManagedParameter):
         if has_hooks(self.central):
             return False  # a hook gets the gradient as on one device
         return self.use is Use.ROWS or where.is_sharded or where.shape[0] >= TABLE_ROWS
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole variable."""
+        where = self.kept.description
+        return 0 if where is None else math.prod(where.shape) * where.dtype.itemsize
 
     @override
     def resolve(self) -> Tensor:

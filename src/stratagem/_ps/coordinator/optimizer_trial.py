@@ -31,11 +31,6 @@ _GROUPS = 2
 _ROWS = 4
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Return whether the class is one of torch's own, whose behaviour is known."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
 def check_construction(optimizer: Optimizer) -> None:
     """Raise `UnsupportedOptimizer` if servers cannot construct the class from its settings."""
     _construct(optimizer, [(0, nn.Parameter(torch.zeros(1)))])

@@ -8,9 +8,10 @@ coordinator fetches it and sends it back.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,20 +26,24 @@ from stratagem._ps.coordinator.coordinator_variables import (
 )
 from stratagem._ps.coordinator.optimizer_trial import (
     check_construction,
-    is_of_torch,
     looks_across_parameters,
     looks_across_rows,
 )
 from stratagem._ps.optimizer_settings import (
     WHOLE_TENSOR_OPTIMIZERS,
+    is_known_class,
     made_with,
     own_attributes,
     plain_settings,
+    rows_suffice,
     settings_of,
 )
 from stratagem._ps.types import GroupSpec, StateEntry
 from stratagem._wire.messages import Setting
 from stratagem.errors import ConnectionLost, StratagemError, UnsupportedOptimizer
+
+LARGE_TABLE_BYTES: Final = 1 << 25
+"""A step of Adam on a table of this size takes about 20 ms on one core."""
 
 
 class OptimizersOnServers:
@@ -56,6 +61,7 @@ class OptimizersOnServers:
             weakref.WeakKeyDictionary()
         )
         self._not_fetched: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._has_warned = False
         # Numbers are never used again: a collected optimizer stays on the servers.
         self._used: dict[int, int] = {}  # first shard → optimizers whose first parameter is there
 
@@ -90,12 +96,27 @@ class OptimizersOnServers:
                     server, number, name, groups, defaults=defaults, attributes=attributes
                 )
         if is_new:
+            self._warn_of_whole_steps(optimizer)
             if any(_has_stepped(state) for state in optimizer.state.values()):
                 self._send_state(
                     optimizer, _all_managed(optimizer)
                 )  # a checkpoint was loaded before training began
             self._watch(optimizer)
         return number
+
+    def _warn_of_whole_steps(self, optimizer: Optimizer) -> None:
+        """Warn once of a class that changes all rows of a large table in every step."""
+        if self._has_warned:
+            return
+        groups = zip(optimizer.param_groups, _managed_by_group(optimizer), strict=True)
+        for group, all_managed in groups:
+            if rows_suffice(type(optimizer), group):
+                continue
+            for managed in all_managed:
+                if managed is not None and managed.as_table and managed.nbytes > LARGE_TABLE_BYTES:
+                    self._has_warned = True
+                    warnings.warn(_whole_step_text(optimizer, managed), stacklevel=2)
+                    return
 
     def _new_number(self, optimizer: Optimizer) -> int:
         """Return a number that is the same in every run of a script: of the first parameter, and a count."""
@@ -207,7 +228,7 @@ class OptimizersOnServers:
                 entries = []
                 for key, value in state.items():
                     part = value
-                    if isinstance(value, Tensor) and value.shape == managed.central.shape:
+                    if isinstance(value, Tensor) and _has_rows_of(managed.central, value):
                         part = remote.cut(value)[index]
                     entries.append(StateEntry(variable=place.variable, key=key, value=part))
                 client.write_state(place.server, number, entries)
@@ -241,7 +262,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             "LBFGS evaluates the loss several times within one step and needs all parameters at "
             "once; it cannot run on parameter servers. Use SGD, Adagrad or Adam, or OneDeviceStrategy."
         )
-    is_known = is_of_torch(optimizer)
+    is_known = is_known_class(type(optimizer))
     if not is_known:
         check_construction(optimizer)
     placed = [(one.name, one.kept.description) for one in _all_managed(optimizer)]
@@ -287,6 +308,22 @@ def _all_managed(optimizer: Optimizer) -> list[CoordinatorParameter]:
         for managed in group
         if managed is not None
     ]
+
+
+def _whole_step_text(optimizer: Optimizer, managed: CoordinatorParameter) -> str:
+    name = type(optimizer).__name__
+    return (
+        f"{name} changes every row of table {managed.name!r} {tuple(managed.central.shape)} "
+        f"({managed.nbytes / (1 << 20):,.0f} MiB) in every step, not only the rows of the batch: its state "
+        "moves without a gradient, too. Give tables an optimizer that changes the batch's rows alone, such as "
+        "sg.optim.LazyAdam, sg.optim.RowWiseAdagrad or torch.optim.Adagrad, and the other parameters to "
+        f"{name}."
+    )
+
+
+def _has_rows_of(parameter: Tensor, value: Tensor) -> bool:
+    """Return whether state has one row for each row of the parameter."""
+    return value.dim() > 0 and parameter.dim() > 0 and value.shape[0] == parameter.shape[0]
 
 
 def _has_stepped(state: dict[str, Any]) -> bool:

@@ -5,8 +5,8 @@ Called by `store.py` only. Knows parameters, gradients and optimizer classes, bu
 Three ways to apply a gradient given as rows (unique ids, one value each):
 
 - *compact*: gather the parameter rows and their state rows, step on these alone with the real class, and put
-  the rows back. Used where a zero gradient changes nothing (plain SGD, Adagrad without weight decay,
-  SparseAdam), so that the result is that of the dense gradient.
+  the rows back. Used where a zero gradient changes nothing (`rows_suffice`), so that the result is that of the
+  dense gradient (`row_step.py`).
 - *sparse*: the layer asked for sparse gradients (``sparse=True``) and the class is another one: it gets a
   sparse tensor, as in plain PyTorch, and may refuse it, as in plain PyTorch.
 - *dense*: every other class (Adam's moments decay with zero gradients, too): spread the rows over a gradient of
@@ -26,7 +26,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adagrad import adagrad
 from typing_extensions import override
 
 from stratagem._core.torch_patches import private_api
@@ -34,11 +33,12 @@ from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.optimizer_settings import (
     KEPT_BY_TORCH,
     constructor_arguments,
+    is_known_class,
     plain_settings,
+    rows_suffice,
     sequences_as_tuples,
     settings_of,
 )
-from stratagem._ps.rows import put_rows, take_rows
 from stratagem._ps.server.chunked_step import (
     CHUNK_BYTES,
     ELEMENTWISE,
@@ -46,6 +46,7 @@ from stratagem._ps.server.chunked_step import (
     batches,
     step_in_chunks,
 )
+from stratagem._ps.server.row_step import RowsToStep, step_adagrad, step_on_rows
 from stratagem._ps.server.state_memory import (
     StateApart,
     bytes_held,
@@ -76,7 +77,8 @@ def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> typ
     """
     module_name, _, name = class_name.rpartition(".")
     allowed = ("torch.optim", *modules)
-    known = (*allowed, "stratagem._keras")  # and our own: the update of Keras optimizers
+    # And our own: those for tables, and the update of Keras optimizers.
+    known = (*allowed, "stratagem._core.row_optimizers", "stratagem._keras")
     is_allowed = any(module_name == one or module_name.startswith(one + ".") for one in known)
     if not is_allowed and ANY_MODULE not in modules:
         raise UnsupportedOptimizer(
@@ -132,7 +134,7 @@ class ServerOptimizer:
         attributes: Hyperparameters = MappingProxyType({}),
     ) -> None:
         self._class = cast("Any", resolve_optimizer_class(class_name, modules))
-        self._is_of_torch = self._class.__module__.startswith("torch.optim.")
+        self._is_known = is_known_class(self._class)
         self._made_from = (class_name, plain_settings(defaults), plain_settings(attributes))
         self._parameters = {
             number: nn.Parameter(tensor, requires_grad=False)
@@ -186,7 +188,7 @@ class ServerOptimizer:
         compact: list[Gradient] = []
         plain: list[Gradient] = []
         groups = self._optimizer.param_groups
-        suffice = [self._rows_suffice(group) for group in groups]
+        suffice = [rows_suffice(self._class, group) for group in groups]
         writes = [self._may_write_gradients(group) for group in groups]
         is_sgd, is_adagrad = (self._class is one for one in (torch.optim.SGD, torch.optim.Adagrad))
         for gradient in gradients:
@@ -205,14 +207,14 @@ class ServerOptimizer:
                 plain.append(gradient)
             else:
                 whole.append(gradient)
-        if whole or not self._is_of_torch:  # another class may count steps in its groups
+        if whole or not self._is_known:  # another class may count steps in its groups
             self._step_whole(whole)
         for gradient in large:
             index = self._group_of[gradient.variable]
             parts = RowsOfGradient(gradient.values, gradient.ids)
             step_in_chunks(self._optimizer, index, self._find(gradient.variable), parts)
-        for gradient in compact:
-            self._step_rows(gradient)
+        if compact:
+            self._step_rows(compact)
         if plain:
             self._step_plainly(plain)
         if self._unstepped:
@@ -222,7 +224,7 @@ class ServerOptimizer:
         """Return whether a step with this gradient changes no other rows than those it names."""
         self._find(gradient.variable)
         group = self._optimizer.param_groups[self._group_of[gradient.variable]]
-        return gradient.ids is not None and self._rows_suffice(group)
+        return gradient.ids is not None and rows_suffice(self._class, group)
 
     # State.
 
@@ -335,20 +337,11 @@ class ServerOptimizer:
             )
         return self._parameters[variable]
 
-    def _rows_suffice(self, group: Mapping[str, Any]) -> bool:
-        """Return whether a zero gradient changes nothing, so that updating some rows is enough."""
-        if self._class is torch.optim.SGD:
-            return not group["momentum"] and not group["weight_decay"]
-        if self._class is torch.optim.Adagrad:
-            # Without eps an untouched row with an empty accumulator would be 0/0.
-            return not group["weight_decay"] and bool(group["eps"])
-        return bool(self._class is torch.optim.SparseAdam)
-
     def _may_write_gradients(self, group: Mapping[str, Any]) -> bool:
         """Return whether a step may change or keep its gradient, which is a worker's memory."""
         if self._class is torch.optim.SGD:
             return bool(group["nesterov"] and group.get("foreach"))
-        return not self._is_of_torch
+        return not self._is_known
 
     def _goes_in_chunks(self, parameter: nn.Parameter, gradient: Gradient) -> bool:
         return parameter.nbytes > CHUNK_BYTES and self._class in ELEMENTWISE and not gradient.sparse
@@ -359,7 +352,7 @@ class ServerOptimizer:
         parameters = list(by_parameter)
         is_first = any(not self._optimizer.state.get(parameter) for parameter in parameters)
         makes_copies = any(group.get("foreach") for group in self._optimizer.param_groups)
-        in_batches = self._is_of_torch and (is_first or makes_copies)
+        in_batches = self._is_known and (is_first or makes_copies)
         for batch in batches(parameters) if in_batches else [parameters]:
             try:
                 for parameter in batch:
@@ -399,82 +392,21 @@ class ServerOptimizer:
         group = self._optimizer.param_groups[index]
         return float(group["lr"]) * (1 if group["maximize"] else -1)
 
-    def _step_rows(self, gradient: Gradient) -> None:
-        """Step on the rows of the gradient alone."""
-        parameter = self._find(gradient.variable)
-        ids = gradient.ids
-        assert ids is not None
-        group = self._optimizer.param_groups[self._group_of[gradient.variable]]
-        if self._class is torch.optim.SGD:
-            # The whole of plain SGD's step. The ids are unique: this is `index_add_`, in half its time.
-            rate = self._plain_rate(self._group_of[gradient.variable])
-            put_rows(parameter, ids, take_rows(parameter, ids).add_(gradient.values, alpha=rate))
-            return
-        state = self._optimizer.state[parameter]
-        if self._class is torch.optim.Adagrad:
-            rows, sums = take_rows(parameter, ids), take_rows(state["sum"], ids)
-            step_adagrad([rows], [gradient.values], [sums], [state["step"]], group)
-            put_rows(parameter, ids, rows)
-            put_rows(state["sum"], ids, sums)
-            return
-        if not state:
-            state["step"] = 0
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = zeros_apart(tuple(parameter.shape), parameter.dtype)
-        taken = nn.Parameter(take_rows(parameter, ids), requires_grad=False)
-        taken.grad = torch.sparse_coo_tensor(
-            torch.arange(ids.numel()).unsqueeze(0),
-            gradient.values,
-            taken.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-        settings = {key: value for key, value in group.items() if key != "params"}
-        small: Any = self._class.__new__(self._class)
-        Optimizer.__init__(small, [{"params": [taken], **settings}], dict(self._optimizer.defaults))
-        whole = {key: value for key, value in state.items() if _is_per_row(value, parameter)}
-        small.state[taken] = {
-            key: take_rows(value, ids) if key in whole else value for key, value in state.items()
-        }
-        small.step()
-        put_rows(parameter, ids, taken)
-        for key, value in small.state[taken].items():
-            if key in whole:
-                put_rows(whole[key], ids, value)
-            else:
-                state[key] = value
+    def _step_rows(self, gradients: Sequence[Gradient]) -> None:
+        """Step on the rows of the gradients alone, all variables of a group in one call."""
+        by_group: dict[int, list[RowsToStep]] = {}
+        for gradient in gradients:
+            assert gradient.ids is not None
+            parameter = self._parameters[gradient.variable]
+            state = self._optimizer.state[parameter]
+            rows = RowsToStep(parameter.detach(), state, gradient.ids, gradient.values)
+            by_group.setdefault(self._group_of[gradient.variable], []).append(rows)
+        for index, items in by_group.items():
+            step_on_rows(self._optimizer, self._optimizer.param_groups[index], items)
 
     @override
     def __repr__(self) -> str:
         return f"<ServerOptimizer {self.class_name} over {len(self._parameters)} variables>"
-
-
-def step_adagrad(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    sums: list[Tensor],
-    steps: list[Tensor],
-    group: Mapping[str, Any],
-) -> None:
-    """Run torch's own Adagrad step on these tensors, with the settings of a group."""
-    adagrad(
-        parameters,
-        gradients,
-        sums,
-        steps,
-        fused=group.get("fused"),
-        foreach=group.get("foreach"),
-        has_complex=any(parameter.is_complex() for parameter in parameters),
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        lr_decay=group["lr_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
-
-
-def _is_per_row(value: StateValue, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
 def _full_gradient(parameter: Tensor, gradient: Gradient) -> Tensor:

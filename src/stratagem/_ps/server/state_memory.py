@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from stratagem._core.row_optimizers import ROW_OPTIMIZERS, LazyAdam, RowWiseAdagrad
 from stratagem._wire.shm import LARGE_PAGE_BYTES, zeros_apart
 
 _ZEROS = (torch.zeros_like, torch.full_like)
@@ -41,7 +42,9 @@ def expected_tensors(kind: type, group: Mapping[str, Any]) -> int:
         return 2
     if kind is optim.RMSprop:
         return 1 + bool(group["momentum"]) + bool(group["centered"])
-    return 2 if kind is optim.SparseAdam else 1
+    if kind is RowWiseAdagrad:
+        return 0  # one number for each row
+    return 2 if kind in (optim.SparseAdam, LazyAdam) else 1
 
 
 def check_state(kind: type, key: str, value: Tensor, parameter: Tensor, name: str) -> None:
@@ -50,12 +53,14 @@ def check_state(kind: type, key: str, value: Tensor, parameter: Tensor, name: st
     Raises:
         ValueError: the shape, dtype, device or layout is not that of the class's own state.
     """
-    if not kind.__module__.startswith("torch.optim"):
+    if not kind.__module__.startswith("torch.optim") and kind not in ROW_OPTIMIZERS:
         return
     expected, dtype = tuple(parameter.shape), parameter.dtype
     shape = tuple(value.shape)
     if key in _SCALARS:
         expected, dtype = (), value.dtype if not value.is_complex() else torch.float32
+    elif kind is RowWiseAdagrad and len(expected) > 1:
+        expected = expected[:1]
     elif kind is torch.optim.Adafactor and len(shape) == len(expected):
         # Rows and columns of the parameter: an axis may have one number for all.
         expected = tuple(1 if mine == 1 else own for mine, own in zip(shape, expected, strict=True))

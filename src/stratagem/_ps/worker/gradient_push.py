@@ -23,7 +23,7 @@ from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.send_buffers import GradientSlot
 from stratagem._ps.client.write_batch import SlotGradient, WriteBatch
-from stratagem._ps.optimizer_settings import Settings
+from stratagem._ps.optimizer_settings import Settings, is_known_class
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.types import Gradient
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
@@ -267,8 +267,8 @@ class StepBuilder:
                     return known.step
         step = PreparedStep(self._client.batch(), [])
         by_server: dict[int, list[Gradient | SlotGradient]] = {}
-        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        if not is_of_torch:  # another class may count steps: every server makes each of them
+        is_known = is_known_class(type(optimizer))
+        if not is_known:  # another class may count steps: every server makes each of them
             for server in self._servers(optimizer):
                 by_server[server] = []
         for group in optimizer.param_groups:
@@ -278,7 +278,7 @@ class StepBuilder:
                     step.touched.append(remote)
         for server, gradients in by_server.items():
             step.batch.push(server, number, gradients, settings)
-            if not is_of_torch and len(step.batch.parts[server]) > 1:
+            if not is_known and len(step.batch.parts[server]) > 1:
                 raise UnsupportedOptimizer(
                     f"one step of {type(optimizer).__name__} sends more to a parameter server than "
                     "one message holds, and a class that is not torch's must step on all its "

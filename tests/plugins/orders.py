@@ -19,12 +19,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 BOUNDED = 1_001
-settings.register_profile("bounded", max_examples=BOUNDED, deadline=None)
-settings.register_profile("soak", max_examples=50_000, deadline=None)
+_SLOW = [HealthCheck.too_slow]  # on a busy machine every input takes long
+settings.register_profile(
+    "bounded", max_examples=BOUNDED, deadline=None, suppress_health_check=_SLOW
+)
+settings.register_profile("soak", max_examples=50_000, deadline=None, suppress_health_check=_SLOW)
 
 
 def pytest_configure(config: pytest.Config) -> None:

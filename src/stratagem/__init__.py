@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec as ClusterSpec
     from stratagem._cluster.launch.detached_cluster import DetachedCluster as DetachedCluster
     from stratagem._cluster.launch.local_cluster import LocalCluster as LocalCluster
+    from stratagem._cluster.launch.ray_cluster import RayCluster as RayCluster
     from stratagem._cluster.launch.task_server import Server as Server
     from stratagem._core.context import get_current_worker_index as get_current_worker_index
     from stratagem._core.context import get_replica_context as get_replica_context
@@ -105,6 +106,7 @@ _MODULE_OF = {
     "PerWorkerValues": "_cluster.coordinator.remote_values",
     "LocalCluster": "_cluster.launch.local_cluster",
     "DetachedCluster": "_cluster.launch.detached_cluster",
+    "RayCluster": "_cluster.launch.ray_cluster",
     "ClusterSpec": "_cluster.discovery.cluster_spec",
     "Server": "_cluster.launch.task_server",
     # monitoring

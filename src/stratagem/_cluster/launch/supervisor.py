@@ -86,7 +86,9 @@ class TaskSupervisor(Owner):
             self._states[order.task] = state
         self.launcher.spawn(order)
         with self._changed:
-            self._changed.wait_for(lambda: state.ready or state.ended, timeout=start_timeout_s)
+            self._changed.wait_for(
+                lambda: state.ready or state.ended or self._closed, timeout=start_timeout_s
+            )
             if state.ready:
                 return
             state.removed = True
@@ -144,7 +146,9 @@ class TaskSupervisor(Owner):
     @override
     def close(self) -> None:
         """Stop every task. May be called again."""
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self.launcher.close()
 
     @override

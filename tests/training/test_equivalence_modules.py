@@ -375,6 +375,34 @@ def test_sync_batch_norm_is_batch_norm_over_the_whole_batch(kind, aggregation, m
     assert type(model[1]).__name__ == "SyncBatchNorm"
 
 
+@pytest.mark.parametrize(("aggregation", "rows"), [("mean", 6), ("sum", 6), ("sum", 5)])
+@pytest.mark.parametrize("kind", ["central2", "mirrored2"])
+def test_second_derivatives_through_sync_batch_norm(kind, aggregation, rows, make_strategy):
+    """The gradient penalty of a critic with batch normalisation (DRAGAN) depends on all rows twice."""
+    strategy = make_strategy(kind, gradient_aggregation=aggregation)
+
+    def build():
+        torch.manual_seed(3)
+        layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(*layers)).double()
+
+    def step(model, x):
+        x = x.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        penalty = (slope.norm(2, dim=1) - 1).square()
+        (penalty.sum() if aggregation == "sum" else penalty.mean()).backward()
+
+    with strategy.scope():
+        model = build()
+    plain = build()
+    x = torch.randn(rows, 3).double()
+    strategy.run(lambda x: step(model, x), args=(sg.PerReplica([x[:3], x[3:]]),))
+    step(plain, x)
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if name != "3.bias":  # the slope does not depend on it
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+
+
 def test_sync_batch_norm_of_one_value_in_all_raises_as_on_one_device(make_strategy):
     strategy = make_strategy("central2")
     with strategy.scope():

@@ -22,22 +22,33 @@ def all_reduce(replica: Replica | None, reduce_op: Any, value: Any) -> Any:
     if replica is None or replica.group.size == 1:
         return value
     tensors = _tensors(value, "all_reduce")
+    label = f"all_reduce({op.name})"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        results = _apply(_AllReduce, replica, op, *tensors)
+        results = _apply(_AllReduce, replica, op, label, *tensors)
     else:
-        results = _reduce(replica, op, tensors, f"all_reduce({op.name})")
+        results = _reduce(replica, op, tensors, label)
     return _refill(value, results)
 
 
-def all_gather(replica: Replica | None, value: Any, axis: Any) -> Any:
-    """Join a nest of tensors over all replicas along an axis."""
+def all_gather(
+    replica: Replica | None, value: Any, axis: Any, *, weight: float | None = None
+) -> Any:
+    """Join a nest of tensors over all replicas along an axis.
+
+    Args:
+        replica: the calling replica.
+        value: the nest.
+        axis: the dimension to join along.
+        weight: this replica's factor of its loss. The part of replica i then gets the gradients of all losses,
+            each multiplied by the weight of its replica, divided by the weight of i. None: equal weights.
+    """
     for leaf in values.leaves(value):
         reduction.refuse_sparse(leaf, "all_gather")
     if replica is None or replica.group.size == 1:
         return value
     tensors = _tensors(value, "all_gather")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        results = _apply(_AllGather, replica, axis, *tensors)
+        results = _apply(_AllGather, replica, axis, weight, *tensors)
     else:
         results = _gather(replica, axis, tensors)[0]
     return _refill(value, results)
@@ -139,15 +150,12 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, replica: Replica, op: ReduceOp, *tensors: torch.Tensor) -> Any:
-        ctx.replica, ctx.op = replica, op
+    def forward(
+        ctx: Any, replica: Replica, op: ReduceOp, label: str, *tensors: torch.Tensor
+    ) -> Any:
+        ctx.replica, ctx.op, ctx.label = replica, op, label
         ctx.sparse = any(reduction.is_sparse(t) for t in tensors)
-        results = _reduce(replica, op, tensors, f"all_reduce({op.name})")
-        ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
-        ctx.mark_non_differentiable(
-            *[r for r in results if not (r.is_floating_point() or r.is_complex())]
-        )
-        return results
+        return _remember(ctx, _reduce(replica, op, tensors, label))
 
     @staticmethod
     @override
@@ -158,8 +166,9 @@ class _AllReduce(torch.autograd.Function):
                 "before all_reduce."
             )
         filled = _filled(gradients, ctx.shapes)
-        label = f"backward of all_reduce({ctx.op.name})"
-        return (None, None, *_reduce(ctx.replica, ctx.op, filled, label))
+        label = f"backward of {ctx.label}"
+        # By a function of the graph, so that second derivatives flow between replicas too.
+        return (None, None, None, *_apply(_AllReduce, ctx.replica, ctx.op, label, *filled))
 
 
 class _AllGather(torch.autograd.Function):
@@ -167,22 +176,62 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, replica: Replica, axis: int, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, replica: Replica, axis: int, weight: float | None, *tensors: torch.Tensor
+    ) -> Any:
         results, places = _gather(replica, axis, tensors)
-        ctx.replica, ctx.axis, ctx.places = replica, axis, places
-        ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
-        ctx.mark_non_differentiable(
-            *[r for r in results if not (r.is_floating_point() or r.is_complex())]
-        )
-        return results
+        ctx.place = replica, axis, weight, places
+        return _remember(ctx, results)
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         filled = _filled(gradients, ctx.shapes)
-        summed = _reduce(ctx.replica, ReduceOp.SUM, filled, "backward of all_gather")
+        return (None, None, None, *_apply(_AllGatherBackward, *ctx.place, *filled))
+
+
+class _AllGatherBackward(torch.autograd.Function):
+    """The backward of `_AllGather`. Its own gradient is an all-gather: weights cancel out."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        replica: Replica,
+        axis: int,
+        weight: float | None,
+        places: Sequence[tuple[int, int]],
+        *gradients: torch.Tensor,
+    ) -> Any:
+        ctx.replica, ctx.axis, ctx.weight = replica, axis, weight
+        weighted = [_scaled(gradient, weight) for gradient in gradients]
+        summed = _reduce(replica, ReduceOp.SUM, weighted, "backward of all_gather")
         slices = [
-            total.narrow(ctx.axis, begin, length)
-            for total, (begin, length) in zip(summed, ctx.places, strict=True)
+            total.narrow(axis, begin, length)
+            for total, (begin, length) in zip(summed, places, strict=True)
         ]
-        return (None, None, *slices)
+        own = [_scaled(part, 1 / weight if weight else weight) for part in slices]
+        return _remember(ctx, tuple(own))
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        filled = _filled(gradients, ctx.shapes)
+        gathered = _apply(_AllGather, ctx.replica, ctx.axis, ctx.weight, *filled)
+        return (None, None, None, None, *gathered)
+
+
+def _remember(ctx: Any, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Note the shapes of a function's results for its backward; integers have no gradient."""
+    ctx.shapes = [(r.shape, r.dtype, r.device) for r in results]
+    ctx.mark_non_differentiable(
+        *[r for r in results if not (r.is_floating_point() or r.is_complex())]
+    )
+    return results
+
+
+def _scaled(tensor: torch.Tensor, factor: float | None) -> torch.Tensor:
+    if factor is None or not tensor.is_floating_point():
+        return tensor
+    # The gradient of a replica without rows may be NaN: replace it, do not multiply it by 0.
+    return tensor * factor if factor else torch.zeros_like(tensor)

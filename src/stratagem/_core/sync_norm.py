@@ -49,9 +49,7 @@ def _statistics(replica: Replica, x: Tensor) -> tuple[Tensor, Tensor, int]:
     weight = replica.group.row_weights[replica.id]
     if replica.strategy.gradient_aggregation == "sum":
         weight = float(weight > 0)
-    _scale_gradient(own, 1 / weight if weight else 0.0)
-    parts, counts = collectives.all_gather(replica, (own, torch.tensor([count])), 0)
-    _scale_gradient(parts, weight)
+    parts, counts = collectives.all_gather(replica, (own, torch.tensor([count])), 0, weight=weight)
     total = int(counts.sum())
     if total <= 1:
         raise ValueError(
@@ -62,12 +60,6 @@ def _statistics(replica: Replica, x: Tensor) -> tuple[Tensor, Tensor, int]:
     whole = (parts[:, 0] * share).sum(0)
     spread = (parts[:, 0] - whole).square()
     return whole, ((parts[:, 1] + spread) * share).sum(0), total
-
-
-def _scale_gradient(tensor: Tensor, factor: float) -> None:
-    if tensor.requires_grad:
-        # The gradient of a replica without rows may be NaN: replace it, do not multiply it by 0.
-        tensor.register_hook(lambda grad: grad * factor if factor else torch.zeros_like(grad))
 
 
 @torch.no_grad()

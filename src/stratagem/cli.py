@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from stratagem import config
+from stratagem._commands.arguments import positive, positive_or_range, resources
 
 __all__ = ["main"]
 
@@ -116,16 +117,6 @@ def _command(
     return parser
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return value
-
-
 def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _command(
         commands,
@@ -136,6 +127,7 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
             "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
             "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 --epochs 3\n"
             "  stratagem train my_script.py --strategy ps --restarts 3 --job ctr-v3\n"
+            "  stratagem train my_script.py --on ray --workers 2:8 --resources-per-worker CPU=2\n"
             "unknown options, and everything after --, are passed to the script"
         ),
     )
@@ -143,18 +135,41 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--strategy",
         choices=("one", "central", "mirrored", "ps"),
-        default="one",
-        help="one device, central storage, mirrored, or parameter servers (default: one)",
+        help="one device, central storage, mirrored, or parameter servers (default: one; with --on ray: ps)",
     )
     parser.add_argument(
         "--replicas",
-        type=_positive,
+        type=positive,
         default=0,
         help="number of replicas for central and mirrored (default: all GPUs, else 2)",
     )
-    parser.add_argument("--workers", type=_positive, default=2, help="workers for ps (default: 2)")
     parser.add_argument(
-        "--ps", type=_positive, default=2, help="parameter servers for ps (default: 2)"
+        "--workers",
+        type=positive_or_range,
+        default=2,
+        metavar="N",
+        help="workers for ps (default: 2); MIN:MAX with --on ray",
+    )
+    parser.add_argument(
+        "--ps", type=positive, default=2, help="parameter servers for ps (default: 2)"
+    )
+    parser.add_argument(
+        "--on",
+        choices=("local", "ray"),
+        default="local",
+        help="for ps: run the tasks on this machine, or on the nodes of a Ray cluster (default: local)",
+    )
+    parser.add_argument(
+        "--resources-per-worker",
+        type=resources,
+        metavar="NAME=AMOUNT,...",
+        help="that Ray reserves for a worker (default: CPU=1)",
+    )
+    parser.add_argument(
+        "--resources-per-ps",
+        type=resources,
+        metavar="NAME=AMOUNT,...",
+        help="that Ray reserves for a parameter server (default: CPU=1)",
     )
     parser.add_argument(
         "--report", metavar="FILE", help="write a report of the run, one HTML file, at its end"
@@ -164,7 +179,7 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--restarts",
-        type=_positive,
+        type=positive,
         default=0,
         metavar="N",
         help="run the script again after a crash, at most N times; the cluster stays",
@@ -184,17 +199,26 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from stratagem._commands.train import run_script, run_script_again
+    from stratagem._commands.train import ClusterSize, run_script, run_script_again
 
+    strategy = options.strategy or ("one" if options.on == "local" else "ps")
+    if options.on != "local" and (strategy != "ps" or options.cluster is not None):
+        raise ValueError(f"--on {options.on} is for --strategy ps, and not with --cluster")
+    size = ClusterSize(
+        workers=options.workers,
+        ps=options.ps,
+        on=options.on,
+        resources_per_worker=options.resources_per_worker,
+        resources_per_ps=options.resources_per_ps,
+    )
     if options.restarts and options.cluster is None:
         return run_script_again(
             options.script,
             options.arguments,
             restarts=options.restarts,
-            strategy=options.strategy,
+            strategy=strategy,
             replicas=options.replicas,
-            workers=options.workers,
-            ps=options.ps,
+            size=size,
             job=options.job,
             report=options.report,
             tensorboard=options.tensorboard,
@@ -202,10 +226,9 @@ def _train(options: argparse.Namespace) -> int:
     run_script(
         options.script,
         options.arguments,
-        strategy=options.strategy,
+        strategy=strategy,
         replicas=options.replicas,
-        workers=options.workers,
-        ps=options.ps,
+        size=size,
         report=options.report,
         tensorboard=options.tensorboard,
         cluster=options.cluster,
@@ -234,8 +257,8 @@ def _add_cluster(commands: _Commands[argparse.ArgumentParser]) -> None:
         help="run: start, and stay in the foreground",
     )
     parser.add_argument("--name", default="default", help="name of the cluster (default: default)")
-    parser.add_argument("--workers", type=_positive, default=2, help="default: 2")
-    parser.add_argument("--ps", type=_positive, default=2, help="parameter servers (default: 2)")
+    parser.add_argument("--workers", type=positive, default=2, help="default: 2")
+    parser.add_argument("--ps", type=positive, default=2, help="parameter servers (default: 2)")
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -282,7 +305,7 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=positive,
         help="threads of torch (default: the cores divided by the cluster's tasks on this host)",
     )
 
@@ -307,9 +330,9 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
         summary="train a click-through model on a local cluster, with a live view",
         examples="  stratagem demo\n  stratagem demo --seconds 20 --plain",
     )
-    parser.add_argument("--seconds", type=_positive, default=60, help="training time (default: 60)")
-    parser.add_argument("--workers", type=_positive, default=2, help="default: 2")
-    parser.add_argument("--ps", type=_positive, default=2, help="parameter servers (default: 2)")
+    parser.add_argument("--seconds", type=positive, default=60, help="training time (default: 60)")
+    parser.add_argument("--workers", type=positive, default=2, help="default: 2")
+    parser.add_argument("--ps", type=positive, default=2, help="parameter servers (default: 2)")
     parser.add_argument(
         "--output", default="demo-output", help="folder for the files (default: demo-output)"
     )

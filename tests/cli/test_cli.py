@@ -174,3 +174,33 @@ def test_the_environment_turns_on_logging_in_a_program_of_your_own():
             env={**os.environ, "STRATAGEM_LOG": level},
         )
         assert done.stderr == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--strategy", "ps", "--workers", "2:4"], "a range of workers, and resources, are for"),
+        (["--strategy", "ps", "--resources-per-ps", "CPU=1"], "are for --on ray"),
+        (["--on", "ray", "--strategy", "central"], "--on ray is for --strategy ps"),
+        (["--on", "ray", "--cluster", "dev"], "and not with --cluster"),
+    ],
+)
+def test_options_of_clusters_that_do_not_fit_are_refused(
+    options: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('not run')")
+    assert cli.main(["train", str(script), *options]) == 1
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("text", ["CPU", "CPU=many", "=2", "CPU=1,,"])
+def test_resources_that_cannot_be_read_are_wrong_arguments(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "script.py", "--on", "ray", "--resources-per-worker", text])
+    assert ended.value.code == 2
+    assert "expected resources such as CPU=2,memory=8e9" in capsys.readouterr().err

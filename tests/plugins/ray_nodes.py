@@ -57,7 +57,7 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(cpus: int = 4, *, connected: bool = True) -> Iterator[RayNodes]:
+def ray_nodes(cpus: int = 4) -> Iterator[RayNodes]:
     """Start a Ray with a head only, and connect this process to it."""
     directory = tempfile.mkdtemp(prefix="sgray", dir="/tmp")
     before = {name: os.environ.get(name) for name in (*_SET, *_SET_BY_RAY)}
@@ -78,8 +78,7 @@ def ray_nodes(cpus: int = 4, *, connected: bool = True) -> Iterator[RayNodes]:
             },
         )
         try:
-            if connected:
-                ray.init(address=cluster.address, log_to_driver=False)
+            ray.init(address=cluster.address, log_to_driver=False)
             yield RayNodes(cluster)
         finally:
             ray.shutdown()

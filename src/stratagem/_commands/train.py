@@ -6,19 +6,57 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem import launch
 
 if TYPE_CHECKING:
+    from stratagem._cluster.launch.supervised_cluster import SupervisedCluster
     from stratagem._strategies.base import Strategy
 
-__all__ = ["STRATEGIES", "open_strategy", "run_script", "run_script_again"]
+__all__ = ["STRATEGIES", "ClusterSize", "open_strategy", "run_script", "run_script_again"]
 
 STRATEGIES = ("one", "central", "mirrored", "ps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSize:
+    """The cluster of parameter servers that a command asks for.
+
+    Attributes:
+        workers: number of workers, or on Ray the smallest and the largest number.
+        ps: number of parameter servers.
+        on: "local" for this machine, "ray" for the nodes of a Ray cluster.
+        resources_per_worker: that Ray reserves.
+        resources_per_ps: that Ray reserves.
+    """
+
+    workers: int | tuple[int, int]
+    ps: int
+    on: str = "local"
+    resources_per_worker: Mapping[str, float] | None = None
+    resources_per_ps: Mapping[str, float] | None = None
+
+    def start(self) -> SupervisedCluster:
+        """Start the cluster."""
+        if self.on == "ray":
+            from stratagem._cluster.launch.ray_cluster import RayCluster
+
+            return RayCluster(
+                self.workers,
+                self.ps,
+                resources_per_worker=self.resources_per_worker,
+                resources_per_ps=self.resources_per_ps,
+            )
+        from stratagem._cluster.launch.local_cluster import LocalCluster
+
+        if isinstance(self.workers, tuple) or self.resources_per_worker or self.resources_per_ps:
+            raise ValueError("a range of workers, and resources, are for --on ray")
+        return LocalCluster(self.workers, self.ps)
 
 
 def run_script(
@@ -27,8 +65,7 @@ def run_script(
     *,
     strategy: str,
     replicas: int,
-    workers: int,
-    ps: int,
+    size: ClusterSize,
     report: str | None = None,
     tensorboard: str | None = None,
     cluster: str | None = None,
@@ -48,9 +85,7 @@ def run_script(
     path = _script(script)
     saved = sys.argv, sys.path[:]
     with (
-        open_strategy(
-            strategy, replicas=replicas, workers=workers, ps=ps, cluster=cluster, job=job
-        ) as made,
+        open_strategy(strategy, replicas=replicas, size=size, cluster=cluster, job=job) as made,
         launch.announced(made),
         _watched(made, title=path.name, report=report, tensorboard=tensorboard),
     ):
@@ -69,15 +104,13 @@ def run_script_again(
     restarts: int,
     strategy: str,
     replicas: int,
-    workers: int,
-    ps: int,
+    size: ClusterSize,
     job: str | None,
     report: str | None = None,
     tensorboard: str | None = None,
 ) -> int:
     """Run `script` in a process of its own, again after each crash; own its cluster. Return the exit code."""
     from stratagem._cluster.launch.cluster_file import ClusterFile
-    from stratagem._cluster.launch.local_cluster import LocalCluster
     from stratagem._cluster.launch.restarting_script import run_again
 
     path = _script(script)
@@ -92,7 +125,7 @@ def run_script_again(
     with (
         tempfile.TemporaryDirectory(prefix="stratagem-") as folder,
         ClusterFile(Path(folder, "cluster.json")) as file,
-        LocalCluster(workers=workers, ps=ps) as cluster,
+        size.start() as cluster,
     ):
         key = cluster.resolver.cluster_key_text() or ""
 
@@ -151,15 +184,16 @@ def open_strategy(
     name: str,
     *,
     replicas: int,
-    workers: int,
-    ps: int,
+    size: ClusterSize,
     cluster: str | None = None,
     job: str | None = None,
 ) -> Iterator[Strategy]:
     """Create the strategy called `name`, with its cluster if it needs one; close both at the end.
 
     Example:
-        >>> with open_strategy("central", replicas=2, workers=1, ps=1) as strategy:
+        >>> with open_strategy(
+        ...     "central", replicas=2, size=ClusterSize(workers=1, ps=1)
+        ... ) as strategy:
         ...     strategy.num_replicas_in_sync
         2
     """
@@ -180,7 +214,6 @@ def open_strategy(
         with MirroredStrategy(devices) as mirrored:
             yield mirrored
     elif name == "ps":
-        from stratagem._cluster.launch.local_cluster import LocalCluster
         from stratagem._strategies.parameter_server import ParameterServerStrategy
 
         if cluster is not None:
@@ -191,7 +224,7 @@ def open_strategy(
                 yield served
             return
         with (
-            LocalCluster(workers=workers, ps=ps) as own,
+            size.start() as own,
             ParameterServerStrategy(own.resolver, job=job) as served,
         ):
             yield served

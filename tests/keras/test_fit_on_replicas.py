@@ -16,7 +16,14 @@ from stratagem._keras.model_strategies import strategy_of
 X, Y = rows()
 
 
-@pytest.fixture(params=STRATEGIES)
+# Under one device Keras' own steps run, so that this part of the matrix is left to the long tests.
+ALL = [
+    pytest.param(name, marks=pytest.mark.soak) if name == "one device" else name
+    for name in STRATEGIES
+]
+
+
+@pytest.fixture(params=ALL)
 def strategy(request: pytest.FixtureRequest) -> sg.Strategy:
     return STRATEGIES[request.param]()
 
@@ -194,7 +201,29 @@ def convolutional() -> Any:
     return compiled(model)
 
 
+def with_torch_modules() -> Any:
+    """The parameters of a torch module, and a trained weight that its layer assigns in every call."""
+    return compiled(
+        keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.TorchModuleWrapper(torch.nn.Linear(6, 4)),
+                keras.layers.SpectralNormalization(keras.layers.Dense(4)),
+                keras.layers.Dense(2),
+            ]
+        )
+    )
+
+
+def recomputed() -> Any:
+    """Activations are computed again in the backward pass."""
+    with keras.RematScope(mode="full"):
+        return dense()
+
+
 MODELS: dict[str, Any] = {
+    "torch modules": (with_torch_modules, lambda model: fit(model)),
+    "recomputed": (recomputed, lambda model: fit(model, shuffle=False)),
     "functional": (functional, use_functional),
     "subclassed": (lambda: compiled(Residual()), lambda model: fit(model)),
     "own train_step": (lambda: compiled(OwnStep()), lambda model: fit(model)),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from stratagem._core import context, gradients, values
@@ -46,12 +47,13 @@ class ReplicaGroup:
         rows: rows of the global batch that each replica got; None if unknown.
         row_weights: each replica's share of the rows; adds up to 1, 0 for a replica without rows.
         shared: values that modules of this package keep for the run, for all replicas.
+        read_central: if set, replicas get the result of ``read_central(replica, central)`` for a parameter, not leaves.
         streams: the replicas' random numbers (two or more replicas).
     """
 
     __slots__ = (
         "_after_success", "_parallel", "_rendezvous", "_reset_cores", "_results", "_settings", "_strategy",
-        "replicas", "row_weights", "rows", "shared", "size", "streams",
+        "read_central", "replicas", "row_weights", "rows", "shared", "size", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,7 @@ class ReplicaGroup:
             [Replica(i, self, each, strategy) for i, each in enumerate(devices)]
         )
         self.shared: dict[Hashable, Any] = {}
+        self.read_central: Callable[[Replica, Tensor], Tensor] | None = None
         self._after_success: dict[Hashable, Callable[[], None]] = {}
         if size > 1:
             self._parallel = parallel

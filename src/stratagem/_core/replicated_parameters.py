@@ -188,6 +188,8 @@ class ReplicatedParameter(ManagedParameter):
         leaf = self.by_replica.get(replica.id)
         if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
             return central
+        if (read := replica.group.read_central) is not None:
+            return read(replica, central)
         if in_transform() is not None:
             return outside_transforms(self._refresh, replica)
         replica.group.check_running()

@@ -14,6 +14,18 @@ KEY = "keras forward pass"
 """The key of the pass in ``ReplicaGroup.shared``."""
 
 
+class _Assigned(torch.autograd.Function):
+    """The value that a layer assigned to a trained variable; its gradient goes to the variable."""
+
+    @staticmethod
+    def forward(_: Any, _variable: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class ForwardPass:
     """One call of a layer on several replicas.
 
@@ -44,14 +56,22 @@ class ForwardPass:
     def read(self, replica: Replica, variable: Any, central: Tensor) -> Tensor:
         """Return the value of a variable for a replica."""
         written = self._written[replica.id].get(id(variable))
-        if written is not None:
+        if written is None:
+            return self.central_value(replica, central)
+        if not central.requires_grad:
             return written
+        # As on one device: the layer computes with the new value, and its gradient is the variable's.
+        result: Tensor = _Assigned.apply(self.central_value(replica, central), written)  # type: ignore[no-untyped-call]
+        return result
+
+    def central_value(self, replica: Replica, central: Tensor) -> Tensor:
+        """Return a central tensor for a replica: itself, or a differentiable copy on the replica's device."""
         if central.device == replica.device:
             return central
         copies = self._copies[replica.id]
-        if id(variable) not in copies:
-            copies[id(variable)] = central.to(replica.device)
-        return copies[id(variable)]
+        if id(central) not in copies:
+            copies[id(central)] = central.to(replica.device)
+        return copies[id(central)]
 
     def write(self, replica: Replica, variable: Any, value: Tensor) -> None:
         """Note the value that a replica assigns."""

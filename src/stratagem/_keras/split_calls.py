@@ -20,6 +20,7 @@ from stratagem._core import torch_patches
 from stratagem._core.context import current_replica
 from stratagem._core.replicas import ReplicaGroup
 from stratagem._core.torch_patches import compiling
+from stratagem._core.torch_patches.private_api import in_backward
 from stratagem._data.batch_rows import split_sizes
 from stratagem._keras import server_steps
 from stratagem._keras.forward_pass import KEY, ForwardPass
@@ -42,7 +43,11 @@ def apply_patch() -> None:
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         strategy = state.get_global_attribute(_MARK)
-        if strategy is None or state.get_global_attribute("current_call_ctx") is not None:
+        if (
+            strategy is None
+            or state.get_global_attribute("current_call_ctx") is not None
+            or in_backward()  # keras.RematScope: a replica's part is computed again
+        ):
             return call(self, *args, **kwargs)
         return _call_on_replicas(strategy, self, call, args, kwargs)
 
@@ -132,6 +137,7 @@ def _call_on_replicas(
     running = ForwardPass(strategy._central_device, sizes)
     group = ReplicaGroup(strategy, devices, rows=sizes, parallel=strategy._parallel_replicas)
     group.shared[KEY] = running
+    group.read_central = running.central_value  # for the parameters of torch modules in the layer
     settings = _caller_state()
     calls = []
     for i, device in enumerate(devices):

@@ -41,12 +41,12 @@ def _combine(brought: list[Any]) -> list[Any]:
     present = [each for each in brought if each is not None]
     device = present[0][3]
     total = sum(count for _, _, count, _ in present) or 1.0
-    mean: Any = 0.0
-    square: Any = 0.0
-    for own_mean, own_variance, count, _ in present:
-        weight = count / total
-        own_mean = own_mean.to(device)
-        mean = mean + weight * own_mean
-        square = square + weight * (own_variance.to(device) + torch.square(own_mean))
-    variance = square - torch.square(mean)
+    weights = [count / total for _, _, count, _ in present]
+    means = [each[0].to(device) for each in present]
+    mean = sum(weight * own for weight, own in zip(weights, means, strict=True))
+    # Not E[x²] − mean²: that loses the digits of a small variance.
+    variance = sum(
+        weight * (each[1].to(device) + torch.square(own - mean))
+        for weight, own, each in zip(weights, means, present, strict=True)
+    )
     return [None if each is None else (mean.to(each[3]), variance.to(each[3])) for each in brought]

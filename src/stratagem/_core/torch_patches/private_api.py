@@ -94,6 +94,14 @@ set_grad_enabled: Callable[[bool], object] = _find(
     "torch._C._set_grad_enabled", "no_grad() around run()", instead=torch.set_grad_enabled
 )
 _device_context: Any = _find("torch._GLOBAL_DEVICE_CONTEXT", "torch.set_default_device in scopes")
+_graph_task: Callable[[], int] = _find(
+    "torch._C._current_graph_task_id", "recomputation in a backward pass", instead=lambda: -1
+)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return _graph_task() != -1
 
 
 def has_default_device() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,121 @@ def test_models_of_every_kind_are_built_on_workers(strategy: Any) -> None:
     compare(strategy, own, fit)
 
 
+class Hits(keras.metrics.Metric):
+    """A metric with an update of its own, whose state does not begin at 0."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hits")
+        self.hits = self.add_variable((), "ones")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        right = keras.ops.argmax(y_pred, axis=-1) == keras.ops.cast(y_true, "int64")
+        self.hits.assign_add(keras.ops.sum(keras.ops.cast(right, "float32")))
+
+    def result(self) -> Any:
+        return self.hits
+
+    def reset_state(self) -> None:
+        self.hits.assign(1.0)
+
+
+class Adversaries(keras.Model):
+    """Two optimizers, no get_config, a torch module, logs under other names than their metrics'."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+        self.normalize = keras.layers.Normalization()
+        self.normalize.adapt(X)
+        self.first = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+        self.second = keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 2))
+        self.hidden = self.first.layers[0]
+        self.tracker = keras.metrics.Mean(name="mean of the loss")
+        self.optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.5)]
+        for part, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
+            optimizer.build(part.trainable_variables)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.scale(self.first(self.normalize(x))))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        for part, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
+            self.zero_grad()
+            loss = torch.nn.functional.cross_entropy(self(x, training=True), torch.as_tensor(y))
+            loss.backward()
+            variables = part.trainable_variables
+            optimizer.apply([v.value.grad for v in variables], variables)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result(), "rows": len(x)}
+
+
+def test_a_model_is_sent_with_everything_in_it(strategy: Any) -> None:
+    """Lambdas, adapted layers, torch modules, metrics and losses of the program; changes between epochs."""
+    factor = 3.0
+
+    def own() -> Any:
+        model = Adversaries(lambda x: factor * x)
+        model.compile()
+        return model
+
+    def use(model: Any) -> Any:
+        return [fit(model), [int(optimizer.iterations) for optimizer in model.optimizers]]
+
+    compare(strategy, own, use)
+
+    def with_lambdas() -> Any:
+        x = keras.Input((6,))
+        y = keras.layers.Lambda(lambda t: t * factor)(keras.ops.relu(x))
+        model = keras.Model(x, keras.layers.Dense(2)(y))
+
+        def loss(y_true: Any, y_pred: Any) -> Any:
+            return factor * keras.losses.sparse_categorical_crossentropy(y_true, y_pred, True)
+
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss, metrics=[Hits()])
+        return model
+
+    def change(model: Any) -> Any:
+        layer = next(layer for layer in model.layers if isinstance(layer, keras.layers.Lambda))
+
+        def double(epoch: int, logs: Any) -> None:
+            layer.function = lambda t: t * 2 * epoch
+
+        return fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=double)])
+
+    compare(strategy, with_lambdas, change)
+
+
+def test_an_optimizer_without_variables_is_refused(strategy: Any) -> None:
+    with strategy.scope():
+        model = dense(optimizer=None)
+        model.other = keras.optimizers.Adam()
+    with pytest.raises(sg.errors.UnsupportedOptimizer, match=r"optimizer\.build\(variables\)"):
+        fit(model)
+
+
+def test_an_attribute_that_cannot_be_sent_is_named(strategy: Any) -> None:
+    with strategy.scope():
+        model = dense()
+        model.layers[0].lock = threading.Lock()
+    with pytest.raises(TypeError, match="attribute 'lock' of Dense 'dense"):
+        fit(model)
+
+
+def deepest() -> Any:
+    x = y = keras.Input((6,))
+    for _ in range(400):
+        y = y + 0.0
+    model = keras.Model(x, keras.layers.Dense(2)(y))
+    model.compile(optimizer="sgd", **classifier())
+    return model
+
+
+def test_a_model_of_many_layers_is_sent(strategy: Any) -> None:
+    compare(strategy, deepest, lambda model: model.evaluate(X, Y, verbose=0))
+
+
 def embeddings() -> Any:
     model = keras.Sequential(
         [
@@ -171,7 +287,8 @@ def test_rows_of_embeddings_are_looked_up_and_updated(cluster: Any) -> None:
     partitioner = sg.partitioners.FixedShardsPartitioner(2)
     with sg.ParameterServerStrategy(cluster.resolver, partitioner) as strategy:
         model = compare(strategy, embeddings, use_embeddings)
-        assert isinstance(model._stratagem_on_servers.optimizer.on_servers, torch.optim.Adagrad)
+        on_servers = model.optimizer._stratagem_on_servers.on_servers
+        assert isinstance(on_servers, torch.optim.Adagrad)
 
 
 # ------------------------------------------------------------------ callbacks
@@ -200,6 +317,23 @@ def test_callbacks_of_epochs_see_the_numbers_of_plain_keras(strategy: Any, tmp_p
         return [history, saved.get_weights(), state, (folder / "log.csv").read_text().count("\n")]
 
     compare(strategy, lambda: dense(optimizer=keras.optimizers.Adam(0.05)), use)
+
+
+def test_averages_on_the_servers_are_swapped_for_evaluation(strategy: Any) -> None:
+    """A callback that reads and writes the variables of the optimizer between epochs."""
+
+    def use(model: Any) -> Any:
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        return [
+            fit(model, callbacks=[swap], validation_split=0.2),
+            [variable.numpy() for variable in model.optimizer.variables],
+        ]
+
+    compare(
+        strategy,
+        lambda: dense(optimizer=keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5)),
+        use,
+    )
 
 
 def test_training_continues_from_a_backup(strategy: Any, tmp_path: Path) -> None:
@@ -348,7 +482,7 @@ def test_what_servers_cannot_run_is_refused_with_the_remedy(cluster: Any, strate
         def result(self) -> Any:
             return self.largest
 
-    refused(strategy, TypeError, "update_state of its own", metrics=[Largest()])
+    refused(strategy, TypeError, "not a sum over rows", metrics=[Largest()])
     with strategy.scope():
         model = dense()
     with pytest.raises(ValueError, match="needs steps_per_epoch"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
 from stratagem._core.managed import find_managed
 from stratagem._keras.keras_names import names
+from stratagem._keras.metric_checks import flat_metrics, metric_variables
+from stratagem._keras.model_by_value import ModelParts
 from stratagem._keras.model_on_worker import (
     ModelRecipe,
-    metric_variables,
+    build_worker_model,
     predict_on_worker,
     test_on_worker,
     train_from_iterator,
@@ -28,9 +30,8 @@ from stratagem._keras.model_on_worker import (
 )
 from stratagem._keras.model_strategies import is_on_servers, strategy_of
 from stratagem._keras.optimizers_on_servers import OptimizerOnServers
-from stratagem._keras.worker_models import build_worker_model, custom_objects_of, refuse_metrics
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter, Use
-from stratagem.errors import ForeignParameterError
+from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 _AHEAD_PER_WORKER = 4
 _AHEAD = 4
@@ -50,53 +51,66 @@ class ModelOnServers:
         self._strategy = strategy
         self._coordinator = ClusterCoordinator.of(strategy)
         self._copies: Any = None
-        self._made_from: Any = None
+        self._digest = b""
+        self._is_prepared = False
         self._batches: Any = None
         self._waiting: deque[Any] = deque()
         self._logs: Any = None
-        self.optimizer: OptimizerOnServers | None = None
+        self._metrics: dict[str, int] = {}
+        self._optimizers: list[OptimizerOnServers] = []
         self.waits = False  # whether each step is waited for: train_on_batch
 
     # -------------------------------------------------------------- preparation
 
     def prepare(self) -> Any:
-        """Send the model to the workers if it is new or was compiled again; return the per-worker copies."""
-        model = self._model
-        made_from = (id(model.optimizer), id(model._compile_loss), id(model._compile_metrics), len(model.variables),
-                     tuple(v.trainable for v in model.variables))  # fmt: skip
-        if self._copies is not None and made_from == self._made_from:
-            if self.optimizer is not None:
-                self.optimizer.send_changes()
+        """Send the model to the workers if it is new or has changed; return the per-worker copies."""
+        if self._is_prepared:
             return self._copies
+        model = self._model
         if len(self._strategy._compute_devices) > 1:
             raise NotImplementedError(
                 f"a Keras model under parameter servers needs workers with one device each, but {self._strategy!r} gives "
                 "each worker several (worker_devices). Start more workers instead."
             )
-        refuse_metrics(model)
         self._adopt()
-        if model.optimizer is not None:
-            if not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
-            self.optimizer = OptimizerOnServers(model.optimizer, model.trainable_variables)
-            object.__setattr__(model.optimizer, ON_SERVERS, self.optimizer)
-        arguments = {} if not model.compiled else dict(model.get_compile_config() or {})
-        for name in ("optimizer", "jit_compile", "run_eagerly", "steps_per_execution"):
-            arguments.pop(name, None)
-        recipe = ModelRecipe(
-            config=names().keras.saving.serialize_keras_object(model) | {"compile_config": None},
-            custom_objects=custom_objects_of(model),
-            compile_arguments=arguments,
-            paths=[variable.path for variable in model.variables],
-            parameters=[variable._value for variable in model.variables],
-            optimizer=None if self.optimizer is None else self.optimizer.on_servers,
-            optimizer_settings={} if self.optimizer is None else self.optimizer.worker_settings,
-        )
-        self._copies = self._coordinator.create_per_worker_resource(
-            build_worker_model, args=(recipe,)
-        )
-        self._made_from = made_from
+        parts = ModelParts(model)
+        packed = parts.pack()
+        self._optimizers = [self._on_servers(each) for each in parts.optimizers]
+        if self._copies is None or packed.digest != self._digest:
+            recipe = ModelRecipe(
+                packed=packed,
+                parameters=parts.parameters,
+                modules=parts.modules,
+                optimizers=[(each.on_servers, each.worker_settings) for each in self._optimizers],
+            )
+            self._copies = self._coordinator.create_per_worker_resource(
+                build_worker_model, args=(recipe,)
+            )
+            self._digest = packed.digest
+        for optimizer in self._optimizers:
+            optimizer.send_changes()
+        self._is_prepared = True
         return self._copies
+
+    def _on_servers(self, optimizer: Any) -> OptimizerOnServers:
+        """Return the servers' optimizer of a Keras optimizer."""
+        model = self._model
+        if not optimizer.built and optimizer is model.optimizer:
+            optimizer.build(model.trainable_variables)
+        if not optimizer.built:
+            raise UnsupportedOptimizer(
+                f"optimizer {optimizer.name!r} of Keras model {model.name!r} was not given to compile(optimizer=…), so that "
+                "its variables are not known. Name them before fit(): optimizer.build(variables)."
+            )
+        found = getattr(optimizer, ON_SERVERS, None)
+        if found is None or not found.trains(optimizer._trainable_variables):
+            found = OptimizerOnServers(optimizer, optimizer._trainable_variables)
+            object.__setattr__(optimizer, ON_SERVERS, found)
+        return cast("OptimizerOnServers", found)
+
+    def changed(self) -> None:
+        """Look, before the next step, whether the program has changed the model."""
+        self._is_prepared = False
 
     def _adopt(self) -> None:
         """Check that every variable is on the servers; rows of embeddings are looked up there."""
@@ -126,8 +140,8 @@ class ModelOnServers:
     def train(self, data: Any) -> Any:
         """Schedule a training step; return the logs of the steps that have finished."""
         copies = self.prepare()
-        assert self.optimizer is not None
-        self.optimizer.before_step()
+        for optimizer in self._optimizers:
+            optimizer.before_step()
         if isinstance(data, str) and data == NEXT_OF_WORKER:
             return self._schedule(train_from_iterator, copies, self._batches)
         return self._schedule(train_on_worker, copies, data)
@@ -156,14 +170,16 @@ class ModelOnServers:
     def _collect(self) -> None:
         """Take the result of the oldest step: add its metrics to the model's."""
         try:
-            logs, states = self._waiting.popleft().get()
+            result = self._waiting.popleft().get()
         except BaseException:
             self._waiting.clear()
             raise
-        self._logs = logs
+        self._logs, self._metrics = result.logs, result.metrics
+        for optimizer, count in zip(self._optimizers, result.updates, strict=True):
+            optimizer.count_steps(count)
         with torch.no_grad():
-            for variable, state in zip(metric_variables(self._model), states, strict=True):
-                variable.assign(variable.value + torch.from_numpy(np.asarray(state)))
+            for variable, change in zip(metric_variables(self._model), result.changes, strict=True):
+                variable.assign(variable.value + torch.from_numpy(np.asarray(change)))
 
     def _result(self) -> Any:
         """Return the metrics over all finished steps; other values in the logs are those of the last one."""
@@ -171,11 +187,14 @@ class ModelOnServers:
         logs = self._logs
         if not isinstance(logs, dict) or set(logs) == set(found):
             return found
+        metrics = flat_metrics(self._model)
+        found |= {name: metrics[number].result() for name, number in self._metrics.items()}
         return {name: found.get(name, value) for name, value in logs.items()}
 
     def begin(self) -> None:
         """Begin to count: the metrics were reset."""
         self.finish()
+        self.changed()
         self._logs = None
 
     def finish(self) -> None:
@@ -196,14 +215,13 @@ class ModelOnServers:
     def end_of_epoch(self) -> Any:
         """Wait for all scheduled steps; return their logs."""
         self.finish()
-        if self.optimizer is not None:
-            self.optimizer.count_steps()
         return self._result()
 
     def give_up(self) -> None:
         """Wait for the steps that still run after an error, and forget their results."""
         self._waiting.clear()
         self._logs = None
+        self.changed()
         with suppress(Exception):  # it repeats the error
             self._coordinator.join()
 

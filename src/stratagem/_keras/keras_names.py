@@ -32,6 +32,20 @@ class KerasNames(NamedTuple):
     backend: Any
     DataAdapter: Any
     EpochIterator: Any
+    Tracker: Any
+    TrackedList: Any
+    TrackedDict: Any
+    TrackedOrderedDict: Any
+    TrackedSet: Any
+    Saveable: Any
+    Node: Any
+    DynamicBackend: Any
+
+    @property
+    def by_value(self) -> tuple[type, ...]:
+        """Classes whose objects `model_by_value` sends as their attributes."""
+        return (self.Saveable, self.Variable, self.Node, self.Tracker, self.TrackedList, self.TrackedDict,
+                self.TrackedOrderedDict, self.TrackedSet, self.DynamicBackend)  # fmt: skip
 
 
 class UnknownKeras(StratagemError, ImportError):
@@ -61,8 +75,13 @@ def names() -> KerasNames:
         "global_state": ("keras.src.backend.common.global_state", ""),
         "backend": ("keras.src.backend", ""),
         "EpochIterator": ("keras.src.backend.torch.trainer", "TorchEpochIterator"),
+        "Saveable": ("keras.src.saving.keras_saveable", "KerasSaveable"),
+        "DynamicBackend": ("keras.src.utils.backend_utils", "DynamicBackend"),
+        "Node": ("keras.src.ops.node", "Node"),
         "DataAdapter": ("keras.src.trainers.data_adapters.data_adapter", "DataAdapter"),
     }
+    for name in ("Tracker", "TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet"):
+        private[name] = ("keras.src.utils.tracking", name)
     found: dict[str, Any] = {}
     for name, (module, attribute) in private.items():
         try:

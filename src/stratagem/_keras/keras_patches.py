@@ -10,7 +10,7 @@ strategy every one of them does what Keras' does.
 | replicas | `split_calls` | ``make_…_function``; ``Layer.__call__``, ``add_loss``, ``_clear_losses`` | inside a step the outermost call of a layer runs on all replicas |
 | replicas | `replica_variables` | ``Variable.value``, ``_direct_assign`` | a replica reads and writes its own values |
 | replicas | `whole_batch_moments` | ``BatchNormalization._moments`` | statistics of the whole batch |
-| replicas | `server_steps` | ``reset_metrics``, ``_get_metrics_result_or_logs``; ``finalize_variable_values`` and ``save_own_variables`` of optimizers | under parameter servers metrics and state come from workers and servers |
+| replicas | `server_steps` | ``reset_metrics``, ``_get_metrics_result_or_logs`` | under parameter servers metrics come from workers |
 | replicas | `optimizer_apply` | ``BaseOptimizer.apply`` | inside ``strategy.run`` one update for all replicas |
 
 With another backend than torch, only ``Model.__new__`` is patched: under a scope it raises an error with the remedy.

@@ -1,25 +1,28 @@
-"""The Keras model of a worker: built from the coordinator's configuration, over the parameters of the servers.
+"""The Keras model of a worker: the coordinator's, rebuilt over the parameters of the servers.
 
 A worker has one `WorkerModel` (a per-worker resource, so a replaced worker builds it again). Its variables are the worker's views of the
-coordinator's parameters; its optimizer sends gradients to the servers. The model's own ``train_step`` and ``test_step`` run unchanged. A
-step returns the states of its metrics, which the coordinator adds up.
+coordinator's parameters; its optimizers send gradients to the servers. The model's own ``train_step`` and ``test_step`` run unchanged. A
+step returns how it changed the states of its metrics, which the coordinator adds up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem._core import context
 from stratagem._keras.keras_names import names
+from stratagem._keras.metric_checks import check_metrics, flat_metrics, metric_variables
+from stratagem._keras.model_by_value import PackedModel, unpack_model
 from stratagem._keras.server_update import import_keras
 from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem.errors import DataError, MisuseError
+from stratagem.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -27,64 +30,69 @@ class ModelRecipe:
     """What a worker needs to build the model.
 
     Attributes:
-        config: Keras' serialized model.
-        custom_objects: the program's own classes and functions in it, by name.
-        compile_arguments: Keras' serialized arguments of ``compile``, without the optimizer.
-        paths: of the variables, in order.
+        packed: the model as data.
         parameters: of the variables; on a worker its views of them.
-        optimizer: the optimizer on the servers; None if the model is not trained.
-        optimizer_settings: clipping and loss scale.
+        modules: torch modules in its layers.
+        optimizers: on the servers, each with the settings that workers apply: clipping and loss scale.
     """
 
-    config: dict[str, Any]
-    custom_objects: dict[str, Any]
-    compile_arguments: dict[str, Any]
-    paths: Sequence[str]
-    parameters: Sequence[Any]
-    optimizer: Optimizer | None
-    optimizer_settings: dict[str, Any] = field(default_factory=dict)
+    packed: PackedModel
+    parameters: Sequence[Tensor]
+    modules: Sequence[nn.Module]
+    optimizers: Sequence[tuple[Optimizer, dict[str, Any]]]
+
+
+class StepResult(NamedTuple):
+    """The result of a training or test step.
+
+    Attributes:
+        logs: returned by the step.
+        metrics: numbers of the metrics (in `flat_metrics`) whose results are entries of ``logs``, by name.
+        changes: of the variables of all metrics.
+        updates: how often each optimizer updated the variables.
+    """
+
+    logs: Any
+    metrics: dict[str, int]
+    changes: list[np.ndarray]
+    updates: list[int]
+
+
+def build_worker_model(recipe: ModelRecipe) -> WorkerModel:
+    """Build the model on a worker. Runs there, once for each worker."""
+    return WorkerModel(recipe)
 
 
 class WorkerModel:
     """A model on a worker."""
 
     def __init__(self, recipe: ModelRecipe) -> None:
-        keras = import_keras("a worker")
-        with keras.saving.custom_object_scope(recipe.custom_objects):
-            with keras.device("meta"):  # its variables are on the servers: no memory here
-                self._model = keras.saving.deserialize_keras_object(recipe.config)
-            arguments = keras.saving.deserialize_keras_object(recipe.compile_arguments)
-        self._bind(recipe)
-        self._optimizer = recipe.optimizer
+        import_keras("a worker")
+        self._optimizers = [WorkerOptimizer(each, settings) for each, settings in recipe.optimizers]
+        self._model = unpack_model(
+            recipe.packed, recipe.parameters, recipe.modules, self._optimizers
+        )
         self._parameters = list(recipe.parameters)
-        if arguments:
-            self._model.compile(optimizer=None, **arguments)
-        if recipe.optimizer is not None:
-            step = WorkerOptimizer(recipe.optimizer, recipe.optimizer_settings)
-            object.__setattr__(self._model, "optimizer", step)
         for layer in self._model._flatten_layers():
             object.__setattr__(layer, "zero_grad", self._zero_grad)
-
-    def _bind(self, recipe: ModelRecipe) -> None:
-        """Make the variables those of the servers."""
-        variables = self._model.variables
-        shapes = [tuple(variable.shape) for variable in variables]
-        if shapes != [tuple(parameter.shape) for parameter in recipe.parameters]:
-            raise MisuseError(
-                f"Keras model {self._model.name!r}, built from its configuration, has variables of other shapes: "
-                f"{shapes}, expected {dict(zip(recipe.paths, recipe.parameters, strict=True))!r:.500}. Let get_config() "
-                "and build() of its classes describe all layers and weights."
-            )
-        for variable, parameter, path in zip(
-            variables, recipe.parameters, recipe.paths, strict=True
-        ):
-            variable._value = parameter
-            variable._path = path
-        for layer in self._model._flatten_layers():
-            if isinstance(layer, names().keras.layers.Embedding):
-                table = layer._embeddings._value if layer.built else None
+            if isinstance(layer, names().keras.layers.Embedding) and layer.built:
+                table = layer._embeddings._value
                 if isinstance(table, TableParameter):
                     object.__setattr__(layer, "call", _Lookup(layer, table))
+        self._results: list[tuple[Any, int]] = []
+        self._model.reset_metrics()
+        self._start = self._states()
+        check_metrics(self._model)
+        for number, metric in enumerate(flat_metrics(self._model)):
+            object.__setattr__(metric, "result", self._recording(metric.result, number))
+
+    def _recording(self, result: Any, number: int) -> Any:
+        def recorded() -> Any:
+            value = result()
+            self._results.append((value, number))
+            return value
+
+        return recorded
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         del set_to_none
@@ -94,22 +102,22 @@ class WorkerModel:
 
     # -------------------------------------------------------------- steps
 
-    def train(self, data: Any) -> Any:
-        """Train on one batch; return the logs of the step and the states of its metrics."""
+    def train(self, data: Any) -> StepResult:
+        """Train on one batch."""
         self._model.train()
-        self._model.reset_metrics()
+        self._begin()
         self._zero_grad()
         logs = self._model.train_step(data)
         self._zero_grad()
-        return _plain(logs), self._states()
+        return self._end(logs)
 
-    def test(self, data: Any) -> Any:
-        """Evaluate one batch; return the logs of the step and the states of its metrics."""
+    def test(self, data: Any) -> StepResult:
+        """Evaluate one batch."""
         self._model.eval()
-        self._model.reset_metrics()
+        self._begin()
         with torch.no_grad():
             logs = self._model.test_step(data)
-        return _plain(logs), self._states()
+        return self._end(logs)
 
     def predict(self, data: Any) -> Any:
         """Return the outputs for one batch, as arrays."""
@@ -118,8 +126,24 @@ class WorkerModel:
             outputs = self._model.predict_step(data)
         return names().tree.map_structure(names().backend.convert_to_numpy, outputs)
 
+    def _begin(self) -> None:
+        self._model.reset_metrics()
+        self._results.clear()
+        for optimizer in self._optimizers:
+            optimizer.updates = 0
+
+    def _end(self, logs: Any) -> StepResult:
+        metrics = {}
+        for name, value in logs.items() if isinstance(logs, dict) else ():
+            for result, number in self._results:
+                if result is value:
+                    metrics[name] = number
+        changes = [now - start for now, start in zip(self._states(), self._start, strict=True)]
+        updates = [optimizer.updates for optimizer in self._optimizers]
+        return StepResult(_plain(logs), metrics, changes, updates)
+
     def _states(self) -> list[np.ndarray]:
-        return [variable.numpy() for variable in metric_variables(self._model)]
+        return [np.array(variable.numpy()) for variable in metric_variables(self._model)]
 
 
 def train_on_worker(model: WorkerModel, data: Any) -> Any:
@@ -149,15 +173,16 @@ def predict_on_worker(model: WorkerModel, data: Any) -> Any:
     return model.predict(data)
 
 
-def metric_variables(model: Any) -> list[Any]:
-    """Return the variables of all metrics of a model, in order."""
-    return [variable for metric in model.metrics for variable in metric.variables]
-
-
 def _plain(logs: Any) -> Any:
-    return names().tree.map_structure(
-        lambda leaf: leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf, logs
-    )
+    """Return logs as data: arrays for tensors and variables."""
+    keras = names()
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, keras.Variable):
+            leaf = leaf.value
+        return leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
+
+    return keras.tree.map_structure(plain, logs)
 
 
 class _Lookup:
@@ -178,12 +203,16 @@ class WorkerOptimizer:
     Args:
         on_servers: the worker's view of the optimizer that the servers run.
         settings: ``clipnorm``, ``clipvalue``, ``global_clipnorm`` and ``loss_scale_factor``.
+
+    Attributes:
+        updates: how often it updated the variables in this step.
     """
 
     built = True
 
     def __init__(self, on_servers: Optimizer, settings: dict[str, Any]) -> None:
         self._on_servers = on_servers
+        self.updates = 0
         self._scale = settings.get("loss_scale_factor")
         clipping = {name: value for name, value in settings.items() if name != "loss_scale_factor"}
         self._clipper = names().keras.optimizers.SGD(0.0, **clipping)
@@ -222,6 +251,7 @@ class WorkerOptimizer:
                 if id(parameter) not in trained:
                     parameter.grad = None
         self._on_servers.step()
+        self.updates += 1
 
     def apply_gradients(self, grads_and_vars: Any) -> None:
         """Send pairs of gradients and variables."""

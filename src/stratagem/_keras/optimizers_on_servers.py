@@ -18,6 +18,7 @@ import torch
 
 from stratagem._core.managed import find_managed
 from stratagem._keras.keras_names import names
+from stratagem._keras.replica_variables import SOURCE
 from stratagem._keras.server_update import KerasUpdate, name_of
 from stratagem.errors import UnsupportedOptimizer
 
@@ -41,7 +42,6 @@ class OptimizerOnServers:
         refuse(optimizer)
         self._optimizer = optimizer
         self._variables = list(variables)
-        self._steps = 0  # since the count of the Keras optimizer was brought up to date
         self._is_current = True
         self._rate()  # refuses a function, which cannot be serialized
         config = names().keras.saving.serialize_keras_object(optimizer)
@@ -52,6 +52,9 @@ class OptimizerOnServers:
         if int(optimizer.iterations) > 0:
             self.send()
         self._note_versions()
+        for slot in self._slots():
+            if slot is not optimizer._iterations:
+                object.__setattr__(slot, SOURCE, self)
 
     def _create(self, config: dict[str, Any]) -> torch.optim.Optimizer:
         parameters = [variable._value for variable in self._variables]
@@ -101,7 +104,6 @@ class OptimizerOnServers:
 
     def before_step(self) -> None:
         """Let the next step use the learning rate, and the state if the program changed it."""
-        self._steps += 1
         self._is_current = False
         rate = self._rate()
         for group in self.on_servers.param_groups:
@@ -114,9 +116,12 @@ class OptimizerOnServers:
             self.send()
             self._note_versions()
 
-    def count_steps(self) -> None:
-        """Bring the count of steps of the Keras optimizer up to date."""
-        count, self._steps = self._steps, 0
+    def trains(self, variables: Sequence[Any]) -> bool:
+        """Return whether these are the variables that it trains."""
+        return [id(each) for each in variables] == [id(each) for each in self._variables]
+
+    def count_steps(self, count: int) -> None:
+        """Add finished steps to the count of the Keras optimizer."""
         with torch.no_grad():
             iterations = self._optimizer._iterations
             iterations.assign(iterations.value + count)
@@ -124,7 +129,6 @@ class OptimizerOnServers:
 
     def fetch(self) -> None:
         """Bring the Keras optimizer's variables up to date."""
-        self.count_steps()
         if self._is_current:
             return
         self._is_current = True
@@ -145,7 +149,7 @@ class OptimizerOnServers:
         on_servers = self.on_servers
         for variable in self._variables:
             prefix = variable.path.replace("/", "_") + "_"
-            own = {n: v.value.detach().clone() for n, v in by_name.items() if n.startswith(prefix)}
+            own = {n: v._value.detach().clone() for n, v in by_name.items() if n.startswith(prefix)}
             if isinstance(on_servers, KerasUpdate):
                 on_servers.state[variable._value] = {"iteration": count.clone(), **own}
             elif isinstance(on_servers, torch.optim.Adagrad):

@@ -1,6 +1,7 @@
 """Keras variables under a strategy: their value depends on the context.
 
-Outside replicas ``Variable.value`` is the central tensor; with parameter servers it is first brought up to date. In a split call
+Outside replicas ``Variable.value`` is the central tensor; with parameter servers it is first brought up to date, also if it belongs to
+an optimizer. In a split call
 (`split_calls`) it is the replica's value. In a replica of ``strategy.run`` it is the replica's leaf, as for any other
 parameter under a strategy.
 """
@@ -16,6 +17,9 @@ from stratagem._core.managed import find_registered
 from stratagem._keras.forward_pass import KEY
 from stratagem._keras.keras_names import names
 
+SOURCE = "_stratagem_source"
+"""The attribute of a Keras optimizer's variable whose value is on parameter servers; its ``fetch()`` brings it up to date."""
+
 
 def apply_patch() -> None:
     """Replace ``Variable.value`` and ``Variable._direct_assign``."""
@@ -29,6 +33,8 @@ def apply_patch() -> None:
         central = self._value
         if central is None or in_stateless_scope():
             return read(self)
+        if (source := vars(self).get(SOURCE)) is not None:
+            source.fetch()
         replica = current_replica()
         running = None if replica is None else replica.group.shared.get(KEY)
         if running is not None:

@@ -16,8 +16,8 @@ ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def apply_patch() -> None:
-    """Let metrics be those of finished steps, and an optimizer's variables those of the servers."""
-    trainer, optimizer = names().BaseTrainer, names().BaseOptimizer
+    """Let metrics be those of finished steps."""
+    trainer = names().BaseTrainer
     reset, result = trainer.reset_metrics, trainer._get_metrics_result_or_logs
 
     @functools.wraps(reset)
@@ -32,8 +32,6 @@ def apply_patch() -> None:
 
     trainer.reset_metrics = reset_metrics
     trainer._get_metrics_result_or_logs = logs_of_all_steps
-    for name in ("finalize_variable_values", "save_own_variables"):
-        setattr(optimizer, name, _with_state(getattr(optimizer, name)))
 
 
 def _is_remote(model: Any) -> bool:
@@ -45,17 +43,6 @@ def _on_servers(model: Any) -> Any:
     from stratagem._keras.fit_on_servers import on_servers_of  # loads the cluster
 
     return on_servers_of(model)
-
-
-def _with_state(method: Any) -> Any:
-    @functools.wraps(method)
-    def with_current_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        on_servers = getattr(self, "_stratagem_on_servers", None)
-        if on_servers is not None:
-            on_servers.fetch()
-        return method(self, *args, **kwargs)
-
-    return with_current_state
 
 
 def step_function(model: Any, kind: str) -> Callable[[Any], Any]:
@@ -79,6 +66,7 @@ def run(model: Any, method: Any, args: Any, kwargs: Any) -> Any:
     given = bound.arguments
     name = method.__name__
     on_servers.waits = name in ON_BATCH
+    on_servers.changed()
     try:
         if name == "fit":
             _prepare_fit(model, on_servers, given)
@@ -88,10 +76,7 @@ def run(model: Any, method: Any, args: Any, kwargs: Any) -> Any:
             return _predict(model, on_servers, **dict(list(given.items())[1:]))
         if name == "predict_on_batch":
             _build(model, given["x"])
-        result = method(*bound.args, **bound.kwargs)
-        if on_servers.optimizer is not None and name in ("fit", "train_on_batch"):
-            on_servers.optimizer.fetch()
-        return result
+        return method(*bound.args, **bound.kwargs)
     except BaseException:  # Ctrl-C too: no step of this call may run on into the next one
         on_servers.give_up()
         raise

@@ -337,26 +337,46 @@ def test_averages_on_the_servers_are_swapped_for_evaluation(strategy: Any) -> No
 
 
 def test_training_continues_from_a_backup(strategy: Any, tmp_path: Path) -> None:
-    """KER-7: a fit that failed resumes at the next epoch, with the weights and the optimizer's state."""
+    """KER-7: a fit that failed resumes at the next epoch, with the weights and the optimizer's state.
+
+    The servers write the backups, which are gone after a fit that succeeds.
+    """
 
     class Fail(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 2:
                 raise OSError("no power")
 
+    def adam() -> Any:
+        return dense(optimizer=keras.optimizers.Adam(0.05))
+
     def use(model: Any) -> Any:
-        backup = keras.callbacks.BackupAndRestore(str(tmp_path / str(id(model))))
+        folder = tmp_path / str(id(model))
+        backup = keras.callbacks.BackupAndRestore(str(folder))
         with pytest.raises(OSError, match="no power"):
             fit(model, epochs=4, callbacks=[backup, Fail()], shuffle=False)
-        resumed = dense(optimizer=keras.optimizers.Adam(0.05))
-        if hasattr(model, "_stratagem_strategy"):
-            with strategy.scope():
-                resumed = dense(optimizer=keras.optimizers.Adam(0.05))
+        is_remote = hasattr(model, "_stratagem_strategy")
+        assert bool(list(folder.glob("servers/*/*"))) == is_remote
+        with strategy.scope() if is_remote else torch.enable_grad():
+            resumed = adam()
+        backup = keras.callbacks.BackupAndRestore(str(folder), save_freq=3, double_checkpoint=True)
         history = fit(resumed, epochs=4, callbacks=[backup], shuffle=False)
         assert len(history["loss"]) == 2
-        return [history, resumed.get_weights(), float(resumed.optimizer.iterations)]
+        assert not folder.exists()
+        state = [variable.numpy() for variable in resumed.optimizer.variables]
+        return [history, resumed.get_weights(), state]
 
-    compare(strategy, lambda: dense(optimizer=keras.optimizers.Adam(0.05)), use)
+    compare(strategy, adam, use)
+
+
+def test_a_backup_of_plain_keras_continues_on_servers(strategy: Any, tmp_path: Path) -> None:
+    plain = dense(optimizer=keras.optimizers.Adam(0.05))
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path), delete_checkpoint=False)
+    fit(plain, epochs=2, callbacks=[backup], shuffle=False)
+    with strategy.scope():
+        model = dense(optimizer=keras.optimizers.Adam(0.05))
+    history = fit(model, epochs=3, callbacks=[backup], shuffle=False)
+    assert_close(history["loss"], fit(plain, epochs=1, shuffle=False)["loss"])
 
 
 def test_callbacks_of_batches_get_the_values_of_finished_steps(strategy: Any) -> None:
@@ -562,3 +582,32 @@ def test_two_workers_train_evaluate_and_predict_every_row(processes: Any) -> Non
             rtol=1e-5,
             atol=1e-6,
         )
+
+
+@pytest.mark.process
+def test_a_killed_server_returns_with_the_values_of_the_backup(
+    processes: Any, tmp_path: Path
+) -> None:
+    """As in plain training with a CheckpointManager: fit goes on."""
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5 and int(self.model.optimizer.iterations) > 20:
+                self.killed = True
+                processes.kill_ps(1)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                assert self.killed
+
+    with sg.ParameterServerStrategy(processes.resolver) as strategy:
+        with strategy.scope():
+            model = dense(optimizer=keras.optimizers.Adam(0.02))
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path))
+        history = model.fit(
+            batches, steps_per_epoch=20, epochs=2, verbose=0, callbacks=[backup, Kill()]
+        ).history
+        assert len(history["loss"]) == 2
+        assert len(sg.ClusterCoordinator.of(strategy).recoveries) == 1
+        assert np.isfinite(model.evaluate(X, Y, verbose=0)[0])
+        assert int(model.optimizer.iterations) == 40

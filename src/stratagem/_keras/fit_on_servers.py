@@ -17,6 +17,7 @@ import torch
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
 from stratagem._core.managed import find_managed
+from stratagem._keras.backups import Backup
 from stratagem._keras.keras_names import names
 from stratagem._keras.metric_checks import flat_metrics, metric_variables
 from stratagem._keras.model_by_value import ModelParts
@@ -57,7 +58,8 @@ class ModelOnServers:
         self._waiting: deque[Any] = deque()
         self._logs: Any = None
         self._metrics: dict[str, int] = {}
-        self._optimizers: list[OptimizerOnServers] = []
+        self.optimizers: list[OptimizerOnServers] = []
+        self.backup: Backup | None = None
         self.waits = False  # whether each step is waited for: train_on_batch
 
     # -------------------------------------------------------------- preparation
@@ -75,19 +77,19 @@ class ModelOnServers:
         self._adopt()
         parts = ModelParts(model)
         packed = parts.pack()
-        self._optimizers = [self._on_servers(each) for each in parts.optimizers]
+        self.optimizers = [self._on_servers(each) for each in parts.optimizers]
         if self._copies is None or packed.digest != self._digest:
             recipe = ModelRecipe(
                 packed=packed,
                 parameters=parts.parameters,
                 modules=parts.modules,
-                optimizers=[(each.on_servers, each.worker_settings) for each in self._optimizers],
+                optimizers=[(each.on_servers, each.worker_settings) for each in self.optimizers],
             )
             self._copies = self._coordinator.create_per_worker_resource(
                 build_worker_model, args=(recipe,)
             )
             self._digest = packed.digest
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.send_changes()
         self._is_prepared = True
         return self._copies
@@ -140,7 +142,7 @@ class ModelOnServers:
     def train(self, data: Any) -> Any:
         """Schedule a training step; return the logs of the steps that have finished."""
         copies = self.prepare()
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.before_step()
         if isinstance(data, str) and data == NEXT_OF_WORKER:
             return self._schedule(train_from_iterator, copies, self._batches)
@@ -175,7 +177,7 @@ class ModelOnServers:
             self._waiting.clear()
             raise
         self._logs, self._metrics = result.logs, result.metrics
-        for optimizer, count in zip(self._optimizers, result.updates, strict=True):
+        for optimizer, count in zip(self.optimizers, result.updates, strict=True):
             optimizer.count_steps(count)
         with torch.no_grad():
             for variable, change in zip(metric_variables(self._model), result.changes, strict=True):
@@ -216,6 +218,12 @@ class ModelOnServers:
         """Wait for all scheduled steps; return their logs."""
         self.finish()
         return self._result()
+
+    def set_backup(self, backup: Backup | None) -> None:
+        """Own the backup of a ``fit`` that begins, or, with None, close that of one that has ended."""
+        before, self.backup = self.backup, backup
+        if before is not None:
+            before.close()
 
     def give_up(self) -> None:
         """Wait for the steps that still run after an error, and forget their results."""

@@ -11,6 +11,7 @@ strategy every one of them does what Keras' does.
 | replicas | `replica_variables` | ``Variable.value``, ``_direct_assign`` | a replica reads and writes its own values |
 | replicas | `whole_batch_moments` | ``BatchNormalization._moments`` | statistics of the whole batch |
 | replicas | `server_steps` | ``reset_metrics``, ``_get_metrics_result_or_logs`` | under parameter servers metrics come from workers |
+| replicas | `backups` | ``BackupAndRestore`` | under parameter servers the servers write the backups |
 | replicas | `optimizer_apply` | ``BaseOptimizer.apply`` | inside ``strategy.run`` one update for all replicas |
 
 With another backend than torch, only ``Model.__new__`` is patched: under a scope it raises an error with the remedy.
@@ -30,6 +31,7 @@ _MODULES = {
         "whole_batch_moments",
         "optimizer_apply",
         "server_steps",
+        "backups",
     ),
 }
 _installed: set[str] = set()

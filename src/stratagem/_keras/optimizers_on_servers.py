@@ -19,7 +19,7 @@ import torch
 from stratagem._core.managed import find_managed
 from stratagem._keras.keras_names import names
 from stratagem._keras.replica_variables import SOURCE
-from stratagem._keras.server_update import KerasUpdate, name_of
+from stratagem._keras.server_update import KerasUpdate, slot_of
 from stratagem.errors import UnsupportedOptimizer
 
 _ON_WORKERS = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
@@ -43,6 +43,7 @@ class OptimizerOnServers:
         self._optimizer = optimizer
         self._variables = list(variables)
         self._is_current = True
+        self._by_variable: dict[int, dict[str, Any]] = {}
         self._rate()  # refuses a function, which cannot be serialized
         config = names().keras.saving.serialize_keras_object(optimizer)
         self.worker_settings = {name: config["config"].get(name) for name in _ON_WORKERS}
@@ -127,45 +128,63 @@ class OptimizerOnServers:
             iterations.assign(iterations.value + count)
         self._seen[id(iterations)] = iterations._value._version
 
+    @property
+    def iterations(self) -> int:
+        """How many steps have finished."""
+        return int(self._optimizer._iterations)
+
+    def restored(self, iterations: int) -> None:
+        """Continue after the servers were restored from a checkpoint of so many steps."""
+        with torch.no_grad():
+            self._optimizer._iterations.assign(iterations)
+        self._is_current = False
+        self._note_versions()
+
     def fetch(self) -> None:
         """Bring the Keras optimizer's variables up to date."""
         if self._is_current:
             return
         self._is_current = True
         self.on_servers.state_dict()  # fetches
-        by_name = {name_of(each): each for each in self._optimizer.variables}
         with torch.no_grad():
             for variable in self._variables:
                 state = self.on_servers.state.get(variable._value, {})
-                for name, value in self._as_keras(variable, state):
-                    if name in by_name and name != "iteration":
-                        by_name[name].assign(value)
+                if isinstance(self.on_servers, torch.optim.Adagrad):
+                    state = {"accumulator": state["sum"]} if "sum" in state else {}
+                for name, slot in self._slots_of(variable).items():
+                    if isinstance(value := state.get(name), torch.Tensor):
+                        slot.assign(value)
         self._note_versions()
 
     def send(self) -> None:
         """Send the Keras optimizer's variables to the servers."""
-        by_name = {name_of(each): each for each in self._optimizer.variables}
         count = self._optimizer._iterations.value.detach().clone()
         on_servers = self.on_servers
         for variable in self._variables:
-            prefix = variable.path.replace("/", "_") + "_"
-            own = {n: v._value.detach().clone() for n, v in by_name.items() if n.startswith(prefix)}
+            own = {n: v._value.detach().clone() for n, v in self._slots_of(variable).items()}
             if isinstance(on_servers, KerasUpdate):
                 on_servers.state[variable._value] = {"iteration": count.clone(), **own}
             elif isinstance(on_servers, torch.optim.Adagrad):
                 on_servers.state[variable._value] = {
                     "step": count.float(),
-                    "sum": own[f"{prefix}accumulator"],
+                    "sum": own["accumulator"],
                 }
         # Servers get it at once, or, if none has this optimizer yet, with the first function.
         for hook in on_servers._optimizer_load_state_dict_post_hooks.values():
             hook(on_servers)
 
-    def _as_keras(self, variable: Any, state: dict[str, Any]) -> list[tuple[str, Any]]:
-        if isinstance(self.on_servers, torch.optim.Adagrad):
-            name = f"{variable.path.replace('/', '_')}_accumulator"
-            return [(name, state["sum"])] if "sum" in state else []
-        return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+    def _slots_of(self, variable: Any) -> dict[str, Any]:
+        """Return the Keras optimizer's variables that belong to a variable, or to all, by their names on the servers."""
+        if not self._by_variable:
+            paths = {each.path.replace("/", "_") + "_": each for each in self._variables}
+            self._by_variable = {id(each): {} for each in self._variables}
+            for slot in self._slots():
+                if slot is self._optimizer._iterations:
+                    continue
+                owners = [path for path in paths if slot.name.startswith(path)]
+                for each in [paths[max(owners, key=len)]] if owners else self._variables:
+                    self._by_variable[id(each)][slot_of(slot, each.path)] = slot
+        return self._by_variable[id(variable)]
 
     def _slots(self) -> list[Any]:
         return [v for v in self._optimizer.variables if v is not self._optimizer._learning_rate]

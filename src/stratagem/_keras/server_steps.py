@@ -80,6 +80,9 @@ def run(model: Any, method: Any, args: Any, kwargs: Any) -> Any:
     except BaseException:  # Ctrl-C too: no step of this call may run on into the next one
         on_servers.give_up()
         raise
+    finally:
+        if name == "fit":
+            on_servers.set_backup(None)
 
 
 def _is_dataset_fn(x: Any) -> bool:

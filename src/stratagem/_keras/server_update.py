@@ -87,7 +87,9 @@ class _OneUpdate:
         rate = self._optimizer._learning_rate
         self._rate = rate if isinstance(rate, keras.Variable) else None
         self._own = {
-            name_of(each): each for each in self._optimizer.variables if each is not self._rate
+            slot_of(each, group["path"]): each
+            for each in self._optimizer.variables
+            if each is not self._rate
         }
 
     def apply(self, gradient: Tensor, rate: float | None, state: dict[str, Any]) -> None:
@@ -103,9 +105,12 @@ class _OneUpdate:
         self._optimizer.apply([gradient], [self._variable])
 
 
-def name_of(variable: Any) -> str:
-    """Return the name of an optimizer's variable in the state of its parameter."""
-    return str(variable.name)
+def slot_of(variable: Any, path: str) -> str:
+    """Return the name of an optimizer's variable in the state of its parameter: without the parameter's path.
+
+    So a checkpoint also fits a model whose layers were numbered differently.
+    """
+    return str(variable.name).removeprefix(path.replace("/", "_") + "_")
 
 
 def import_keras(where: str) -> Any:

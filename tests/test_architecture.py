@@ -28,7 +28,7 @@ NAMES = [path.relative_to(SOURCE).as_posix() for path in FILES]
 # Packages and top-level modules by layer, the lowest first. A file imports only from lower layers and
 # from its own package.
 LAYERS: list[set[str]] = [
-    {"errors", "_owner", "_snapshots", "_streaming_metrics", "_usage"},
+    {"errors", "_owner", "_private_files", "_snapshots", "_streaming_metrics", "_usage"},
     {"_recorders"},
     {"config", "metrics"},
     {"_faults"},

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from stratagem._strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
+    from stratagem._wire.tls import TlsFiles as TlsFiles
     from stratagem.config import InputOptions as InputOptions
     from stratagem.errors import StratagemError as StratagemError
     from stratagem.launch import auto_strategy as auto_strategy
@@ -109,6 +110,7 @@ _MODULE_OF = {
     "RayCluster": "_cluster.launch.ray_cluster",
     "ClusterSpec": "_cluster.discovery.cluster_spec",
     "Server": "_cluster.launch.task_server",
+    "TlsFiles": "_wire.tls",
     # monitoring
     "dashboard": "_monitor.dashboard",
     "Dashboard": "_monitor.dashboard",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from stratagem import config
 from stratagem._commands.arguments import positive, positive_or_range, resources
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_top(commands)
     _add_checkpoint(commands)
+    _add_certificates(commands)
     _add_version(commands)
     return parser
 
@@ -440,29 +442,39 @@ def _add_checkpoint(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _checkpoint(options: argparse.Namespace) -> int:
-    from pathlib import Path
+    from stratagem._commands.checkpoint_tool import run
 
-    from stratagem._commands import checkpoint_tool
-
-    path = Path(options.path)
     takes_two = options.action in ("to-torch", "diff")
     if takes_two != (options.other is not None):
         options.parser.error(f"{options.action} takes {'two paths' if takes_two else 'one path'}")
-    if options.action == "to-torch":
-        lines, well = checkpoint_tool.to_torch(
-            path, Path(options.other), allow_pickle=options.allow_pickle
-        )
-    elif options.action == "diff":
-        lines, well = checkpoint_tool.diff(path, Path(options.other))
-    else:
-        of_one = {
-            "ls": checkpoint_tool.list_checkpoints,
-            "show": checkpoint_tool.show,
-            "verify": checkpoint_tool.verify,
-        }
-        lines, well = of_one[options.action](path)
+    lines, well = run(
+        options.action, options.path, options.other, allow_pickle=options.allow_pickle
+    )
     print("\n".join(lines))
     return 0 if well else _EXIT_FAILED
+
+
+def _add_certificates(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "certificates",
+        _certificates,
+        summary="make the certificates of a cluster whose connections are encrypted",
+        examples=(
+            "  stratagem certificates tls/\n  stratagem certificates tls/ --name ps-0 --name worker-0"
+        ),
+    )
+    parser.add_argument("directory", help="for ca.pem and the files of each task")
+    parser.add_argument("--name", action="append", help="of a task; repeatable (default: task)")
+    parser.add_argument("--days", type=positive, default=365, help="validity (default: 365)")
+
+
+def _certificates(options: argparse.Namespace) -> int:
+    from stratagem._commands.certificates import make_certificates
+
+    names = options.name or ["task"]
+    print("\n".join(make_certificates(Path(options.directory), names, days=options.days)))
+    return 0
 
 
 def _add_version(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from stratagem._private_files import check_private
+
 ENVIRONMENT_PREFIX = "STRATAGEM_"
 
 
@@ -300,26 +302,13 @@ def read_key_file(path: Path) -> str:
         PermissionError: other users can read the file.
     """
     try:
-        facts = path.stat()
         found = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(
             f"the key file {str(path)!r} cannot be read: {error}. Name a file that holds the key and "
             f"that this user may read (STRATAGEM_CLUSTER_KEY_FILE)."
         ) from error
-    # Kubernetes mounts secrets as files of root that the pod's group reads.
-    allowed = 0o740 if facts.st_uid == 0 and os.geteuid() != 0 else 0o700
-    if facts.st_mode & 0o777 & ~allowed:
-        raise PermissionError(
-            f"the key file {str(path)!r} has mode {facts.st_mode & 0o777:04o}: other users can read the "
-            f"key. Expected mode 0600: run `chmod 600 {path}`, and replace the key if others may have "
-            f"read it."
-        )
-    if facts.st_uid not in (0, os.geteuid()):
-        raise PermissionError(
-            f"the key file {str(path)!r} belongs to user {facts.st_uid}, not to this process's user "
-            f"{os.geteuid()}: expected a file that belongs to you."
-        )
+    check_private(path, "the key file")
     if not found:
         raise ValueError(f"the key file {str(path)!r} is empty: expected the cluster key.")
     return found

@@ -27,6 +27,15 @@ Outcome = tuple[list[str], bool]
 _SHOWN_DIFFERENCES: Final = 50
 
 
+def run(action: str, path: str, other: str | None, *, allow_pickle: bool) -> Outcome:
+    """Run one action; `other` is the second path of ``to-torch`` and ``diff``."""
+    if other is not None:
+        if action == "to-torch":
+            return to_torch(Path(path), Path(other), allow_pickle=allow_pickle)
+        return diff(Path(path), Path(other))
+    return {"ls": list_checkpoints, "show": show, "verify": verify}[action](Path(path))
+
+
 def list_checkpoints(path: Path) -> Outcome:
     """List the checkpoints of a directory, oldest save first."""
     directory = CheckpointDirectory(path)

@@ -14,19 +14,24 @@ from typing import Final
 
 from stratagem import config
 from stratagem._wire.handshake import ClusterKey
+from stratagem._wire.tls import Tls, TlsFiles, files_from_environment
 
 _KEY_BYTES: Final = 32
 _REMEDY: Final = "Set STRATAGEM_CLUSTER_KEY or STRATAGEM_CLUSTER_KEY_FILE for every task instead"
 
 
-def cluster_key(text: str | None = None) -> ClusterKey:
+def cluster_key(text: str | None = None, tls: TlsFiles | None = None) -> ClusterKey:
     """Return the key given, else that of the environment, else that of the user's key file.
 
+    Connections are encrypted with the TLS files given, else with those of the environment.
+
     Raises:
-        ValueError: the key is too short, or its file cannot be read.
-        PermissionError: other users can read the file.
+        ValueError: the key is too short, or its file or a TLS file cannot be read.
+        PermissionError: other users can read the file of a key.
     """
-    return ClusterKey.from_text(text or config.cluster_key_text() or user_key_text())
+    text = text or config.cluster_key_text() or user_key_text()
+    files = tls or files_from_environment()
+    return ClusterKey.from_text(text, tls=None if files is None else Tls(files))
 
 
 def user_key_path() -> Path:

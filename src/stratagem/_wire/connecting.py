@@ -12,6 +12,7 @@ import re
 import resource
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from typing import Final
@@ -21,6 +22,7 @@ from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClientHandshake, ClusterKey
 from stratagem._wire.round_trip import RoundTrip, answer_limit_s
 from stratagem._wire.stream import prepare, wait_for
+from stratagem._wire.tls import greet, refused
 from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
 _STOP_SLICE_S = 0.1
@@ -185,6 +187,9 @@ def connect(
         if sock.getsockname() == sock.getpeername():
             # A connection to a free local port can connect to itself.
             raise ConnectionLost(f"no process listens at {address!r}, the address of {name}")
+        if key is not None and key.tls is not None:
+            sock = encrypted = key.tls.client(sock)
+            greet(encrypted, name, attempt.wait_for_tls)
         _prove(sock, ClientHandshake(key, who=name), attempt)
     except BaseException as error:  # Ctrl-C too: no channel owns it yet
         sock.close()
@@ -219,6 +224,10 @@ class _Attempt:
                 return True
             if now >= self._deadline:
                 return False
+
+    def wait_for_tls(self, sock: socket.socket, writing: bool) -> bool:
+        """Wait in the TLS handshake; return False when the time is over."""
+        return self.wait(sock, select.POLLOUT if writing else select.POLLIN)
 
     def answered(self, asked_at: float) -> None:
         """Note an answer of the peer; give it time for the next one."""
@@ -261,7 +270,10 @@ def _prove(sock: socket.socket, handshake: ClientHandshake, attempt: _Attempt) -
             while len(data) < handshake.needed:
                 if not attempt.wait(sock, select.POLLIN):
                     raise DeadlineExceeded(f"{name} accepted the connection but does not answer")
-                part = sock.recv(handshake.needed - len(data))
+                try:
+                    part = sock.recv(handshake.needed - len(data))
+                except BlockingIOError:  # a part of an encrypted record
+                    continue
                 if not part:
                     handshake.cut_short(data)
                     raise ConnectionLost(
@@ -271,6 +283,8 @@ def _prove(sock: socket.socket, handshake: ClientHandshake, attempt: _Attempt) -
                 data += part
         except (ConnectionLost, DeadlineExceeded):
             raise
+        except ssl.SSLError as error:
+            raise refused(name, error) from error
         except OSError as error:
             raise ConnectionLost(
                 f"{name} closed the connection during the handshake: {error}"

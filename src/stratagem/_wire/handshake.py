@@ -19,12 +19,15 @@ import hashlib
 import hmac
 import secrets
 import struct
-from typing import NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 from typing_extensions import override
 
 from stratagem._wire.messages import MESSAGES_DIGEST
 from stratagem.errors import AuthenticationError, ProtocolError
+
+if TYPE_CHECKING:
+    from stratagem._wire.tls import Tls
 
 PROTOCOL_VERSION = 2
 """Version of handshake and frame layout; message types are compared by their digest."""
@@ -32,6 +35,9 @@ PROTOCOL_VERSION = 2
 MAGIC = b"stratgm\0"
 _GREETING = struct.Struct("<8sHHI32s")
 _VERDICT = struct.Struct("<B7x32s")
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""First bytes of an alert and of a handshake record."""
+
 _KEYED = 1
 _ACCEPTED = 1
 _WRONG_KEY = 2
@@ -42,9 +48,16 @@ MIN_KEY_BYTES = 16
 
 @final
 class ClusterKey:
-    """The secret shared by all tasks of one cluster; its repr does not show it."""
+    """The secret shared by all tasks of one cluster, and how they encrypt; its repr does not show the secret."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, *, tls: Tls | None = None) -> None:
+        """Keep the secret.
+
+        Args:
+            secret: at least `MIN_KEY_BYTES` long.
+            tls: encrypts the connections of this cluster; without it they are not encrypted.
+        """
+        self.tls = tls
         if len(secret) < MIN_KEY_BYTES:
             raise ValueError(
                 f"the cluster key has {len(secret)} bytes, expected at least {MIN_KEY_BYTES}. "
@@ -53,9 +66,9 @@ class ClusterKey:
         self._secret = secret
 
     @classmethod
-    def from_text(cls, text: str) -> ClusterKey:
+    def from_text(cls, text: str, *, tls: Tls | None = None) -> ClusterKey:
         """Return the key of an environment variable or a file; surrounding white space is ignored."""
-        return cls(text.strip().encode())
+        return cls(text.strip().encode(), tls=tls)
 
     @classmethod
     def random(cls) -> ClusterKey:
@@ -76,7 +89,7 @@ class ClusterKey:
 
     @override
     def __repr__(self) -> str:
-        return f"<ClusterKey {len(self._secret)} bytes>"
+        return f"<ClusterKey {len(self._secret)} bytes{', TLS' if self.tls else ''}>"
 
 
 def _sign(key: ClusterKey | None, data: bytes) -> bytes:
@@ -89,6 +102,11 @@ def _greet(key: ClusterKey | None, version: int) -> bytes:
 
 
 def _stranger(who: str, data: bytes) -> ProtocolError:
+    if data[:2] in _TLS_RECORDS:
+        return ProtocolError(
+            f"{who} uses TLS, this process does not: set STRATAGEM_TLS_CERT, STRATAGEM_TLS_KEY and "
+            f"STRATAGEM_TLS_CA for every task, or for none"
+        )
     return ProtocolError(
         f"{who} began with {data[:8]!r}, not with {MAGIC!r}: it does not speak this protocol"
     )

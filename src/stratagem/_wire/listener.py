@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import select
 import socket
+import ssl
 import time
 from typing import final
 
@@ -23,6 +24,7 @@ from stratagem._wire.connecting import descriptor_limit, join_address, split_add
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import PROTOCOL_VERSION, ClusterKey, ServerHandshake
 from stratagem._wire.stream import close_in_children, prepare
+from stratagem._wire.tls import TLS_ALERT, TlsSocket
 from stratagem.errors import WireError
 
 _log = logging.getLogger("stratagem.wire")
@@ -95,6 +97,7 @@ class _Handshaking:
         self.peer = peer
         self.handshake = handshake
         self.data = b""
+        self.encrypting = isinstance(sock, TlsSocket)  # until both sides have agreed on keys
         self.deadline = time.monotonic() + limit_s
 
 
@@ -241,6 +244,8 @@ class Listener(Owner):
                 sock.close()
 
     def _begin(self, sock: socket.socket, peer: str) -> None:
+        if self._key is not None and self._key.tls is not None:
+            sock = self._key.tls.server(sock)
         prepare(sock)
         if len(self._pending) >= PENDING_LIMIT:
             oldest = next(iter(self._pending))
@@ -271,6 +276,10 @@ class Listener(Owner):
         pending = self._pending[fd]
         handshake = pending.handshake
         try:
+            if pending.encrypting:
+                assert isinstance(pending.sock, TlsSocket)
+                pending.sock.do_handshake()
+                pending.encrypting = False
             part = pending.sock.recv(handshake.needed - len(pending.data))
             if not part:
                 self._refuse(fd, "closed the connection during the handshake")
@@ -284,8 +293,17 @@ class Listener(Owner):
                 self._finish(fd, pending)
         except WireError as error:
             self._refuse(fd, str(error))
-        except (BlockingIOError, InterruptedError):
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
             pass
+        except ssl.SSLCertVerificationError as error:
+            self._refuse(
+                fd,
+                f"has no certificate that the cluster's authority signed: {error.verify_message}",
+            )
+        except ssl.SSLError as error:
+            self._refuse(
+                fd, f"does not use TLS as this task does, or has no certificate: {error.reason}"
+            )
         except OSError as error:
             self._refuse(fd, f"failed during the handshake: {error}")
         except MemoryError:
@@ -310,11 +328,15 @@ class Listener(Owner):
         self._unlogged += 1
         self._last_refusal = f"{pending.peer}: {reason}"
         self._log_refusals()
-        if pending.handshake.farewell:
-            try:
+        try:
+            if pending.encrypting:  # the peer's bytes may be no TLS, so that OpenSSL sends no alert
+                socket.socket.send(pending.sock, TLS_ALERT)
+                # Unread bytes would make close() discard the alert.
+                socket.socket.recv(pending.sock, 4096)
+            elif pending.handshake.farewell:
                 pending.sock.send(pending.handshake.farewell)
-            except OSError:
-                pass  # the peer does not wait for our reason
+        except OSError:
+            pass  # the peer does not wait for our reason
         pending.sock.close()
 
     def _log_refusals(self) -> None:

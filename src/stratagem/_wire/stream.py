@@ -11,7 +11,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from typing_extensions import override
@@ -20,6 +20,7 @@ from stratagem import config
 from stratagem._wire import frames, messages
 from stratagem._wire.frames import Buffer, FrameParser, Limits
 from stratagem._wire.messages import Frame, Message
+from stratagem._wire.tls import TlsSocket
 from stratagem.errors import ConnectionLost, WireError
 
 _IOV_LIMIT = 512
@@ -74,6 +75,10 @@ def wait_for(sock: socket.socket, events: int, deadline: float) -> bool:
     return bool(poll.poll(max(0.0, left) * 1000.0))
 
 
+def _nothing() -> int:
+    return 0
+
+
 @final
 class FrameStream:
     """One connected socket, as frames. At most one thread may send and one receive at a time."""
@@ -82,6 +87,10 @@ class FrameStream:
         prepare(sock)
         self.sock = sock
         self.peer = peer
+        self._send_pieces: Callable[[Iterable[Buffer]], int] = sock.sendmsg
+        self._decrypted = _nothing  # bytes that no poll reports
+        if isinstance(sock, TlsSocket):
+            self._send_pieces, self._decrypted = sock.send_pieces, sock.pending
         self.outgoing: deque[Buffer] = deque()
         self.outgoing_bytes = 0
         self._parser = FrameParser(limits)
@@ -112,7 +121,7 @@ class FrameStream:
                 sent = self.sock.send(pieces[0])
             else:
                 few = pieces if len(pieces) <= _IOV_LIMIT else list(pieces)[:_IOV_LIMIT]
-                sent = self.sock.sendmsg(few)
+                sent = self._send_pieces(few)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -146,8 +155,9 @@ class FrameStream:
             WireError: no memory is left for the message.
         """
         found: list[Frame] = []
+        full = False
         try:
-            while not found:
+            while not found or (full and self._decrypted()):
                 space = self._parser.space()
                 count = self._read_into(space)
                 if count < 0:

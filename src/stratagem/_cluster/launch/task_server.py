@@ -24,6 +24,7 @@ from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
 from stratagem._wire.connecting import join_address, split_address
 from stratagem._wire.listener import is_local
+from stratagem._wire.tls import TlsFiles
 from stratagem.config import ClusterOptions, log_as_environment_says
 from stratagem.errors import NotFoundError
 
@@ -52,6 +53,8 @@ class Server(Owner):
             address in the cluster specification (behind NAT, in a container).
         checkpoint_directories: a parameter server writes and reads its part of a checkpoint only below
             these. Without any, its rows pass through the coordinator.
+        tls: files that encrypt the connections of this task; by default those of the environment
+            (``STRATAGEM_TLS_CERT``, ``STRATAGEM_TLS_KEY``, ``STRATAGEM_TLS_CA``), else no encryption.
         threads: torch threads of this process, set by `join`. By default the cores of this machine divided
             by the number of the cluster's tasks on it, unless ``OMP_NUM_THREADS`` is set.
 
@@ -80,6 +83,7 @@ class Server(Owner):
         key: str | None = None,
         advertised_address: str | None = None,
         checkpoint_directories: Sequence[str] = (),
+        tls: TlsFiles | None = None,
         threads: int | None = None,
     ) -> None:
         log_as_environment_says()
@@ -96,6 +100,7 @@ class Server(Owner):
             raise ValueError(f"threads={threads!r}: expected a number >= 1, or None.")
         self.cluster_spec = spec
         self._key = key
+        self._tls = tls
         self._threads = threads or threads_of_task(spec, self.job_name, self.task_index)
         self._checkpoint_directories = tuple(checkpoint_directories)
         address = spec.task_address(self.job_name, self.task_index)
@@ -121,6 +126,7 @@ class Server(Owner):
             key=self._key,
             forward_output=False,
             checkpoint_directories=self._checkpoint_directories,
+            tls=self._tls,
         )
         self._thread = threading.Thread(
             target=self._serve,

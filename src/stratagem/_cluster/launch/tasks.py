@@ -22,6 +22,7 @@ from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import split_address
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import is_loopback
+from stratagem._wire.tls import TlsFiles
 
 
 class Task(Protocol):
@@ -51,6 +52,7 @@ def make_task(
     forward_output: bool = True,
     any_optimizer: bool = False,
     checkpoint_directories: Sequence[str] = (),
+    tls: TlsFiles | None = None,
 ) -> Task:
     """Make a task that listens on `address`; with `any_optimizer` a server imports any module for one.
 
@@ -61,14 +63,14 @@ def make_task(
         PermissionError: other machines can reach the address, and no key is set.
     """
     if job == "worker":
-        proof = _task_key(key, address)
+        proof = _task_key(key, address, tls)
         return Worker(address, index=index, key=proof, forward_output=forward_output)
     if job == "ps":
         options = ServerOptions(
             optimizer_modules=(ANY_MODULE,) if any_optimizer else None,
             checkpoints=access_to(checkpoint_directories),
         )
-        proof = _task_key(key, address)
+        proof = _task_key(key, address, tls)
         return ParameterServer(address, task=f"/job:ps/task:{index}", key=proof, options=options)
     raise ValueError(
         f"job {job!r} needs no server: expected 'worker' or 'ps'. The chief runs your program, an "
@@ -102,7 +104,7 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.1).step()
 
 
-def _task_key(text: str | None, address: str) -> ClusterKey:
+def _task_key(text: str | None, address: str, tls: TlsFiles | None) -> ClusterKey:
     """Return the key of a task that listens on `address`.
 
     Raises:
@@ -115,4 +117,4 @@ def _task_key(text: str | None, address: str) -> ClusterKey:
             f"the port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
             f"STRATAGEM_CLUSTER_KEY_FILE for every task, or listen on 127.0.0.1"
         )
-    return cluster_key(text)
+    return cluster_key(text, tls)

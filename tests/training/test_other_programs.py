@@ -319,15 +319,16 @@ def test_the_loss_of_another_replica_is_refused(pair):
 
 
 def test_learning_rates_that_differ_between_replicas_are_refused(pair):
-    """A counter that every replica moves gives each of them another learning rate."""
+    """A rule that depends on a replica's own rows gives each of them another learning rate."""
 
     def program(build, once):
         model = build(mlp)
-        trainer = Trainer(model, sgd(model))
+        optimizer = sgd(model)
 
         def step(x, y):
             F.mse_loss(model(x), y).backward()
-            trainer.scheduled_step()
+            optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * float(x.mean())
+            optimizer.step()
 
         return step, model
 
@@ -352,6 +353,82 @@ def test_learning_rates_that_agree_are_kept(pair):
         return step, model
 
     assert_same(pair, program)
+
+
+class CountingLinear(nn.Linear):
+    """A module that counts its calls, and decays its output with them."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+GLOBAL_STEPS = 0
+
+
+def test_counters_of_steps_move_once_for_all_replicas(pair):
+    """Rules of attention-is-all-you-need (an object), nanoGPT (a global) and beta-VAE (a module's attribute)."""
+    found = []
+
+    def program(build, once):
+        global GLOBAL_STEPS
+        GLOBAL_STEPS, inner = 0, 0
+        torch.manual_seed(0)
+        model = build(CountingLinear)
+        trainer = Trainer(model, sgd(model))
+        found.append((trainer, lambda: (GLOBAL_STEPS, inner)))
+
+        def step(x, y):
+            global GLOBAL_STEPS
+            nonlocal inner
+            trainer.optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 / (1 + GLOBAL_STEPS + inner))
+            trainer.scheduled_step()
+            GLOBAL_STEPS += 1
+            inner = inner + 1
+
+        return step, model
+
+    assert_same(pair, program, steps=5)
+    for trainer, others in found:
+        assert (trainer.steps, trainer.model.calls, *others()) == (5, 5, 5, 5)
+
+
+def test_counters_of_rows_add_up_over_replicas(pair):
+    """``total += len(x)`` (pytorch-cifar) and a count in a loop are sums over the rows of all replicas."""
+    counts = {"rows": 0}
+    total = looped = 0
+
+    def step(x, y):
+        nonlocal total, looped
+        total += len(x)
+        counts["rows"] += len(x)
+        for _ in x:
+            looped += 1
+
+    for _ in range(3):
+        pair.run(step, args=[sg.PerReplica([X[:5], X[5:]]), sg.PerReplica([Y[:5], Y[5:]])])
+    assert (total, counts["rows"], looped) == (24, 24, 24)
+
+
+def test_a_counter_of_a_replaced_object_moves_once(pair):
+    """Another object under the same name is found at once, although the function is the same."""
+    model = mlp()
+    holder = Trainer(model, sgd(model))
+
+    def step():
+        holder.steps += 1
+
+    for _ in range(3):
+        pair.run(step)
+    first, holder = holder, Trainer(model, sgd(model))
+    pair.run(step)
+    assert (first.steps, holder.steps) == (3, 1)
 
 
 def test_counters_move_once_in_merge_call(pair):

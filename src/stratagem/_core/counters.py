@@ -1,7 +1,8 @@
 """Counters: integers that a function increases where other calls can see them.
 
 Examples are ``self.steps += 1``, ``global steps; steps += 1`` and the same with ``nonlocal``. Scheduled functions run in
-several processes, so their counters are kept in step by the coordinator (`_ps/coordinator/advance_ledger.py`).
+several processes, so their counters are kept in step by the coordinator (`_ps/coordinator/advance_ledger.py`). Replicas
+share counters: `step_counters` gives each replica its own values.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple, final
 from typing_extensions import override
 
 _ADDING: Final = frozenset({"+", "-", "+=", "-="})
+_CONSTANTS: Final = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _SETUP: Final = frozenset({"__init__", "__new__", "__setstate__", "load_state_dict"})
 """Methods that prepare an object: what they add up is no counter of steps."""
 
@@ -29,8 +31,12 @@ class CountedNames(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def counted_names(code: types.CodeType) -> CountedNames:
+def counted_names(code: types.CodeType, *, varying: bool = False) -> CountedNames:
     """Return the names that code, and the functions defined in it, increase or decrease.
+
+    Args:
+        code: the code.
+        varying: leave out names that are increased only by constants and outside loops: they count calls.
 
     Example:
         >>> def step(trainer):
@@ -38,24 +44,32 @@ def counted_names(code: types.CodeType) -> CountedNames:
         ...     trainer.loss = 2.0
         >>> sorted(counted_names(step.__code__).attributes)
         ['steps']
+        >>> sorted(counted_names(step.__code__, varying=True).attributes)
+        []
     """
     found: dict[str, set[str]] = {"ATTR": set(), "GLOBAL": set(), "DEREF": set()}
     loaded: set[tuple[str, str]] = set()
     adds = False
-    for one in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    loops = [(one.argval, one.offset) for one in instructions if "JUMP_BACKWARD" in one.opname]
+    before = None
+    for one in instructions:
         if one.starts_line is not None and one.starts_line is not False:
             loaded, adds = set(), False
         kind, _, place = one.opname.partition("_")
         if kind == "LOAD":
             loaded.add((place, str(one.argval)))
         elif one.opname == "BINARY_OP":
-            adds |= one.argrepr in _ADDING
+            fixed = before is not None and before.opname in _CONSTANTS
+            in_loop = any(begin <= one.offset <= end for begin, end in loops)
+            adds |= one.argrepr in _ADDING and (not varying or not fixed or in_loop)
         elif kind == "STORE" and place in found and adds and (place, one.argval) in loaded:
             found[place].add(one.argval)
+        before = one
     names = [found["ATTR"], found["GLOBAL"], found["DEREF"] & {*code.co_freevars}]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner = counted_names(constant)
+            inner = counted_names(constant, varying=varying)
             names[0] |= inner.attributes
             names[1] |= inner.globals
             names[2] |= inner.cells & {*code.co_freevars}
@@ -63,14 +77,14 @@ def counted_names(code: types.CodeType) -> CountedNames:
 
 
 @functools.lru_cache(maxsize=1024)
-def counted_attributes(kind: type[Any]) -> frozenset[str]:
-    """Return the names of attributes that the methods of a class increase."""
+def counted_attributes(kind: type[Any], *, varying: bool = False) -> frozenset[str]:
+    """Return the names of attributes that the methods of a class increase; see `counted_names`."""
     return frozenset(
         name
         for base in kind.__mro__[:-1]
         for method, member in vars(base).items()
         if isinstance(member, types.FunctionType) and method not in _SETUP
-        for name in counted_names(member.__code__).attributes
+        for name in counted_names(member.__code__, varying=varying).attributes
     )
 
 

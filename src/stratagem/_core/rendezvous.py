@@ -6,7 +6,8 @@ when one of them fails.
 
 Between two rendezvous the replicas take turns, in the order of their numbers: replica 1 starts when replica 0 waits or
 has ended. Replicas are threads that share Python objects, so a step that keeps a value in an attribute
-(``self.loss = ...``, ``weight_norm``) would otherwise read the value of another replica.
+(``self.loss = ...``, ``weight_norm``) would otherwise read the value of another replica. Counters of steps have a value
+for each replica, which is set when its turn begins.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._core import context
 from stratagem._core.context import Replica
+from stratagem._core.step_counters import StepCounters
 from stratagem.errors import ReplicaMismatch, ReplicaTimeout
 
 Combine = Callable[[list[Any]], Sequence[Any]]
@@ -63,7 +65,7 @@ class Rendezvous:
     """
 
     __slots__ = (
-        "_blocked", "_caller", "_caller_combines", "_label", "_lock", "_parallel", "_replicas", "_results",
+        "_blocked", "_caller", "_caller_combines", "_counters", "_label", "_lock", "_parallel", "_replicas", "_results",
         "_size", "_start", "_timeout_s", "_turn", "_turn_began_s", "_unstarted", "_waiting", "_wake", "_weights",
         "aborted", "combine_error", "ended", "errors",
     )  # fmt: skip
@@ -94,6 +96,7 @@ class Rendezvous:
         self._blocked: set[int] = set()  # replicas that have their result and wait for their turn
         self._turn = 0  # the replica that runs now
         self._turn_began_s = 0.0
+        self._counters: StepCounters | None = None
         self.aborted = False
         self.errors: dict[int, BaseException] = {}
         self.combine_error: BaseException | None = None
@@ -108,13 +111,15 @@ class Rendezvous:
 
     # -------------------------------------------------------------- replicas
 
-    def begin(self, start: Callable[[int], None]) -> None:
+    def begin(self, start: Callable[[int], None], counters: StepCounters | None = None) -> None:
         """Start the replicas: all at once, or the first one, which starts the next when it waits.
 
         Args:
             start: starts the job of one replica on its thread.
+            counters: the counters of the step, if replicas take turns.
         """
         self._start = start
+        self._counters = counters
         with self._lock:
             while self._unstarted and (self._parallel or len(self._unstarted) == self._size):
                 self._pass_turn()
@@ -125,10 +130,16 @@ class Rendezvous:
         if self._blocked:
             self._turn = min(self._blocked)
             self._blocked.remove(self._turn)
+            self._resume()
             self._wake[self._turn].release()
         elif self._unstarted:
             self._turn = self._unstarted.pop(0)
+            self._resume()
             self._start(self._turn)
+
+    def _resume(self) -> None:
+        if self._counters is not None:
+            self._counters.resume(self._turn)
 
     def meet(
         self, replica_id: int, label: Hashable, value: Any, combine: Combine, *, on_caller: bool
@@ -142,6 +153,8 @@ class Rendezvous:
                 self._check(replica_id, label)
             self._label = label
             self._waiting[replica_id] = (value, combine)
+            if self._counters is not None:
+                self._counters.pause(replica_id)
             complete = len(self._waiting) + len(self.ended) == self._size
             arrived: _Arrived = {}
             if replica_id not in self._wake:
@@ -195,6 +208,9 @@ class Rendezvous:
         """Combine the values of all replicas, distribute the results, wake the replicas."""
         values = [arrived[i][0] if i in arrived else None for i in range(self._size)]
         first = min(arrived)
+        counters = self._counters
+        if counters is not None:
+            counters.resume(first)
         try:
             with context.entered(self._replicas[first].strategy, None):
                 results = arrived[first][1](values)
@@ -202,6 +218,8 @@ class Rendezvous:
         except BaseException as error:  # noqa: BLE001 - raised again in every replica
             self.combine_error = error
             self._results.update(dict.fromkeys(arrived, _Failure(error)))
+        if counters is not None:
+            counters.share(first)
         if self._parallel:
             for i in arrived:
                 if i != runner:
@@ -214,6 +232,7 @@ class Rendezvous:
             elif min(arrived) == runner:
                 self._blocked.remove(runner)
                 self._turn, self._turn_began_s = runner, time.monotonic()
+                self._resume()
             else:
                 self._pass_turn()
 
@@ -252,6 +271,8 @@ class Rendezvous:
     def leave(self, replica_id: int, error: BaseException | None) -> None:
         """Note that a replica's function has ended, with or without an error."""
         with self._lock:
+            if self._counters is not None:
+                self._counters.pause(replica_id)
             if error is not None:
                 self.errors[replica_id] = error
                 if error is not self.combine_error:

@@ -26,6 +26,7 @@ from stratagem._core.replica_threads import (
     compute_on,
 )
 from stratagem._core.replicated_parameters import join_run
+from stratagem._core.step_counters import counters_of
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.random_streams import Streams
@@ -97,8 +98,9 @@ class ReplicaGroup:
         threads = threads.for_this_thread()
         meeting = self._rendezvous
         used = threads.acquire(self.size, limit_s=meeting.timeout_s)
+        counters = None if self._parallel else counters_of(calls[0], self.size)
         try:
-            meeting.begin(lambda i: used[i].start(_Job(self, i, calls[i], used[i])))
+            meeting.begin(lambda i: used[i].start(_Job(self, i, calls[i], used[i])), counters)
             try:
                 if not meeting.wait_for_end():
                     self._give_up(used, limit_s=0.0)
@@ -110,6 +112,8 @@ class ReplicaGroup:
             self._succeed()  # before another thread's run begins, which uses the same tensors
             return self._results
         finally:
+            if counters is not None:
+                counters.finish([i for i in range(self.size) if self.row_weights[i]])
             threads.release()
             if self._reset_cores:
                 torch.set_num_threads(self._settings.intra_op_threads)

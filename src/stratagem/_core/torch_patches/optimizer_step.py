@@ -102,7 +102,7 @@ class GroupByReplica(ByContext):
         dict.__setitem__(self, key, value)
 
     def _compare(self, replica: Replica, key: str, value: float) -> None:
-        """Refuse a setting that the replicas set to different numbers: a counter of theirs moves once per replica."""
+        """Refuse a setting that the replicas set to different numbers."""
         name = ("setting", id(self), key)
         written: list[tuple[int, float]] = replica.group.shared.setdefault(name, [])
         written.append((replica.id, value))
@@ -112,8 +112,8 @@ class GroupByReplica(ByContext):
             if len(theirs) >= count and theirs[count - 1] != value:
                 raise ReplicaError(
                     f"replica {replica.id} set the optimizer's {key!r} to {value!r}, replica {other} to "
-                    f"{theirs[count - 1]!r}. Replicas share Python objects: a counter in the step (self.steps += 1) "
-                    "moves once per replica. Count outside the function given to run(), or in a function given to "
+                    f"{theirs[count - 1]!r}. The optimizer steps once for all replicas, so it needs one number. Compute "
+                    "it outside the function given to run(), or in a function given to "
                     "sg.get_replica_context().merge_call(...), which runs once for all replicas."
                 )
 

@@ -1,4 +1,4 @@
-"""Lookups in embedding tables, sharded or not: the public names.
+"""Dynamic embedding tables, and lookups in tables, sharded or not: the public names.
 
 Example:
     >>> import torch, stratagem as sg
@@ -6,10 +6,17 @@ Example:
     tensor([[0., 1., 0.]])
 """
 
+from stratagem._ps.tables.dynamic_embedding import DynamicEmbedding, DynamicEmbeddingBag
 from stratagem._ps.tables.lookup import (
     embedding_lookup,
     embedding_lookup_sparse,
     safe_embedding_lookup_sparse,
 )
 
-__all__ = ["embedding_lookup", "embedding_lookup_sparse", "safe_embedding_lookup_sparse"]
+__all__ = [
+    "DynamicEmbedding",
+    "DynamicEmbeddingBag",
+    "embedding_lookup",
+    "embedding_lookup_sparse",
+    "safe_embedding_lookup_sparse",
+]

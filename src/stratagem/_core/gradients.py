@@ -43,6 +43,8 @@ BACKWARD = "the end of backward()"
 def add_accumulation_hook(leaf: Leaf) -> None:
     """Notice every gradient that arrives at a new leaf."""
     tensor = leaf.tensor
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return  # integers never have a gradient
     wanted = tensor.requires_grad
     tensor.requires_grad_()  # torch refuses hooks on a tensor that takes no gradients
     tensor.register_post_accumulate_grad_hook(accumulation_hook(leaf))

@@ -14,6 +14,15 @@ from stratagem._ps.types import InitOp
 SEEDS: Final = 1 << 62
 """Seeds are below this."""
 
+KEYED_ROWS: Final = "keyed_rows"
+"""Of the rows of a dynamic table, which are made when a key is first used."""
+
+KEYS_OF: Final = "keys_of"
+"""Of the keys of a dynamic table: the variable of its rows, the first bucket, the rule (`KeyRule.numbers`)."""
+
+RESERVING: Final = frozenset({KEYED_ROWS, KEYS_OF})
+"""Initialisations of variables that use their memory bit by bit."""
+
 
 def initialise(tensor: Tensor, operation: InitOp) -> None:
     """Run one initialisation in place.
@@ -29,6 +38,8 @@ def initialise(tensor: Tensor, operation: InitOp) -> None:
     """
     generator = torch.Generator().manual_seed(operation.seed)
     name, args = operation.name, operation.args
+    if name in RESERVING:
+        return  # new memory is an empty table
     if name == "zeros":
         tensor.zero_()
     elif name == "fill":

@@ -86,19 +86,26 @@ class Placement:
         *,
         shards: int = 1,
         beside: Description | None = None,
+        unit: int = 1,
+        like: Description | None = None,
     ) -> Description:
         """Decide where a new variable goes.
 
         `beside`: another variable whose server it shares; such a variable has one shard and does
-        not count in the round-robin.
+        not count in the round-robin. `unit`: shards consist of so many rows, or a multiple. `like`: another variable
+        with the same rows, whose shards it follows.
         """
         rows = shape[0] if len(shape) else 1
-        if beside is not None:
-            placed: tuple[Shard, ...] = (Shard(self._number(), beside.shards[0].server, rows),)
+        if like is not None:
+            placed: tuple[Shard, ...] = tuple(
+                Shard(self._number(), one.server, one.rows) for one in like.shards
+            )
+        elif beside is not None:
+            placed = (Shard(self._number(), beside.shards[0].server, rows),)
         else:
             placed = tuple(
-                Shard(self._number(), self._next_server(), size)
-                for size in (shard_sizes(rows, shards) if shards > 1 else [rows])
+                Shard(self._number(), self._next_server(), size * unit)
+                for size in (shard_sizes(rows // unit, shards) if shards > 1 else [rows // unit])
             )
         return Description(name, tuple(shape), dtype, placed)
 

@@ -35,6 +35,8 @@ class Gradient:
     values: Tensor
     ids: Tensor | None = None
     sparse: bool = False
+    clock: int = -1
+    """Of a dynamic table: its clock when the rows were looked up; -1 if rows never change their keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

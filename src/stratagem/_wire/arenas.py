@@ -93,9 +93,10 @@ class Budget:
 class _Pool:
     """One segment and its free space."""
 
-    def __init__(self, segment: Segment, size_class: int) -> None:
+    def __init__(self, segment: Segment, size_class: int, *, reserved: bool = False) -> None:
         self.segment = segment
         self.size_class = size_class
+        self.reserved = reserved  # its owner counts the memory that it uses
         self.entries = 0
         self.end = HEADER_BYTES  # of the space that was ever used: the kernel keeps its pages
         self.holes: list[
@@ -150,14 +151,21 @@ class Arena(Owner):
         self._pools: dict[Segment, _Pool] = {}
         self.used_bytes = 0
 
-    def place(self, size: int) -> tuple[Segment, int]:
+    def place(self, size: int, *, reserve: bool = False) -> tuple[Segment, int]:
         """Return a segment with space for an entry of `size` bytes, and the offset of its data.
+
+        `reserve`: only addresses; the caller counts memory in the budget when it is used.
 
         Raises:
             MemoryError: the limit would be exceeded.
         """
         needed = ENTRY_BYTES + padded(size)
         size_class = max(needed, SMALLEST_SEGMENT_BYTES // _ENTRIES).bit_length() // 2
+        if reserve:
+            own = self._add_pool(size_class, max(needed, LARGEST_SHARED_BYTES), reserved=True)
+            own.take(HEADER_BYTES, needed)
+            own.segment.publish(HEADER_BYTES + ENTRY_BYTES, 0)
+            return own.segment, HEADER_BYTES + ENTRY_BYTES
         pool, (start, growth) = self._find(size_class, needed)
         self._budget.take(growth)
         self.used_bytes += growth
@@ -176,7 +184,8 @@ class Arena(Owner):
         pool = self._pools[segment]
         pool.free(offset - ENTRY_BYTES, ENTRY_BYTES + padded(size))
         if not pool.entries:
-            self._release(pool.end - HEADER_BYTES)
+            if not pool.reserved:
+                self._release(pool.end - HEADER_BYTES)
             del self._pools[segment]
             segment.close()
 
@@ -195,7 +204,8 @@ class Arena(Owner):
     def _find(self, size_class: int, needed: int) -> tuple[_Pool | None, tuple[int, int]]:
         if needed < LARGEST_SHARED_BYTES:
             for pool in reversed(self._pools.values()):
-                found = pool.find(needed) if pool.size_class == size_class else None
+                is_open = pool.size_class == size_class and not pool.reserved
+                found = pool.find(needed) if is_open else None
                 if found is not None:
                     return pool, found
         return None, (HEADER_BYTES, needed)
@@ -204,7 +214,7 @@ class Arena(Owner):
         self.used_bytes -= size
         self._budget.change(-size)
 
-    def _add_pool(self, size_class: int, needed: int) -> _Pool:
+    def _add_pool(self, size_class: int, needed: int, *, reserved: bool = False) -> _Pool:
         size = needed
         if needed < LARGEST_SHARED_BYTES:
             others = [
@@ -223,5 +233,5 @@ class Arena(Owner):
                 f"if that is the reason)"
             ) from error
         self._next_number += 1
-        pool = self._pools[segment] = _Pool(segment, size_class)
+        pool = self._pools[segment] = _Pool(segment, size_class, reserved=reserved)
         return pool

@@ -23,7 +23,12 @@ from stratagem._ps.client import state_transfer, value_reads
 from stratagem._ps.client.connect_all import connect_all
 from stratagem._ps.client.mapping import MappedVariable, Mappings, ShardLocation
 from stratagem._ps.client.outbox import Outbox
-from stratagem._ps.client.server_connection import Address, Membership, ServerConnection
+from stratagem._ps.client.server_connection import (
+    Address,
+    Membership,
+    Pending,
+    ServerConnection,
+)
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.server_replacement import ServerReplacement
 from stratagem._ps.client.session_end import end_session
@@ -38,6 +43,7 @@ from stratagem._ps.types import (
     StateEntry,
 )
 from stratagem._wire import codec, messages
+from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.round_trip import answer_limit_s, attempt_limit_s
 from stratagem.config import ClusterOptions
@@ -439,6 +445,19 @@ class PsClient(Owner):
             f"{self.outbox!r}, {self._mappings!r}>"
         )
 
+    def ask(self, server: int, message: Message) -> Frame:
+        """Send one request and return the reply."""
+        return self._ask(server, message)
+
+    def ask_each(self, wanted: Sequence[tuple[int, Message, Sequence[Buffer]]]) -> list[Frame]:
+        """Send requests to servers, all at once, and return the replies in their order."""
+        with self._lock:
+            calls = [
+                (self._connections[server], self._connections[server].begin(message, buffers))
+                for server, message, buffers in wanted
+            ]
+            return _collected(calls)
+
     # -- inside -------------------------------------------------------------------------------
 
     def _disconnect(self) -> None:
@@ -462,14 +481,21 @@ class PsClient(Owner):
                 (self._connections[one], self._connections[one].begin(message))
                 for one, message in wanted.items()
             ]
-            first: Exception | None = None
-            for connection, pending in calls:
-                try:
-                    connection.collect(pending)
-                except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
-                    first = first or error
-            if first is not None:
-                raise first
+            _collected(calls)
+
+
+def _collected(calls: Sequence[tuple[ServerConnection, Pending]]) -> list[Frame]:
+    """Return all replies; raise the first error when all servers have replied."""
+    first: Exception | None = None
+    found = []
+    for connection, pending in calls:
+        try:
+            found.append(connection.collect(pending))
+        except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
+            first = first or error
+    if first is not None:
+        raise first
+    return found
 
 
 def _settings(values: Hyperparameters) -> dict[str, Setting]:

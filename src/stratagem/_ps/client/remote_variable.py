@@ -16,6 +16,7 @@ from typing_extensions import override
 from stratagem import metrics
 from stratagem._ps.client.mapping import MappedVariable, ShardLocation
 from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.remote_keys import RemoteKeys
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
@@ -35,6 +36,8 @@ class RemoteVariable:
     Attributes:
         places: its shards.
         seen: versions of the shards at the last read, by which staleness is measured.
+        bindings: of a dynamic table, the initialisation of each shard; also of one that is restored.
+        keys: of a dynamic table, the rows of keys.
     """
 
     def __init__(self, description: Description, client: PsClient) -> None:
@@ -55,6 +58,8 @@ class RemoteVariable:
         self._connections = client
         self._is_released = False
         self.seen: tuple[int, ...] = (0,) * len(self.places)
+        self.bindings: list[list[InitOp]] = []
+        self.keys = RemoteKeys(self.places, self.layout, client)
         self._assembled: Tensor | None = None
         self._assembled_from: tuple[int, ...] = ()
         for index, shard in enumerate(description.shards):
@@ -96,6 +101,7 @@ class RemoteVariable:
         """Let go of the memory of a server that was replaced; the next read asks the new one."""
         self.__dict__.pop("mapped", None)
         self._assembled = None
+        self.keys.forget()
         self.forget_seen()
 
     def release(self) -> None:

@@ -130,7 +130,7 @@ class WriteBatch:
                 continue
             values = self._put(server, part, one.values)
             ids = None if one.ids is None else self._put(server, part, one.ids)
-            refs.append(GradientRef(one.variable, values, ids, one.sparse))
+            refs.append(GradientRef(one.variable, values, ids, one.sparse, one.clock))
         if part is None:
             part = self._part_for(server, 0)
         part.operations.append(Push(optimizer, tuple(refs), changed))

@@ -30,6 +30,7 @@ from stratagem._core.torch_patches.private_api import has_hooks
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.coordinator.deferred_tables import planned_of
 from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.partition import Partitioner, number_of_shards
@@ -73,6 +74,8 @@ class CoordinatorParameter(ManagedParameter):
     def as_table(self) -> bool:
         """Whether workers get a table of rows instead of a whole tensor."""
         where = self.kept.description
+        if self.kept.plan is not None and self.kept.plan.keyed is not None:
+            return True
         if where is None or len(where.shape) < 2 or self.use is Use.WHOLE:
             return False
         if has_hooks(self.central):
@@ -224,6 +227,18 @@ class CoordinatorVariables:
     def place(self, name: str, tensor: Tensor, partitioner: Partitioner | None) -> Description:
         """Return the place of a new variable."""
         shape = tuple(tensor.shape)
+        plan = planned_of(tensor)
+        keyed = None if plan is None else plan.keyed
+        if keyed is not None:
+            wanted = number_of_shards(partitioner, shape, tensor.dtype)
+            return self._placement.place(
+                name,
+                shape,
+                tensor.dtype,
+                shards=min(wanted, keyed.rule.buckets),
+                unit=keyed.rule.bucket_rows,
+                like=keyed.rows_at,
+            )
         if self.beside is not None:
             return self._placement.place(name, shape, tensor.dtype, beside=self.beside)
         # Lazy modules first register a parameter without elements.

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from stratagem._ps.client.remote_keys import RemoteKeys
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.init_ops import SEEDS, initialise, shard_recipe
+from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.types import InitOp
 from stratagem.errors import ForeignParameterError
@@ -33,10 +35,14 @@ class DeferredTable:
 
     Attributes:
         recipe: what fills the table, in order.
+        keyed: of a dynamic table, which part of it this is.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, keyed: KeyedPart | None = None
+    ) -> None:
         self.name = "table"
+        self.keyed = keyed
         self.shape = shape
         self.dtype = dtype
         self.recipe: list[InitOp] = []
@@ -69,6 +75,9 @@ class DeferredTable:
     def place_on(self, remote: RemoteVariable) -> list[list[InitOp]]:
         """Return the recipe of each shard of the variable that is about to be created."""
         self._remote = remote
+        if self.keyed is not None:
+            remote.bindings = [[one] for one in self.keyed.recipes(remote.description)]
+            return remote.bindings
         return [shard_recipe(self.recipe, remote.description, i) for i in range(len(remote.places))]
 
     # -------------------------------------------------------------- RowSource
@@ -103,6 +112,13 @@ class DeferredTable:
             for operation in self.recipe:
                 initialise(self._local, operation)
         return self._local
+
+    @property
+    def keys(self) -> RemoteKeys:
+        """Of a dynamic table: the rows of its keys. Creates the table on the servers first."""
+        source = self._there()
+        assert source is not None
+        return source.keys
 
     # -------------------------------------------------------------- in-place operators
 
@@ -222,7 +238,13 @@ class DeferredTables(TorchFunctionMode):
             return None
         shape = _shape(args, kwargs)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        if shape is None or len(shape) < 2 or math.prod(shape) * dtype.itemsize < self._threshold:
+        if shape is None or len(shape) < 2:
+            return None
+        if isinstance(
+            shape[0], KeyedRows
+        ):  # whatever its size: servers make rows when they are used
+            return DeferredTable((int(shape[0]), *shape[1:]), dtype, shape[0].part)
+        if math.prod(shape) * dtype.itemsize < self._threshold:
             return None
         return DeferredTable(shape, dtype)
 

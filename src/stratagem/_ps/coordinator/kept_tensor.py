@@ -83,6 +83,8 @@ class Kept:
         if self.description is None and not is_lazy(self.tensor):
             partitioner = self.owner.partitioner if self._may_be_cut else None
             self.description = self.owner.place(self._name, self.tensor, partitioner)
+            if self.plan is not None and self.plan.keyed is not None:
+                self.plan.keyed.note_place(self.description)
 
     def place_again(self) -> None:
         """Place a variable anew that was converted before its first use."""

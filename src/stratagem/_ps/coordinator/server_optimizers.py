@@ -86,7 +86,9 @@ class OptimizersOnServers:
                 here = tuple(
                     shard.number
                     for managed in all_managed
-                    if managed is not None and managed.kept.description is not None
+                    if managed is not None
+                    and managed.kept.description is not None
+                    and _is_trained(managed.central)
                     for shard in managed.kept.description.shards
                     if shard.server == server
                 )
@@ -319,6 +321,11 @@ def _whole_step_text(optimizer: Optimizer, managed: CoordinatorParameter) -> str
         "sg.optim.LazyAdam, sg.optim.RowWiseAdagrad or torch.optim.Adagrad, and the other parameters to "
         f"{name}."
     )
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    """Return whether a parameter can have gradients; the keys of dynamic tables cannot."""
+    return parameter.dtype.is_floating_point or parameter.dtype.is_complex
 
 
 def _has_rows_of(parameter: Tensor, value: Tensor) -> bool:

@@ -181,11 +181,22 @@ def _fill(
             f"{', '.join(sorted(missing.values()))} are not in the checkpoint {point.path}. Add them to "
             "the Checkpoint"
         )
+    bindings = {
+        place.variable: tuple(binding)
+        for remote in list(variables._remotes)
+        for place, binding in zip(remote.places, remote.bindings, strict=False)
+    }
     connection.request(
         messages.CreateVariables(
             variables=tuple(
-                messages.VariableSpec(number, name, codec.dtype_name(place.dtype), place.shape)
-                for number, (place, name) in places.items()
+                messages.VariableSpec(
+                    number,
+                    name,
+                    codec.dtype_name(place.dtype),
+                    place.shape,
+                    bindings.get(number, ()),
+                )
+                for number, (place, name) in sorted(places.items())
             )
         )
     )

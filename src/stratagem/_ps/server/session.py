@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem._ps import types
+from stratagem._ps.init_ops import RESERVING
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.server.checkpoint_parts import (
     CheckpointAccess,
@@ -79,6 +80,8 @@ class Session:
             messages.DeleteVariables: self._delete,
             messages.Locate: self._locate,
             messages.AskVersions: self._versions,
+            messages.ResolveKeys: self._resolve_keys,
+            messages.ListKeys: self._list_keys,
             messages.OpenSegments: self._open_segments,
             messages.Fence: self._fence,
             messages.FinishedClosures: self._finish_closures,
@@ -143,9 +146,11 @@ class Session:
 
     # -- variables ----------------------------------------------------------------------------
 
-    def _allocate(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _allocate(
+        self, number: int, shape: tuple[int, ...], dtype: torch.dtype, reserve: bool
+    ) -> Tensor:
         size = shm.bytes_for(shape, dtype)
-        segment, offset = self._arena.place(size)
+        segment, offset = self._arena.place(size, reserve=reserve)
         self._places[number] = (segment, offset, size)
         return segment.tensor(offset, shape, dtype)
 
@@ -154,7 +159,8 @@ class Session:
         for spec in message.variables:
             is_new = spec.variable not in self._places  # else the message came twice
             dtype = codec.dtype_from(spec.dtype)
-            self.store.create(spec.variable, spec.name, spec.shape, dtype)
+            reserve = any(one.name in RESERVING for one in spec.initialise)
+            self.store.create(spec.variable, spec.name, spec.shape, dtype, reserve=reserve)
             if is_new and spec.initialise:
                 version = self.store.initialise(spec.variable, spec.initialise)
                 self._publish({spec.variable: version})
@@ -206,6 +212,21 @@ class Session:
             found.append(outgoing.add(value))
         versions = tuple(self.store.version(item.variable) for item in message.items)
         return messages.Values(values=tuple(found), versions=versions), outgoing.buffers
+
+    def _resolve_keys(
+        self, message: messages.ResolveKeys, frame: Frame, memory: ClientMemory
+    ) -> Reply:
+        keys = memory.tensor(message.keys, frame)
+        counts = None if message.counts is None else memory.tensor(message.counts, frame)
+        found = self.store.keyed.resolve(message.variable, keys, counts, create=message.create)
+        outgoing = Outgoing()
+        return messages.ResolvedKeys(outgoing.add(found[0]), found[1]), outgoing.buffers
+
+    def _list_keys(self, message: messages.ListKeys, _: Frame, __: ClientMemory) -> Reply:
+        keys, rows, total = self.store.keyed.page(message.variable, message.start, message.count)
+        outgoing = Outgoing()
+        found = messages.ListedKeys(outgoing.add(keys), outgoing.add(rows), total)
+        return found, outgoing.buffers
 
     def _versions(self, message: messages.AskVersions, _: Frame, __: ClientMemory) -> Reply:
         return messages.Versions(versions=self.store.versions(message.variables or None)), ()
@@ -282,6 +303,7 @@ class Session:
                     values=memory.tensor(one.values, frame),
                     ids=memory.tensor(one.ids, frame) if one.ids is not None else None,
                     sparse=one.sparse,
+                    clock=one.clock,
                 )
                 for one in operation.gradients
             ]

@@ -142,6 +142,8 @@ class ServerOptimizer:
         }
         self._tensors = dict(parameters)
         self._unstepped = set(parameters)
+        self.uncounted: set[int] = set()
+        """Variables that use their state's memory bit by bit: dynamic tables."""
         self._group_of = {
             number: index for index, group in enumerate(groups) for number in group.variables
         }
@@ -297,7 +299,8 @@ class ServerOptimizer:
 
     def state_bytes(self, variables: Iterable[int] | None = None) -> int:
         """Return the bytes of the state of these variables (of all, if none are named)."""
-        numbers = self._parameters if variables is None else variables
+        wanted = self._parameters if variables is None else variables
+        numbers = [number for number in wanted if number not in self.uncounted]
         states = (self._optimizer.state.get(self._find(number), {}) for number in numbers)
         return sum(bytes_held(value) for state in states for value in state.values())
 
@@ -308,8 +311,20 @@ class ServerOptimizer:
             expected_tensors(self._class, groups[self._group_of[number]])
             * self._parameters[number].nbytes
             for number in variables
-            if not self._optimizer.state.get(self._parameters[number])
+            if number not in self.uncounted
+            and not self._optimizer.state.get(self._parameters[number])
         )
+
+    def reset_rows(self, variable: int, rows: Tensor) -> None:
+        """Set the state of rows to that before the first step: they belong to other keys now."""
+        parameter = self._parameters.get(variable)
+        if parameter is None:
+            return
+        group = self._optimizer.param_groups[self._group_of[variable]]
+        for key, value in self._optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] == parameter.shape[0]:
+                first = group.get("initial_accumulator_value", 0) if key == "sum" else 0
+                value.index_fill_(0, rows, first)
 
     def unstepped(self, gradients: Iterable[Gradient]) -> list[int]:
         """Return the variables of the gradients that no step has changed yet."""

@@ -22,10 +22,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps import store_records as records
-from stratagem._ps.init_ops import initialise
+from stratagem._ps.init_ops import KEYS_OF, initialise
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut, Key
+from stratagem._ps.server.keyed_tables import KeyedTables
 from stratagem._ps.server.ledger import Admission, WriteLedger
 from stratagem._ps.server.row_operations import (
     check_ids,
@@ -36,9 +37,9 @@ from stratagem._ps.server.row_operations import (
 )
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.server.state_memory import bytes_held
+from stratagem._ps.server.store_state import described_state, exported_state
 from stratagem._ps.store_records import (
     Block,
-    StateRecord,
     StoreManifest,
     StoreStats,
     VariableRecord,
@@ -55,8 +56,8 @@ from stratagem._wire import codec
 from stratagem._wire.arenas import Budget
 from stratagem.errors import NotFoundError
 
-Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
-"""Returns memory for a variable, given its number, shape and dtype."""
+Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype, bool], Tensor]
+"""Returns memory for a variable, given its number, shape and dtype, and whether only to reserve addresses."""
 
 
 @dataclass(slots=True)
@@ -68,9 +69,11 @@ class StoredVariable:
     version: int = 0
 
 
-def _plain_allocate(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _plain_allocate(
+    number: int, shape: tuple[int, ...], dtype: torch.dtype, reserve: bool
+) -> Tensor:
     del number
-    return torch.empty(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype) if reserve else torch.empty(shape, dtype=dtype)
 
 
 class VariableStore:
@@ -108,6 +111,8 @@ class VariableStore:
         self._ledger = WriteLedger()
         self._cut: Cut | None = None
         self.changed_rows = ChangedRows()
+        self.keyed = KeyedTables(self)
+        self._row_bytes = 0  # of rows of dynamic tables, as counted in the budget
 
     # Which writes are applied.
 
@@ -125,8 +130,18 @@ class VariableStore:
 
     # Variables.
 
-    def create(self, variable: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def create(
+        self,
+        variable: int,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        reserve: bool = False,
+    ) -> Tensor:
         """Allocate a shard and return it; its contents are undefined until written.
+
+        `reserve`: memory is counted when rows are used, not now.
 
         Creating the same variable again (a message sent twice) returns the first one.
         """
@@ -143,13 +158,14 @@ class VariableStore:
                 f"{tuple(known.tensor.shape)!r} and {known.tensor.dtype}: cannot create it again "
                 f"as {name!r} with shape {tuple(shape)!r} and {dtype}. Give every shard its own id."
             )
-        tensor = self._allocate(variable, tuple(shape), dtype)
+        tensor = self._allocate(variable, tuple(shape), dtype, reserve)
         self._variables[variable] = StoredVariable(name, tensor)
         return tensor
 
     def delete(self, variable: int) -> None:
         """Free a variable and its optimizer state; an unknown one was freed before."""
         self._before_write(variable)
+        self.keyed.forget(variable)
         self._variables.pop(variable, None)
         for number, optimizer in list(self._optimizers.items()):
             self._count_state(number, -optimizer.forget(variable))
@@ -162,6 +178,8 @@ class VariableStore:
         self._before_write(variable)
         for operation in operations:
             initialise(stored.tensor, operation)
+            if operation.name == KEYS_OF:
+                self.keyed.bind(variable, stored.name, operation)
         return self._count_write(stored)
 
     def write_rows(self, variable: int, start: int, values: Tensor) -> int:
@@ -246,7 +264,7 @@ class VariableStore:
             number: self._find(number).tensor for group in groups for number in group.variables
         }
         if class_name.rpartition(".")[2] == "Adagrad":  # makes its state at once
-            size = sum(tensor.nbytes for tensor in parameters.values())
+            size = sum(one.nbytes for n, one in parameters.items() if n not in self.keyed)
             self._budget.check(max(0, size - self._state_bytes.get(optimizer, 0)))
         made = ServerOptimizer(
             class_name,
@@ -256,6 +274,7 @@ class VariableStore:
             defaults=defaults,
             attributes=attributes,
         )
+        made.uncounted.update(number for number in parameters if number in self.keyed)
         previous = self._optimizers.get(optimizer)
         if previous is not None:
             made.adopt_state(previous)
@@ -274,6 +293,7 @@ class VariableStore:
         `settings` (group number → values) hold for this step alone: another worker's step has its own.
         """
         stepper = self._find_optimizer(optimizer)
+        gradients = [self.keyed.without_evicted(gradient) for gradient in gradients]
         stored = [self._find(gradient.variable) for gradient in gradients]
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
@@ -361,7 +381,24 @@ class VariableStore:
     def _is_watched(self) -> bool:
         return self._cut is not None or self.changed_rows.is_active
 
+    def note_write(self, variable: int, rows: Tensor) -> None:
+        """Prepare for a write of rows by `keyed`."""
+        if self._is_watched:
+            self._before_write(variable, rows)
+
+    def reset_state(self, variable: int, rows: Tensor) -> None:
+        """Set optimizer state of rows of a dynamic table to that before the first step."""
+        for optimizer in self._optimizers.values():
+            optimizer.reset_rows(variable, rows)
+
+    def count_rows(self, nbytes: int) -> None:
+        """Count bytes of new rows of dynamic tables; MemoryError if they exceed the limit."""
+        self._budget.take(nbytes)
+        self._row_bytes += nbytes
+
     def _before_write(self, variable: int, ids: Tensor | None = None) -> None:
+        if ids is None:
+            self.keyed.note_whole_write(variable)
         if self.changed_rows.is_active and variable in self._variables:
             self.changed_rows.mark(variable, ids, self._variables[variable].tensor)
         if self._cut is not None:
@@ -369,16 +406,7 @@ class VariableStore:
 
     def describe(self) -> StoreManifest:
         """Return everything the store holds but the rows of its tensors."""
-        state = []
-        for number, optimizer in self._optimizers.items():
-            for entry in optimizer.state_entries():
-                value = entry.value
-                if isinstance(value, Tensor):
-                    dtype, shape = codec.dtype_name(value.dtype), tuple(value.shape)
-                    record = StateRecord(number, entry.variable, entry.key, dtype, shape)
-                else:
-                    record = StateRecord(number, entry.variable, entry.key, value=value)
-                state.append(record)
+        state, optimizers = described_state(self._optimizers), self._optimizers.items()
         variables = tuple(
             VariableRecord(
                 number,
@@ -389,8 +417,8 @@ class VariableStore:
             )
             for number, stored in self._variables.items()
         )
-        optimizers = tuple(one.record(number) for number, one in self._optimizers.items())
-        return StoreManifest(variables, optimizers, tuple(state), self._ledger.record())
+        records = tuple(one.record(number) for number, one in optimizers)
+        return StoreManifest(variables, records, state, self._ledger.record())
 
     def export(self, block_bytes: int | None = None) -> Iterator[Block]:
         """Yield the rows of all tensors, in blocks of at most `block_bytes` (by default 64 MiB).
@@ -401,13 +429,7 @@ class VariableStore:
         for number, stored in self._variables.items():
             for start, stop, rows in row_blocks(stored.tensor, block_bytes):
                 yield Block("variable", number, "", start, stop, rows)
-        for number, optimizer in self._optimizers.items():
-            for entry in optimizer.state_entries():
-                if isinstance(entry.value, Tensor):
-                    for start, stop, rows in row_blocks(entry.value, block_bytes):
-                        yield Block(
-                            "optimizer", entry.variable, entry.key, start, stop, rows, number
-                        )
+        yield from exported_state(self._optimizers, block_bytes)
 
     def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
         """Fill an empty store: create what the manifest names, then write the blocks.
@@ -447,8 +469,9 @@ class VariableStore:
         """Free everything. May be called again."""
         self._variables.clear()
         self._optimizers.clear()
-        self._budget.change(-sum(self._state_bytes.values()))
+        self._budget.change(-sum(self._state_bytes.values()) - self._row_bytes)
         self._state_bytes.clear()
+        self._row_bytes = 0
 
     def stats(self) -> StoreStats:
         """Return numbers about the store."""

@@ -390,7 +390,10 @@ def row_gradients(
 ) -> Iterator[tuple[int, Gradient]]:
     """Yield sorted unique rows, divided among the shards."""
     cuts = remote.layout.cut_sorted(ids)
-    for place, offset, (begin, end) in zip(remote.places, remote.layout.offsets, cuts, strict=True):
+    clocks = remote.keys.take_clocks()
+    for index, (place, offset, (begin, end)) in enumerate(
+        zip(remote.places, remote.layout.offsets, cuts, strict=True)
+    ):
         yield (
             place.server,
             Gradient(
@@ -398,5 +401,6 @@ def row_gradients(
                 values=values[begin:end],
                 ids=ids[begin:end] - offset,
                 sparse=sparse,
+                clock=clocks.get(index, -1),
             ),
         )

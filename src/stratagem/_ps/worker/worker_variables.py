@@ -147,6 +147,8 @@ class WorkerVariables:
         )
 
     def _begin_closure(self) -> None:
+        for _, remote in self._tables.values():
+            remote.keys.clocks.clear()  # of lookups without a step
         if self._dense or self._buffers:
             if not self.client.outbox.is_idle:  # this closure reads them
                 with self._wait_time.measure():

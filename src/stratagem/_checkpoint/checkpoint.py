@@ -441,7 +441,8 @@ def read_tensors(
             if tensor.per_shard:
                 found[name] = reader.read_number(name, 0, -1)
             else:
-                found[name] = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+                make = torch.zeros if tensor.has_holes else torch.empty
+                found[name] = make(tensor.shape, dtype=tensor.torch_dtype)
         whole = [name for name in found if not manifest.tensors[name].per_shard]
         reader.read([RowsWanted(name, 0, found[name]) for name in whole])
     return {name: found[other] for name, other in stored.items()}

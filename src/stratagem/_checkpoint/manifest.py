@@ -48,12 +48,14 @@ class StoredTensor:
         same_as: the name of another tensor that holds the same memory (tied weights), or empty.
         per_shard: True for a number that every shard of a variable has its own of (an optimizer's
             ``step``). Its blocks name the rows of the shard they belong to.
+        has_holes: True for a dynamic table: rows in no block are zeros.
     """
 
     dtype: str
     shape: tuple[int, ...]
     same_as: str = ""
     per_shard: bool = False
+    has_holes: bool = False
 
     @property
     def rows(self) -> int:
@@ -213,6 +215,7 @@ def to_text(manifest: Manifest) -> str:
                 "shape": list(tensor.shape),
                 "same_as": tensor.same_as,
                 "per_shard": tensor.per_shard,
+                **({"has_holes": True} if tensor.has_holes else {}),
             }
             for name, tensor in manifest.tensors.items()
         },
@@ -274,7 +277,11 @@ def from_text(text: str, path: str) -> Manifest:
         },
         tensors={
             name: StoredTensor(
-                tensor["dtype"], tuple(tensor["shape"]), tensor["same_as"], tensor["per_shard"]
+                tensor["dtype"],
+                tuple(tensor["shape"]),
+                tensor["same_as"],
+                tensor["per_shard"],
+                tensor.get("has_holes", False),
             )
             for name, tensor in body["tensors"].items()
         },

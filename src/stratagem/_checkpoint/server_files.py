@@ -27,10 +27,10 @@ class ServerFiles:
         """Write a file and flush it; return its size, its checksum, and its blocks."""
         blocks = []
         with BlockFileWriter(path, progress) as file:
-            for number, part in enumerate(parts):
+            for part in parts:
                 first = len(file.blocks)
                 file.add(_tensor_part(part))
-                blocks += [_block_ref(number, one) for one in file.blocks[first:]]
+                blocks += [_block_ref(part.part, one) for one in file.blocks[first:]]
             stored = file.finish()
         return stored.bytes, stored.crc32, blocks
 

@@ -52,7 +52,8 @@ class Piece:
 class RemoteTensor(StoredElsewhere):
     """A tensor on parameter servers; stands in a state dict in place of the tensor.
 
-    `has_rows_of_variable`: optimizer state in which a row belongs to the same row of the variable.
+    `has_rows_of_variable`: optimizer state in which a row belongs to the same row of the variable. `has_holes`: of a
+    dynamic table, whose servers write the rows in use.
     """
 
     servers: ServerGroup
@@ -61,6 +62,7 @@ class RemoteTensor(StoredElsewhere):
     pieces: tuple[Piece, ...]
     per_shard: bool = False
     has_rows_of_variable: bool = False
+    has_holes: bool = False
 
     def parts_on(self, server: int, name: str) -> Iterator[PartRef]:
         """Yield the parts that one server has."""
@@ -146,6 +148,12 @@ class ServerGroup(Owner):
             return None
         where: Description | None = kept.description
         return where
+
+    def is_dynamic(self, value: Any) -> bool:
+        """Return whether a parameter belongs to a dynamic table."""
+        managed = find_managed(value) if isinstance(value, nn.Parameter) else None
+        plan = managed.kept.plan if isinstance(managed, CoordinatorParameter) else None
+        return plan is not None and plan.keyed is not None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -251,7 +259,8 @@ def layout_of(group: ServerGroup, value: Any) -> RemoteTensor | None:
     where = group.find(value)
     if where is None:
         return None
-    return RemoteTensor(group, where.dtype, where.shape, tuple(pieces_of(where)))
+    holes = group.is_dynamic(value)
+    return RemoteTensor(group, where.dtype, where.shape, tuple(pieces_of(where)), has_holes=holes)
 
 
 def pieces_of(where: Description, optimizer: int = 0, key: str = "") -> Iterator[Piece]:

@@ -120,19 +120,35 @@ class ServerCut(Owner):
         dtype = dtype_from(first.dtype)
         if where.is_sharded and of_rows:
             shape = (*where.shape[:1], *first.shape[1:])
-            made = RemoteTensor(self.group, dtype, shape, present, has_rows_of_variable=True)
+            made = RemoteTensor(
+                self.group,
+                dtype,
+                shape,
+                present,
+                has_rows_of_variable=True,
+                has_holes=self._is_dynamic(pieces[0]),
+            )
         elif where.is_sharded:
             made = RemoteTensor(self.group, dtype, (), present, per_shard=True)
         else:
             rows = first.shape[0] if first.shape else 1
             whole = Piece(pieces[0].server, pieces[0].variable, 0, rows, optimizer, key)
             return RemoteTensor(
-                self.group, dtype, first.shape, (whole,), has_rows_of_variable=of_rows
+                self.group,
+                dtype,
+                first.shape,
+                (whole,),
+                has_rows_of_variable=of_rows,
+                has_holes=of_rows and self._is_dynamic(whole),
             )
         for one, here in zip(pieces, has, strict=True):
-            if not here:  # no gradient has reached this shard yet: its state would be zeros
+            # No gradient has reached this shard yet: its state would be zeros.
+            if not here and not made.has_holes:
                 self.zeros.append((made, one.start, one.rows))
         return made
+
+    def _is_dynamic(self, piece: Piece) -> bool:
+        return piece.variable in self._made[piece.server].used
 
     def local_parts(self, remote: Mapping[str, RemoteTensor]) -> list[TensorPart]:
         """Return rows that no server has: state of shards without any."""
@@ -261,6 +277,8 @@ class ServerWriter:
             size = self._tensors[part.tensor].row_bytes
             if part.changed_only:
                 total += (size + _ID_BYTES) * self._made.changed[part.variable]
+            elif part.variable in self._made.used:
+                total += size * self._made.used[part.variable]
             else:
                 total += size * (1 if part.per_shard else part.rows)
         return total
@@ -302,7 +320,7 @@ class ServerWriter:
 
 def _described(tensor: RemoteTensor) -> StoredTensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return StoredTensor(dtype, tensor.shape, per_shard=tensor.per_shard)
+    return StoredTensor(dtype, tensor.shape, per_shard=tensor.per_shard, has_holes=tensor.has_holes)
 
 
 @contextmanager

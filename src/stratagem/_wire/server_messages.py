@@ -379,10 +379,12 @@ class CutMade(Message, frozen=True):
     """Answer to MakeCut; with `refused`, why no cut was made. `facts`: versions and applied writes, for JSON.
 
     `changed`: number of rows written since the base, by variable; variables without it count as written whole.
+    `used`: number of rows in use, by variable, of dynamic tables.
     """
 
     cut: int = 0
     changed: Mapping[int, int] = msgspec.field(default_factory=dict)
+    used: Mapping[int, int] = msgspec.field(default_factory=dict)
     items: tuple[CutItem, ...] = ()
     facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
     refused: str = ""

@@ -26,8 +26,8 @@ from stratagem._ps.client.outbox import Outbox
 from stratagem._ps.client.server_connection import (
     Address,
     Membership,
-    Pending,
     ServerConnection,
+    collect_all,
 )
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.server_replacement import ServerReplacement
@@ -456,7 +456,7 @@ class PsClient(Owner):
                 (self._connections[server], self._connections[server].begin(message, buffers))
                 for server, message, buffers in wanted
             ]
-            return _collected(calls)
+            return collect_all(calls)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -481,21 +481,7 @@ class PsClient(Owner):
                 (self._connections[one], self._connections[one].begin(message))
                 for one, message in wanted.items()
             ]
-            _collected(calls)
-
-
-def _collected(calls: Sequence[tuple[ServerConnection, Pending]]) -> list[Frame]:
-    """Return all replies; raise the first error when all servers have replied."""
-    first: Exception | None = None
-    found = []
-    for connection, pending in calls:
-        try:
-            found.append(connection.collect(pending))
-        except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
-            first = first or error
-    if first is not None:
-        raise first
-    return found
+            collect_all(calls)
 
 
 def _settings(values: Hyperparameters) -> dict[str, Setting]:

@@ -38,6 +38,7 @@ class RemoteKeys:
         self._layout = layout
         self._client = client
         self._known = KeyMap()
+        self._epoch = 0
         self.clocks: dict[int, int] = {}
         """Of each shard since the last step: the table's clock at the first lookup."""
 
@@ -46,9 +47,15 @@ class RemoteKeys:
         self._known = KeyMap()
         self.clocks.clear()
 
-    def rows(self, rule: KeyRule, keys: Ints, *, create: bool) -> Ints:
-        """Return the row of each key, -1 for keys without one; with `create` servers make rows for new keys."""
+    def rows(self, rule: KeyRule, keys: Ints, *, create: bool, epoch: int = 0) -> Ints:
+        """Return the row of each key, -1 for keys without one; with `create` servers make rows for new keys.
+
+        What was remembered in another epoch is forgotten: the table was restored since.
+        """
         with self._client.lock:
+            if epoch != self._epoch:
+                self.forget()
+                self._epoch = epoch
             if rule.tracks_use:
                 unique, places, counts = np.unique(keys, return_inverse=True, return_counts=True)
                 return self._ask(rule, unique, counts if create else None, create=create)[places]

@@ -436,3 +436,17 @@ def _first_cause(reason: str) -> str:
         'it hung up'
     """
     return reason.removeprefix(_GONE).partition(_AGAIN)[0]
+
+
+def collect_all(calls: Sequence[tuple[ServerConnection, Pending]]) -> list[Frame]:
+    """Return the replies to requests; raise the first error when all servers have replied."""
+    first: Exception | None = None
+    found = []
+    for connection, pending in calls:
+        try:
+            found.append(connection.collect(pending))
+        except Exception as error:  # noqa: BLE001 - raised below, when all replies are here
+            first = first or error
+    if first is not None:
+        raise first
+    return found

@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -48,6 +48,8 @@ class RowsToWrite:
     per_shard: bool
     read: Callable[[int, int], Tensor]
     ids: Tensor | None = None
+    part: int = 0
+    """Number of the part that the rows belong to."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class SessionCheckpoints(Owner):
         self._access = access
         self._cut: Cut | None = None
         self._changed: dict[int, Tensor] = {}  # rows written since the base of the cut
+        self._used: dict[int, list[tuple[int, int]]] = {}  # rows in use of dynamic tables
         # At random, so that a number of an earlier process is not taken for one of this one.
         self._number = secrets.randbits(48)
         self._transfer: _Transfer | None = None
@@ -129,6 +132,8 @@ class SessionCheckpoints(Owner):
         self._cut = self._store.begin_cut(wanted)
         self._number += 1
         self._note_changes(message)
+        ranges = {one: self._store.keyed.ranges(one) for one in wanted}
+        self._used = {one: found for one, found in ranges.items() if found is not None}
         if faults.active is not None:
             faults.active.at("server.in_cut")
         described = self._store.describe()
@@ -142,7 +147,10 @@ class SessionCheckpoints(Owner):
             "ledger": plain_ledger(described.ledger),
         }
         changed = {variable: len(ids) for variable, ids in self._changed.items()}
-        return messages.CutMade(cut=self._number, items=items, facts=facts, changed=changed)
+        used = {one: sum(last - first for first, last in r) for one, r in self._used.items()}
+        return messages.CutMade(
+            cut=self._number, items=items, facts=facts, changed=changed, used=used
+        )
 
     def _note_changes(self, message: messages.MakeCut) -> None:
         rows = self._store.changed_rows
@@ -171,21 +179,22 @@ class SessionCheckpoints(Owner):
         files, cut = self._access.files, self._cut
         assert files is not None
         parts = []
-        for part in message.parts:
+        for number, part in enumerate(message.parts):
             one = cut.tensors[part.variable, part.optimizer, part.key]
             ids = self._changed.get(part.variable) if part.changed_only else None
-            parts.append(
-                RowsToWrite(
-                    part.tensor,
-                    one.dtype,
-                    part.shape,
-                    part.start,
-                    part.rows,
-                    part.per_shard,
-                    one.read if ids is None else _reader_of(one, ids),
-                    ids,
-                )
+            whole = RowsToWrite(
+                part.tensor,
+                one.dtype,
+                part.shape,
+                part.start,
+                part.rows,
+                part.per_shard,
+                one.read if ids is None else _reader_of(one, ids),
+                ids,
+                number,
             )
+            used = None if part.per_shard or ids is not None else self._used.get(part.variable)
+            parts += [whole] if used is None else [_range_of(whole, *each) for each in used]
         cut.begin_reading()
 
         def write(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
@@ -230,6 +239,7 @@ class SessionCheckpoints(Owner):
 
         touched = [] if message.verify else [part.variable for part in message.parts]
         for variable in touched:
+            self._store.keyed.clear(variable)
             self._store.touch(variable)
         self._transfer = _Transfer(read, "server.in_restore", dict.fromkeys(touched))
 
@@ -287,6 +297,17 @@ class SessionCheckpoints(Owner):
             self._store.tensor_of(
                 part.variable, part.optimizer, part.key
             )  # raises if one is missing
+
+
+def _range_of(whole: RowsToWrite, first: int, last: int) -> RowsToWrite:
+    """Return a range of the rows of a part."""
+    read = whole.read
+    return replace(
+        whole,
+        start=whole.start + first,
+        rows=last - first,
+        read=lambda begin, end: read(begin + first, end + first),
+    )
 
 
 def _reader_of(one: CutTensor, ids: Tensor) -> Callable[[int, int], Tensor]:

@@ -82,6 +82,17 @@ class KeyedTables:
         if gone is not None:
             self._of_keys.pop(gone.keys, None)
 
+    def ranges(self, variable: int) -> list[tuple[int, int]] | None:
+        """Return the ranges of rows in use of a table's rows or keys; None for other variables."""
+        rows = self._of_keys.get(variable, variable)
+        return self._find(rows).index.rows_used if rows in self._tables else None
+
+    def clear(self, variable: int) -> None:
+        """Remove all keys of a table before others are read, if this is a variable of keys."""
+        for first, last in self.ranges(variable) or () if variable in self._of_keys else ():
+            self._store.read(variable)[first:last] = 0
+            self.note_whole_write(variable)
+
     def note_whole_write(self, variable: int) -> None:
         """Read the keys again before their next use, if this is a variable of keys."""
         rows = self._of_keys.get(variable)

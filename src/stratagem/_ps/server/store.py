@@ -11,11 +11,9 @@ that raises has changed nothing but, at most, the memory of the variable named i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +36,7 @@ from stratagem._ps.server.row_operations import (
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.server.state_memory import bytes_held
 from stratagem._ps.server.store_state import described_state, exported_state
+from stratagem._ps.server.stored_variable import Allocate, StoredVariable, plain_allocate
 from stratagem._ps.store_records import (
     Block,
     StoreManifest,
@@ -55,25 +54,6 @@ from stratagem._ps.types import (
 from stratagem._wire import codec
 from stratagem._wire.arenas import Budget
 from stratagem.errors import NotFoundError
-
-Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype, bool], Tensor]
-"""Returns memory for a variable, given its number, shape and dtype, and whether only to reserve addresses."""
-
-
-@dataclass(slots=True)
-class StoredVariable:
-    """A shard in the server's memory, and how many writes it has seen."""
-
-    name: str
-    tensor: Tensor
-    version: int = 0
-
-
-def _plain_allocate(
-    number: int, shape: tuple[int, ...], dtype: torch.dtype, reserve: bool
-) -> Tensor:
-    del number
-    return torch.zeros(shape, dtype=dtype) if reserve else torch.empty(shape, dtype=dtype)
 
 
 class VariableStore:
@@ -97,7 +77,7 @@ class VariableStore:
 
     def __init__(
         self,
-        allocate: Allocate = _plain_allocate,
+        allocate: Allocate = plain_allocate,
         *,
         budget: Budget | None = None,
         optimizer_modules: Sequence[str] = (),
@@ -388,8 +368,7 @@ class VariableStore:
 
     def reset_state(self, variable: int, rows: Tensor) -> None:
         """Set optimizer state of rows of a dynamic table to that before the first step."""
-        for optimizer in self._optimizers.values():
-            optimizer.reset_rows(variable, rows)
+        _ = [one.reset_rows(variable, rows) for one in self._optimizers.values()]
 
     def count_rows(self, nbytes: int) -> None:
         """Count bytes of new rows of dynamic tables; MemoryError if they exceed the limit."""

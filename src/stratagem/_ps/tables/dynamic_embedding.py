@@ -24,17 +24,18 @@ _PAGE_ROWS = 1 << 16
 class _Keys(Protocol):
     """Keys of a table on parameter servers."""
 
-    def rows(self, rule: KeyRule, keys: Ints, *, create: bool) -> Ints: ...
+    def rows(self, rule: KeyRule, keys: Ints, *, create: bool, epoch: int) -> Ints: ...
     def pages(self) -> Iterator[tuple[Tensor, Tensor]]: ...
     def __len__(self) -> int: ...
 
 
-class _Table(nn.Module):
+class DynamicTable(nn.Module):
     """Rows by id; base of the two layers.
 
     Attributes:
         weight: the rows; those of ids that were not seen are zeros and take no memory.
         keys: ids of the rows, with the last use and the count of each; not trained.
+        epoch: counts restores of the table: rows that a worker remembers are those of an epoch.
     """
 
     weight: nn.Parameter
@@ -72,6 +73,7 @@ class _Table(nn.Module):
         self.weight = nn.Parameter(_memory(rows, dim, dtype or torch.get_default_dtype()))
         keys = _memory(KeyedPart(self._rule, rows), 3, torch.int64)
         self.keys = nn.Parameter(keys, requires_grad=False)
+        self.epoch = 0
         self._local = LocalKeys(self._rule)
 
     def __len__(self) -> int:
@@ -131,7 +133,7 @@ class _Table(nn.Module):
         create = self.training and torch.is_grad_enabled() and weight.requires_grad
         wanted = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
         if isinstance(weight, TableParameter):
-            rows = _keys_of(weight).rows(self._rule, wanted, create=create)
+            rows = _keys_of(weight).rows(self._rule, wanted, create=create, epoch=self.epoch)
         else:
             rows = self._local.rows(keys, weight, wanted, create=create)
         found = torch.from_numpy(rows)
@@ -145,8 +147,7 @@ class _Table(nn.Module):
         absent = self._absent(ids[~has_row.to(ids.device)])
         made = absent.new_zeros(*ids.shape, self.embedding_dim)
         made = made.masked_scatter(~has_row.unsqueeze(-1), absent)
-        if not bool(has_row.any()):
-            return made
+        # Also without any known id: the result is part of a graph, as that of every other batch.
         known = F.embedding(rows[has_row], self.weight, sparse=True)
         return made.index_put(has_row.nonzero(as_tuple=True), known)
 
@@ -179,7 +180,7 @@ class _Table(nn.Module):
         return ", ".join([f"{self.embedding_dim}", f"max_rows={rule.max_rows}", *more])
 
 
-class DynamicEmbedding(_Table):
+class DynamicEmbedding(DynamicTable):
     """An embedding for any int64 ids: an id gets a row when it is first used in training.
 
     Use it as ``nn.Embedding``, without knowing how many ids there are. Its gradients are sparse: train it with
@@ -217,7 +218,7 @@ class DynamicEmbedding(_Table):
         return self._rows(ids, *self._find(ids))
 
 
-class DynamicEmbeddingBag(_Table):
+class DynamicEmbeddingBag(DynamicTable):
     """Sums or means of the rows of several ids; rows are made as in `DynamicEmbedding`.
 
     Args:

@@ -1,0 +1,78 @@
+"""Checkpoints of dynamic tables hold the rows in use, and fit any number of servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+
+POOL = torch.randint(-(2**62), 2**62, (400,), generator=torch.Generator().manual_seed(0))
+MAX_ROWS = 40_000
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(sg.nn.DynamicEmbedding(4, max_rows=MAX_ROWS), nn.Linear(4, 1))
+    return model, sg.optim.RowWiseAdagrad(model.parameters(), lr=0.1)
+
+
+def train(directory: Path, steps: int, *, servers: int, full_every: int = 1) -> tuple[int, dict]:
+    """Train to `steps` from the newest checkpoint, one worker; the first step, and the final rows by id."""
+    with sg.LocalCluster(workers=1, ps=servers, in_process=True) as cluster:
+        partitioner = sg.partitioners.FixedShardsPartitioner(servers)
+        strategy = sg.ParameterServerStrategy(cluster.resolver, variable_partitioner=partitioner)
+        with strategy, sg.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                model, optimizer = make()
+
+            def step(ids: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                model(ids).pow(2).sum().backward()
+                optimizer.step()
+
+            checkpoint = sg.Checkpoint(model=model, optimizer=optimizer)
+            with sg.CheckpointManager(checkpoint, directory, full_every=full_every) as manager:
+                first = manager.restore_or_initialize()
+                for number in range(first, steps):
+                    random = torch.Generator().manual_seed(number)
+                    coordinator.schedule(
+                        step, args=(POOL[torch.randint(0, 400, (16,), generator=random)],)
+                    )
+                    coordinator.join()
+                    manager.save(number + 1, wait=True)
+            ids, rows = model[0].export()
+            return first, dict(zip(ids.tolist(), rows.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("full_every", [1, 4], ids=["full", "deltas"])
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_run_goes_on_with_another_number_of_servers(
+    tmp_path: Path, servers: int, full_every: int
+) -> None:
+    """Rows, keys and optimizer state; also from a chain of deltas."""
+    assert train(tmp_path / "a", 3, servers=2, full_every=full_every)[0] == 0
+    first, resumed = train(tmp_path / "a", 6, servers=servers, full_every=full_every)
+    assert first == 3
+    _, unbroken = train(tmp_path / "b", 6, servers=2)
+    assert resumed.keys() == unbroken.keys()
+    for key, row in resumed.items():
+        assert row == pytest.approx(unbroken[key], rel=1e-5, abs=1e-6)
+
+
+def test_files_hold_rows_in_use_only(tmp_path: Path) -> None:
+    train(tmp_path / "a", 1, servers=2)
+    size = sum(one.stat().st_size for one in tmp_path.rglob("*.distcp"))
+    assert size < MAX_ROWS * 4  # the whole table would have 16 bytes a row, and its keys 24
+
+
+def test_from_servers_to_one_device_and_to_plain_pytorch(tmp_path: Path) -> None:
+    _, expected = train(tmp_path / "a", 2, servers=2)
+    model, optimizer = make()
+    sg.Checkpoint(model=model, optimizer=optimizer).restore(tmp_path / "a")
+    ids, rows = model[0].export()
+    assert dict(zip(ids.tolist(), rows.tolist(), strict=True)) == expected
+    assert int((optimizer.state[model[0].weight]["sum"] > 0).sum()) == len(expected)

@@ -90,7 +90,7 @@ def test_max_rows_keys_fit():
 def test_a_full_table_raises_and_changes_nothing():
     index, _ = index_of(max_rows=10)
     index.resolve(np.arange(10), create=True)
-    with pytest.raises(MemoryError, match="made for 10 rows.*evict"):
+    with pytest.raises(MemoryError, match=r"made for 10 rows.*evict"):
         index.resolve(keys_of(99), create=True)
     assert index.find(keys_of(99)) == -1
     assert len(index) == 10

@@ -24,7 +24,7 @@ def test_memory_comes_from_the_server():
     """The store writes into the memory `allocate` gave it."""
     given_out = []
 
-    def allocate(number, shape, dtype):
+    def allocate(number, shape, dtype, reserve):
         given_out.append(torch.zeros(shape, dtype=dtype))
         return given_out[-1]
 

@@ -128,6 +128,8 @@ def sum_rows(values: Tensor, found: SortedIds) -> Tensor:
     instead of 0.47).
     """
     plain = values.detach()
+    if not plain.is_contiguous():  # the gradient of a part of ``torch.cat``
+        plain = plain.contiguous()
     if _sums_fast(plain, found.order):
         return torch.embedding_bag(plain, found.order, found.starts, False, 0, False, None, False)[
             0

@@ -24,6 +24,10 @@ from stratagem.errors import NotFoundError
 class TableStore(Protocol):
     """What dynamic tables need of the store."""
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether `note_write` must be called before rows change."""
+
     def read(self, variable: int) -> Tensor:
         """Return the memory of a variable."""
 
@@ -70,7 +74,12 @@ class KeyedTables:
 
     def _noting(self, keys: int) -> Callable[[Ints], None]:
         store = self._store
-        return lambda rows: store.note_write(keys, torch.from_numpy(np.unique(rows)))
+
+        def note(rows: Ints) -> None:
+            if store.is_watched:
+                store.note_write(keys, torch.from_numpy(np.unique(rows)))
+
+        return note
 
     def __contains__(self, variable: int) -> bool:
         return variable in self._tables

@@ -121,9 +121,8 @@ class VariableStore:
     ) -> Tensor:
         """Allocate a shard and return it; its contents are undefined until written.
 
-        `reserve`: memory is counted when rows are used, not now.
-
-        Creating the same variable again (a message sent twice) returns the first one.
+        `reserve`: memory is counted when rows are used, not now. Creating the same variable again (a message sent
+        twice) returns the first one.
         """
         known = self._variables.get(variable)
         if known is not None:
@@ -218,7 +217,7 @@ class VariableStore:
         check_ids(ids, stored.tensor, stored.name)
         values = expand_values(values, ids, stored.tensor, stored.name)
         if ids.numel():
-            if self._is_watched:
+            if self.is_watched:
                 self._before_write(variable, torch.unique(ids))
             scatter_rows(stored.tensor, operation, ids, values)
         return self._count_write(stored)
@@ -278,7 +277,7 @@ class VariableStore:
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
                 check_ids(gradient.ids, variable.tensor, variable.name)
-        if self._is_watched:
+        if self.is_watched:
             for gradient in gradients:
                 rows_only = stepper.touches_rows_only(gradient)
                 self._before_write(gradient.variable, gradient.ids if rows_only else None)
@@ -358,17 +357,18 @@ class VariableStore:
             self._cut = None
 
     @property
-    def _is_watched(self) -> bool:
+    def is_watched(self) -> bool:
+        """Whether a cut or a record of changed rows must know of every write."""
         return self._cut is not None or self.changed_rows.is_active
 
     def note_write(self, variable: int, rows: Tensor) -> None:
         """Prepare for a write of rows by `keyed`."""
-        if self._is_watched:
-            self._before_write(variable, rows)
+        self._before_write(variable, rows)
 
     def reset_state(self, variable: int, rows: Tensor) -> None:
         """Set optimizer state of rows of a dynamic table to that before the first step."""
-        _ = [one.reset_rows(variable, rows) for one in self._optimizers.values()]
+        for optimizer in self._optimizers.values():
+            optimizer.reset_rows(variable, rows)
 
     def count_rows(self, nbytes: int) -> None:
         """Count bytes of new rows of dynamic tables; MemoryError if they exceed the limit."""
@@ -411,10 +411,7 @@ class VariableStore:
         yield from exported_state(self._optimizers, block_bytes)
 
     def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
-        """Fill an empty store: create what the manifest names, then write the blocks.
-
-        Blocks may come in any order, and their rows in any ranges.
-        """
+        """Fill an empty store: create what the manifest names, then write the blocks, in any order."""
         for variable in manifest.variables:
             dtype = codec.dtype_from(variable.dtype)
             self.create(variable.number, variable.name, variable.shape, dtype)

@@ -34,7 +34,7 @@ from stratagem._checkpoint.server_state import (
 )
 from stratagem._core.values import Convertible, convert_to_tensor
 from stratagem._core.variables import Variable, VariableAggregation, VariableSynchronization
-from stratagem._ps.tables.dynamic_embedding import DynamicTable
+from stratagem._ps.tables.dynamic_embedding import note_restored
 from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem.errors import CheckpointMismatch
 
@@ -350,9 +350,7 @@ class Match:
                     elsewhere.add(key)
 
         def load(tensors: Mapping[str, Tensor], strict: bool) -> None:
-            for one in module.modules():
-                if isinstance(one, DynamicTable):
-                    one.epoch += 1
+            note_restored(module)
             own = type(saved)((key, each) for key, each in saved.items() if key not in elsewhere)
             state = decode(own, tensors)
             if isinstance(state, OrderedDict):

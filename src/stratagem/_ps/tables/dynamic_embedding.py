@@ -306,6 +306,13 @@ class FrozenEmbedding(nn.Module):
         return F.embedding(places, self.rows) * is_known
 
 
+def note_restored(module: nn.Module) -> None:
+    """Let workers forget the rows that they remember of the dynamic tables in a module."""
+    for one in module.modules():
+        if isinstance(one, DynamicTable):
+            one.epoch += 1
+
+
 def _memory(part: KeyedPart, width: int, dtype: torch.dtype) -> Tensor:
     """Return zeros that take memory when they are written; a table on servers in their strategy's scope."""
     made = torch.empty((KeyedRows.of(part), width), dtype=dtype)

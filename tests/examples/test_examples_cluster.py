@@ -25,6 +25,16 @@ def test_parameter_server_learns_and_goes_on_after_its_checkpoint(tmp_path, caps
     assert second < first < 0.72
 
 
+def test_keras_clicks_learns_and_its_file_needs_no_cluster(tmp_path, capsys):
+    """`fit` on workers and servers; a second run continues after the epochs of a backup."""
+    from examples import keras_clicks
+
+    found = keras_clicks.main(epochs=3, steps=40, directory=str(tmp_path / "clicks"))
+    assert found["auc"] > 0.65
+    assert (tmp_path / "clicks" / "log.csv").read_text().count("\n") == 4
+    assert not (tmp_path / "clicks" / "backup").exists()  # it succeeded
+
+
 def test_killed_workers_change_no_sum():
     """Exactly as many additions as scheduled."""
     total, kills = surviving_worker_loss.main(additions=1500)

@@ -15,9 +15,9 @@ def pytest_configure() -> None:
     os.environ["XDG_CONFIG_HOME"] = _made[0]
     os.environ["KERAS_HOME"] = os.path.join(_made[0], "keras")
     os.environ["KERAS_BACKEND"] = "torch"
-    os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = (
-        "true"  # Keras sets it, and a test may leave nothing behind
-    )
+    # Keras and accelerate set these, and a test may leave nothing behind.
+    os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def pytest_unconfigure() -> None:

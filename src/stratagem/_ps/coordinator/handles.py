@@ -40,6 +40,7 @@ from stratagem._ps.coordinator.object_entries import Tracked, define_module, ent
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
 from stratagem._ps.coordinator.server_restore import restore_server
+from stratagem._ps.coordinator.wrapped_optimizers import unwrapped
 from stratagem._ps.definitions import ATTRIBUTES, HOOKS, Token
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.codec import is_channels_last
@@ -99,6 +100,7 @@ class ObjectHandles:
             return known[0]
         if isinstance(obj, Tensor):
             return self._describe_tensor(obj)
+        obj = unwrapped(obj)
         if isinstance(obj, (nn.Module, Optimizer, Variable, PerWorkerVariable)):
             return self._describe_new(obj)
         if isinstance(obj, LRScheduler) and self.describe(obj.optimizer) is not None:

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meeting import me, meet
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem._core import context
+from stratagem._core.rendezvous import Rendezvous
 from stratagem.errors import ReplicaTimeout
 
 LIMIT_S = 60.0
@@ -74,6 +76,27 @@ def test_replicas_take_turns_in_their_order(strategy):
     strategy.run(step)
     in_turns = [(phase, i) for phase in range(3) for i in range(size) for _ in range(20)]
     assert seen == in_turns
+
+
+def test_a_replica_that_is_delayed_after_combining_takes_its_turn_once(monkeypatch):
+    """Replica 0 reaches the next rendezvous before replica 1 looks whether it is its turn."""
+    plain, delayed = Rendezvous._combine, []
+
+    def combine(self, arrived, runner=-1):
+        goes_on = plain(self, arrived, runner)
+        if runner == 1 and not delayed:
+            delayed.append(runner)
+            wait_until(lambda: 0 in self._waiting)
+        return goes_on
+
+    monkeypatch.setattr(Rendezvous, "_combine", combine)
+
+    def step():
+        return [meet(me(), lambda values: [sum(values)] * len(values)) for _ in range(3)]
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as two:
+        assert two.run(step) == [1, 1, 1]
+    assert delayed
 
 
 def test_a_replica_that_waits_for_a_later_one_is_named(monkeypatch):

@@ -167,12 +167,11 @@ class Rendezvous:
                 self._wake_caller()
             elif not self._parallel:
                 self._pass_turn()
-        if arrived:
-            self._combine(arrived, runner=replica_id)
+        goes_on = bool(arrived) and self._combine(arrived, runner=replica_id)
         if self._parallel:
             if not arrived and not self._wait(replica_id):
                 self._time_out(replica_id)
-        elif not (arrived and self._turn == replica_id):
+        elif not goes_on:
             while not self._wait(replica_id):
                 pass  # the caller ends the run if a turn takes too long
             if self.aborted:
@@ -204,8 +203,12 @@ class Rendezvous:
     def _wait(self, replica_id: int) -> bool:
         return self._wake[replica_id].acquire(timeout=self.timeout_s)
 
-    def _combine(self, arrived: _Arrived, runner: int = -1) -> None:
-        """Combine the values of all replicas, distribute the results, wake the replicas."""
+    def _combine(self, arrived: _Arrived, runner: int = -1) -> bool:
+        """Combine the values of all replicas, distribute the results, wake the replicas.
+
+        Return whether the calling replica, ``runner``, goes on. Else it waits for its turn, which may already have
+        begun: another replica may be at the next rendezvous by now.
+        """
         values = [arrived[i][0] if i in arrived else None for i in range(self._size)]
         first = min(arrived)
         counters = self._counters
@@ -224,17 +227,19 @@ class Rendezvous:
             for i in arrived:
                 if i != runner:
                     self._wake[i].release()
-            return
+            return True
         with self._lock:
             self._blocked = set(arrived)
             if self.aborted:
                 self.abort(but=runner)
-            elif min(arrived) == runner:
+                return True
+            if min(arrived) == runner:
                 self._blocked.remove(runner)
                 self._turn, self._turn_began_s = runner, time.monotonic()
                 self._resume()
-            else:
-                self._pass_turn()
+                return True
+            self._pass_turn()
+            return False
 
     def _time_out(self, replica_id: int) -> None:
         while True:

@@ -1,5 +1,7 @@
 """Parameter servers and workers as real processes: training, many variables, a user's optimizer."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -176,3 +178,52 @@ def test_lookups_move_only_their_rows(cluster):
             value, grown = coordinator.schedule(resident).get()
             torch.testing.assert_close(value, table.weight[[0, 999_999]].detach())
     assert grown < 8 << 10  # kilobytes, of a table of 64 MB
+
+
+def test_functions_have_the_default_dtype_of_the_program(cluster):
+    """Tensors that a step makes itself fit a model of float64, and float32 returns with the program's."""
+
+    def step():
+        return model(torch.ones(2, 3)).dtype, torch.zeros(1).dtype
+
+    usual = torch.get_default_dtype()
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        torch.set_default_dtype(torch.float64)
+        try:
+            with strategy.scope():
+                model = nn.Linear(3, 1)
+            with sg.ClusterCoordinator(strategy) as coordinator:
+                assert coordinator.schedule(step).fetch() == (torch.float64, torch.float64)
+                torch.set_default_dtype(torch.float32)
+                assert coordinator.schedule(lambda: torch.zeros(1).dtype).fetch() == torch.float32
+        finally:
+            torch.set_default_dtype(usual)
+
+
+class Layers(nn.Module):
+    """Compares the names of its layers by identity, which works in one process only by chance."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        for name, _ in self.names:
+            assert name is sys.intern("linear")
+            x = x * self.weight
+        return x
+
+
+def test_names_are_the_same_objects_on_workers(cluster):
+    """MAML-Pytorch: ``if name is 'linear'``. Both an attribute of a module and an argument."""
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        with strategy.scope():
+            model = Layers([("linear", [2, 3])])
+
+        def step(names):
+            return [name is sys.intern("linear") for name in names], float(model(torch.ones(1)))
+
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            found = coordinator.schedule(step, args=(["linear", "line" + "ar"],)).fetch()
+    assert found == ([True, True], 1.0)

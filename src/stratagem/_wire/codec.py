@@ -280,8 +280,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             states[id(module)] = sendable_variables(module, reason)
         return states[id(module)]
 
-    def persistent_id(self, obj: object) -> tuple[int, object] | None:
+    def persistent_id(self, obj: object) -> tuple[int, object] | str | None:
         kind = type(obj)
+        if isinstance(obj, str):
+            return obj if kind is str and obj.isidentifier() else None
         if kind is Tensor or kind is nn.Parameter:
             assert isinstance(obj, Tensor)
             if self._describe is not None and (token := self._describe(obj)) is not None:
@@ -314,9 +316,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return _TENSOR, number
 
 
-_PLAIN: Final = frozenset(
-    {int, float, bool, str, bytes, type(None), tuple, list, dict, set, complex}
-)
+_PLAIN: Final = frozenset({int, float, bool, bytes, type(None), tuple, list, dict, set, complex})
 
 
 class _Unpickler(pickle.Unpickler):
@@ -330,7 +330,11 @@ class _Unpickler(pickle.Unpickler):
         self._rebuild = rebuild
 
     @override
-    def persistent_load(self, pid: tuple[int, Any]) -> object:
+    def persistent_load(self, pid: tuple[int, Any] | str) -> object:
+        if isinstance(
+            pid, str
+        ):  # interned, as in the sender's code: some programs compare it by `is`
+            return sys.intern(pid)
         kind, value = pid
         if kind == _TENSOR:
             return self._tensors[value]
@@ -357,9 +361,9 @@ def pack(
 ) -> Packed:
     """Turn any object into a message part; its tensors become buffers of `outgoing`.
 
-    Functions travel by value if their module cannot be imported elsewhere (``__main__``, lambdas). An
-    object for which `describe` gives a token travels as that token. Classes that travel by value are added
-    to `classes`. `prefers_data`: for a receiver that may not trust this process, see `unpack`.
+    Functions travel by value if their module cannot be imported elsewhere (``__main__``, lambdas). An object for which
+    `describe` gives a token travels as that token. Classes that travel by value are added to `classes`.
+    `prefers_data`: for a receiver that may not trust this process, see `unpack`.
 
     Example:
         >>> import torch
@@ -425,15 +429,7 @@ _SENT_BY_VALUE: set[str] = set()  # names of the user's modules
 
 
 def ship_by_value(module: types.ModuleType) -> None:
-    """From now on functions and classes of this module travel by value, not by name.
-
-    Example:
-        >>> import types
-        >>> from stratagem._wire.codec import ship_by_value
-        >>> import sys
-        >>> sys.modules["made_here"] = types.ModuleType("made_here")
-        >>> ship_by_value(sys.modules.pop("made_here"))
-    """
+    """Send functions and classes of this module by value from now on, not by name."""
     if sys.modules.get(module.__name__) is module:
         cloudpickle.register_pickle_by_value(module)
         _SENT_BY_VALUE.add(module.__name__)

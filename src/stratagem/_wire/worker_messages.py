@@ -61,13 +61,17 @@ class Update(Message, frozen=True):
 
 
 class Run(Message, frozen=True):
-    """Run a closure. `arguments` None: it has none. `resource` not 0: keep its result under that number."""
+    """Run a closure. `arguments` None: it has none. `resource` not 0: keep its result under that number.
+
+    `dtype`: the coordinator's default dtype, by name.
+    """
 
     closure: int
     function: bytes
     arguments: Packed | None = None
     exactly_once: bool = True
     resource: int = 0
+    dtype: str = "float32"
 
 
 class Recall(Message, frozen=True):

@@ -10,15 +10,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
+
+import torch
 
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator.packer import Encoded, PackedObject, Packer
 from stratagem._cluster.coordinator.remote_values import RemoteValue
 from stratagem._cluster.coordinator.worker_link import WorkerLink
 from stratagem._wire import messages
-from stratagem._wire.codec import Outgoing, pack
+from stratagem._wire.codec import Outgoing, dtype_name, pack
 from stratagem._wire.frames import Buffer
 
 
@@ -32,6 +34,8 @@ class Call:
     holds: Sequence[object] = ()
     """Objects of the strategy that the function captures: kept alive until the call is done."""
     argument_bytes: int = 0
+    dtype: str = field(default_factory=lambda: dtype_name(torch.get_default_dtype()))
+    """The default dtype of the program when it made the call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +151,7 @@ class Sender:
             arguments=arguments.packed if arguments is not None else None,
             exactly_once=closure.exactly_once,
             resource=closure.resource,
+            dtype=call.dtype,
         )
         batch.append((run, buffers))
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
+import torch
 from typing_extensions import override
 
 from stratagem import _faults as faults
@@ -28,7 +29,7 @@ from stratagem._cluster.worker.results import Results
 from stratagem._usage import process_usage
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
-from stratagem._wire.codec import Outgoing, pack, unpack
+from stratagem._wire.codec import Outgoing, dtype_from, pack, unpack
 from stratagem._wire.failures import failure_from
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Packed
@@ -241,6 +242,8 @@ class CoordinatorSession:
             began = time.perf_counter()
         self._running_since = began
         try:
+            if self._worker.owns_process:
+                _set_default_dtype(message.dtype)
             function = objects.function(message.function)
             with views.closure(
                 message.closure, exactly_once=message.exactly_once, quick=run_s < QUICK_S
@@ -303,6 +306,13 @@ class CoordinatorSession:
             f"incarnation {self.order.incarnation} for {self.order.coordinator!r}, "
             f"{len(self._waiting)} closures waiting"
         )
+
+
+def _set_default_dtype(name: str) -> None:
+    """Create new tensors with the coordinator's default dtype."""
+    dtype = dtype_from(name)
+    if dtype is not torch.get_default_dtype():
+        torch.set_default_dtype(dtype)
 
 
 def _packed_advances(number: int, advances: Sequence[object]) -> tuple[int, Packed]:

@@ -31,6 +31,7 @@ from stratagem._cluster.coordinator.remote_values import (
     refuse_in_callback,
 )
 from stratagem._cluster.coordinator.sender import Closure
+from stratagem._cluster.coordinator.shared_ray_data import as_iterable, share_ray_data
 from stratagem._cluster.coordinator.startup import await_workers, check_addresses
 from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
 from stratagem._cluster.coordinator.worker_membership import WorkerMembership
@@ -352,11 +353,13 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
         Args:
             dataset_fn: a function that returns a dataset, or a dataset. The function runs on the
-                workers; with a parameter it receives an `InputContext`.
+                workers; with a parameter it receives an `InputContext`. Workers share a Ray dataset, or a
+                pipeline over one: each batch of it goes to one worker.
 
         Raises:
             ValueError: `dataset_fn` is neither.
         """
+        dataset_fn = as_iterable(dataset_fn)
         if not callable(dataset_fn) and not isinstance(dataset_fn, Iterable):
             raise ValueError(
                 f"create_per_worker_dataset({dataset_fn!r}): expected a dataset, or a function that "
@@ -417,7 +420,11 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def _create_iterators(self, source: object) -> PerWorkerValues:
         with self._engine.lock:
             workers = tuple(link.task_index for link in self._engine.links.values())
-        return self.create_per_worker_resource(make_iterator, args=(source, workers))
+        source, end_sharing = share_ray_data(source)
+        values = self.create_per_worker_resource(make_iterator, args=(source, workers))
+        if end_sharing is not None:
+            weakref.finalize(values, end_sharing)
+        return values
 
     def _ready_to_schedule(self) -> None:
         """Wait for a place in the queue and for joins of other threads; raise a kept error."""

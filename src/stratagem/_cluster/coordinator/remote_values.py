@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import torch
 from typing_extensions import override
 
+from stratagem._cluster.coordinator.shared_ray_data import as_iterable
 from stratagem._cluster.timed_iterator import TimedIterator
 from stratagem._core import context
 from stratagem._core.user_contexts import InputContext
@@ -380,6 +381,7 @@ def build_dataset(source: object, *, index: int, workers: int) -> Iterable[objec
         dataset = source(InputContext(num_input_pipelines=workers, input_pipeline_id=index))
     else:
         dataset = source()
+    dataset = as_iterable(dataset)
     if not isinstance(dataset, Iterable):
         raise TypeError(
             f"the dataset function returned {dataset!r}: expected an iterable, such as an "

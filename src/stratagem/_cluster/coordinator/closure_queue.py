@@ -42,6 +42,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     SendClosures,
     SetAsideWorker,
 )
+from stratagem._cluster.coordinator.part_affinity import PartAffinity
 
 AHEAD_S: Final = (
     0.02  # work sent ahead to a worker: several wake-ups, and little to repeat after a loss
@@ -88,6 +89,7 @@ class ClosureQueue:
         poison_limit: losses in a row after which a closure is considered their cause and not tried again.
         server_failures: reports about one parameter server at which its failure is raised (FLT-10).
         deadlines: missed deadlines at which one is raised (FLT-11); -1 means a tenth of the workers.
+        affinity: chooses among the first closures, see `part_affinity.py`.
 
     Example:
         >>> queue = ClosureQueue()
@@ -109,6 +111,7 @@ class ClosureQueue:
         poison_limit: int = 3,
         server_failures: int = 3,
         deadlines: int = -1,
+        affinity: PartAffinity | None = None,
     ) -> None:
         self.stopped = False  # an error waits to be raised: nothing is sent until `resume`
         self._workers: dict[int, _Worker] = {}
@@ -124,12 +127,12 @@ class ClosureQueue:
         self._server_failures: dict[str, int] = {}
         self._not_reaching: dict[str, set[int]] = {}  # workers without a path, by server
         self._deadlines = 0
+        self._affinity = affinity or PartAffinity(lambda _: None)
 
     # ------------------------------------------------------------------ questions
 
     @property
-    def full(self) -> bool:
-        """True if `add` must wait."""
+    def full(self) -> bool:  # `add` must wait
         return 0 < self._limit <= len(self._queued)
 
     @property
@@ -159,6 +162,10 @@ class ClosureQueue:
     def is_draining(self, worker: int) -> bool:
         """Return whether the worker gets no more closures."""
         return worker in self._workers and self._workers[worker].draining
+
+    def unsent(self) -> frozenset[int]:
+        """Return the closures that wait for a worker."""
+        return frozenset(self._queued)
 
     def servers_out_of_reach(self) -> list[str]:
         """Return the servers that a majority of the workers does not reach."""
@@ -199,7 +206,8 @@ class ClosureQueue:
         if self.stopped or not worker.has_room:
             free = 0
         while self._queued and free > 0:
-            closure = self._queued[0]
+            place = self._affinity.choose(number, self._queued)
+            closure = self._queued[place]
             if self._lost_with and closure in self._lost_with:
                 # It was lost with a worker before. If it runs alone, the next loss shows whether it
                 # is the cause; beside others a loss would incriminate them all.
@@ -207,7 +215,7 @@ class ClosureQueue:
                     break
                 worker.solo = True
                 free = 1
-            self._queued.popleft()
+            del self._queued[place]
             worker.in_flight[closure] = None
             self._in_flight += 1
             taken.append(closure)
@@ -326,6 +334,7 @@ class ClosureQueue:
         worker = self._workers.get(number)
         if worker is None or not worker.up:
             return []
+        self._affinity.forget_worker(number)
         self._in_flight -= len(worker.in_flight)
         self._fencing += len(worker.in_flight)
         self._workers[number] = _Worker(
@@ -446,11 +455,13 @@ class ClosureQueue:
         return [ResolveClosure(one, fate, tuple(lost_with.pop(one, ()))) for one in closures]
 
     def _send_next(self, number: int | None = None) -> list[Action]:
-        """Send closures to the worker with the fewest, and to worker `number`, if there are any."""
+        """Send closures to the worker that reads their part, or has fewest, and to worker `number`."""
         if not self._queued or self.stopped:
             return []
-        best, fewest = None, 0
-        for other, worker in self._workers.items():
+        best, fewest = self._affinity.reader(self._queued[0]), 0
+        if best is not None and not self._workers[best].has_room:
+            best = None
+        for other, worker in self._workers.items() if best is None else ():
             count = len(worker.in_flight)
             if (best is None or count < fewest) and count < worker.window and worker.has_room:
                 best, fewest = other, count
@@ -475,6 +486,7 @@ class ClosureQueue:
         if not worker.draining or busy:
             return []
         del self._workers[number]
+        self._affinity.forget_worker(number)
         for workers in self._not_reaching.values():
             workers.discard(number)
         return [ReleaseWorker(number)]

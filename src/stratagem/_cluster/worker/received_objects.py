@@ -7,11 +7,12 @@ then sends it again with the next closure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast, final
 
 from stratagem._cluster.contract import StrategyOnWorker
 from stratagem._cluster.global_random import find_function
+from stratagem._data.shared_parts import LeasedReader
 from stratagem._wire import messages
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame
@@ -84,6 +85,23 @@ class ReceivedObjects:
     def fail_resource(self, number: int, error: BaseException) -> None:
         """Keep the error of a resource closure, for the closures that use it."""
         self._resources[number] = _FailedResource(error)
+
+    def begin_leases(self, leases: Sequence[messages.LeasedElements]) -> list[LeasedReader]:
+        """Let the closure that begins read these elements; return the readers."""
+        readers: list[LeasedReader] = []
+        for lease in leases:
+            reader = self._rebuild(("r", lease.resource))
+            assert isinstance(reader, LeasedReader)
+            reader.begin(
+                seed=lease.seed,
+                epoch=lease.epoch,
+                part=lease.part,
+                first=lease.first,
+                count=lease.count,
+                size=lease.size,
+            )
+            readers.append(reader)
+        return readers
 
     def clear(self) -> None:
         """Drop everything."""

@@ -137,7 +137,8 @@ class Failed(Message, frozen=True):
     `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``path`` for a server that this worker
     does not reach, ``server`` for another
     unreachable parameter server, ``deadline`` for a late one. `lacks`: a definition or an update is missing on the
-    worker; the coordinator sends it again. `report`: number of its advances, which do not count.
+    worker; the coordinator sends it again. `report`: number of its advances, which do not count. `ended`: number of a
+    per-worker dataset that was used up when the closure began; the closure has read and written nothing.
     """
 
     closure: int
@@ -145,6 +146,7 @@ class Failed(Message, frozen=True):
     blame: str = "user"
     lacks: bool = False
     report: int = 0
+    ended: int = 0
 
 
 class Returned(Message, frozen=True):

@@ -177,7 +177,7 @@ class ClosureTable:
             held.dataset._ledger.runs_again(action.closure)
         if action.lost:
             self._counters["closures_repeated"].add()
-        elif cause is not None:
+        elif cause is not None and not isinstance(cause.error, StopIteration):  # else no data left
             self._counters["retried"].add()
             name = self._closures[action.closure].name
             _log.warning("%s: %s is retried: %s", cause.task, name, cause.error)

@@ -28,6 +28,7 @@ from stratagem._cluster.coordinator import closure_actions as actions
 from stratagem._cluster.coordinator.closure_actions import SENDING, Action, Sending
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
 from stratagem._cluster.coordinator.closure_table import Cause, aborted
+from stratagem._cluster.coordinator.ended_inputs import EndedInputs
 from stratagem._cluster.coordinator.job_hold import JobHold
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.coordinator.part_affinity import PartAffinity
@@ -82,7 +83,10 @@ class Engine:
             poison_limit=options.poison_limit,
             server_failures=options.transient_ps_failures,
             deadlines=options.transient_timeouts,
-            affinity=PartAffinity(lambda number: self.closures[number].part),
+            affinity=PartAffinity(
+                lambda number: self.closures[number].part,
+                EndedInputs(lambda number: self.closures[number].inputs),
+            ),
         )
         self.hold = JobHold(self)
         self.closures = self.hold.closure_table()
@@ -458,6 +462,7 @@ class Engine:
                     task=task,
                     others_reach=others_reach,
                     forgiven=forgiven,
+                    ended=message.ended,
                 ),
                 Cause(error, link.task, message.failure.traceback),
             )

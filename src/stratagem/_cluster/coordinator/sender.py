@@ -17,7 +17,7 @@ import torch
 
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator.packer import Encoded, PackedObject, Packer
-from stratagem._cluster.coordinator.remote_values import RemoteValue
+from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
 from stratagem._cluster.coordinator.shared_dataset import HeldLease, SharedDataset
 from stratagem._cluster.coordinator.worker_link import WorkerLink
 from stratagem._wire import messages
@@ -68,10 +68,18 @@ class Closure:
     @property
     def datasets(self) -> tuple[SharedDataset, ...]:
         """Shared datasets that the function receives."""
-        call = self.call
-        holds = call.holds if call.arguments is None else (*call.holds, *call.arguments.holds)
-        found = [one for one in holds if type(one) is SharedDataset]
+        found = [one for one in self._holds if type(one) is SharedDataset]
         return tuple(dict.fromkeys(found)) if found else ()
+
+    @property
+    def inputs(self) -> list[int]:
+        """Numbers of the per-worker values that the function receives."""
+        return [one._resource for one in self._holds if isinstance(one, PerWorkerValues)]
+
+    @property
+    def _holds(self) -> Sequence[object]:
+        call = self.call
+        return call.holds if call.arguments is None else (*call.holds, *call.arguments.holds)
 
 
 @final

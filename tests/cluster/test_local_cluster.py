@@ -310,4 +310,4 @@ def test_processes_are_named_after_their_task(cluster: LocalCluster) -> None:
         task: Path(f"/proc/{cluster.pid(*task)}/comm").read_text().strip()
         for task in (("worker", 0), ("worker", 1), ("ps", 0))
     }
-    assert list(names.values()) == ["sg worker 0", "sg worker 1", "sg ps 0"]
+    assert list(names.values()) == ["sg-worker-0", "sg-worker-1", "sg-ps-0"]

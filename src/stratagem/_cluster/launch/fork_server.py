@@ -247,7 +247,7 @@ def fork_server_main(command: int, events: int, parent: int) -> None:
     """Run the fork server's process, until `parent` ends or asks for it."""
     os.set_inheritable(command, False)
     os.set_inheritable(events, False)
-    name_process("sg fork server")
+    name_process("sg-fork-server")
     import_all()
     gc.collect()
     gc.freeze()  # pages shared with the children stay shared

@@ -145,7 +145,7 @@ class Server(Owner):
         seed. It has its own number of torch threads, and its name says which task it is.
         """
         self.start()
-        name_process(f"sg {self.job_name} {self.task_index}")
+        name_process(f"sg-{self.job_name}-{self.task_index}")
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         if isinstance(self._task, Worker):

@@ -319,11 +319,15 @@ class ParameterServerLost(UnavailableError):
 
     Attributes:
         variables: names of the variables (or shards) that the server held.
+        life: identity of the process that was lost; empty if it is not known.
     """
 
-    def __init__(self, message: str, *, task: str, variables: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, *, task: str, variables: Sequence[str] = (), life: str = ""
+    ) -> None:
         super().__init__(message, task=task)
         self.variables = tuple(variables)
+        self.life = life
 
 
 class StartupError(ClusterError):

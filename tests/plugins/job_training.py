@@ -1,6 +1,6 @@
 """A training script of a named job: imported by tests, and run as a process that is killed.
 
-As a script: ``python job_training.py CLUSTER KEY DIRECTORY STEPS KILL``. KILL is ``step:N`` (after scheduling step N),
+As a script: ``python job_training.py CLUSTER KEY DIRECTORY STEPS KILL [BACKUPS]``. KILL is ``step:N`` (after scheduling step N),
 ``saved:N`` (the same, after a save is complete), ``stop:N`` (make a file "stopped" and SIGSTOP itself), or ``CALL:N`` with a name of `POINTS`: at the Nth call of that method.
 """
 
@@ -37,10 +37,12 @@ def train(
     *,
     job: str | None = "job",
     after_step: Callable[[int], None] = lambda step: None,
+    backups: int = 0,
+    paced: bool = False,
 ) -> dict[str, Any]:
-    """Train to `steps`; return the first step, the weights, the optimizer's state, the counters and the rate."""
+    """Train to `steps`, with `paced` one after the other; return the first step, the weights, the optimizer's state, the counters and the rate."""
     torch.manual_seed(0)
-    strategy = sg.ParameterServerStrategy(resolver, job=job)
+    strategy = sg.ParameterServerStrategy(resolver, job=job, backups=backups)
     with strategy, sg.ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             model = torch.nn.Sequential(
@@ -68,6 +70,8 @@ def train(
             for number in range(first, steps):
                 generator = torch.Generator().manual_seed(number)
                 coordinator.schedule(step, args=(torch.randn(8, 4, generator=generator),))
+                if paced:
+                    coordinator.join(timeout_s=120)
                 scheduler.step()
                 manager.step(number + 1)
                 after_step(number)
@@ -98,7 +102,7 @@ def kill_at_call(place: str, nth: int) -> None:
     setattr(cls, name, counting)
 
 
-def main(cluster: str, key: str, directory: str, steps: str, kill: str) -> None:
+def main(cluster: str, key: str, directory: str, steps: str, kill: str, backups: str = "0") -> None:
     """Train, and be killed."""
     what, _, text = kill.partition(":")
     nth = int(text)
@@ -117,7 +121,8 @@ def main(cluster: str, key: str, directory: str, steps: str, kill: str) -> None:
     resolver = sg.cluster_resolver.SimpleClusterResolver(
         sg.ClusterSpec(json.loads(cluster)), cluster_key=key
     )
-    train(resolver, directory, int(steps), after_step=after_step)
+    kept = int(backups)
+    train(resolver, directory, int(steps), after_step=after_step, backups=kept, paced=kept > 0)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,19 @@ class PlainOnCoordinator:
     def server_index(self, task: str) -> int | None:
         return None
 
-    def restore_server(self, server: int, *, stopped: Any) -> Any:
+    def is_outdated(self, error: Any) -> bool:
+        raise NotImplementedError
+
+    def promote_backup(self, server: int) -> Any:
+        raise NotImplementedError
+
+    def servers_without_backup(self) -> bool:
+        return False
+
+    def repair_backups(self) -> None:
+        raise NotImplementedError
+
+    def restore_server(self, server: int, *, stopped: Any, why: str = "") -> Any:
         raise NotImplementedError
 
     def recover_with(self, recovery: Any) -> None:

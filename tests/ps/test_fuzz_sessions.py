@@ -36,7 +36,8 @@ LIMIT_BYTES = 1 << 26
 
 SERVER = f"""
 import logging, sys, torch
-from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 torch.set_num_threads(1)

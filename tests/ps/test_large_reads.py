@@ -11,7 +11,8 @@ from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.server import loop as server_module
 from stratagem._ps.server import session
-from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.types import GroupSpec, StateEntry
 from stratagem._wire import messages
 from stratagem._wire.connecting import connect

@@ -13,7 +13,8 @@ from torch import Tensor
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
-from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.types import Gradient, GroupSpec, InitOp, StateEntry
 from stratagem._wire import messages
 from stratagem.errors import NotFoundError, ProtocolError, UnsupportedOptimizer, WriteFenced

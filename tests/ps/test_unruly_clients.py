@@ -12,7 +12,8 @@ from waiting import wait_until
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
-from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect

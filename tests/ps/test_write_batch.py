@@ -18,7 +18,8 @@ from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.send_buffers import SendBuffers
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.client.write_batch import Destination, ServerPart, WriteBatch
-from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.types import Gradient, GroupSpec
 from stratagem._wire import messages
 from stratagem._wire.frames import Limits, padded

@@ -38,7 +38,8 @@ PARSED_FRAMES = amount(100_000)
 
 SERVER = """
 import logging, sys, torch
-from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._wire.frames import Limits
 from stratagem._wire.handshake import ClusterKey
 torch.set_num_threads(1)

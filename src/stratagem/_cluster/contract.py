@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions
-from stratagem.errors import CoordinatorReplaced
+from stratagem.errors import CoordinatorReplaced, ParameterServerLost
 
 Applied: TypeAlias = tuple[Mapping[Hashable, Exception], Sequence[Hashable]]
 """Errors of updates, by the token of the object concerned; and tokens that no longer exist."""
@@ -97,10 +97,30 @@ class StrategyOnCoordinator(Protocol):
         """Return whether the server has answered the last check of `check_servers`. Never waits."""
 
     def server_index(self, task: str) -> int | None:
-        """Return the number of a server that can be restored from a checkpoint; None if it cannot."""
+        """Return the number of a server that can be restored; None if it cannot."""
 
-    def restore_server(self, server: int, *, stopped: Callable[[], bool]) -> ServerRecovery:
+    def is_outdated(self, error: ParameterServerLost) -> bool:
+        """Return whether an error is about a process whose variables another one has already."""
+
+    def promote_backup(self, server: int) -> tuple[ServerRecovery | None, bool, str]:
+        """Let the backup of a lost server take over.
+
+        Returns:
+            A report, or None without a backup; whether clients notice the loss by themselves; why there is none.
+        """
+
+    def servers_without_backup(self) -> bool:
+        """Return whether a server that should have a backup has none. Never waits."""
+
+    def repair_backups(self) -> None:
+        """Let servers go on whose backup was lost, and give them a new one as far as possible."""
+
+    def restore_server(
+        self, server: int, *, stopped: Callable[[], bool], why: str = ""
+    ) -> ServerRecovery:
         """Wait until a lost server has been started again, and restore it from the last checkpoint.
+
+        `why`: why its backup could not take over.
 
         Raises:
             ParameterServerLost: that failed.

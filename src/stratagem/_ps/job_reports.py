@@ -8,13 +8,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from stratagem._wire.messages import JobReport, JobVariable
+from stratagem._wire.messages import JobReport, JobVariable, ShardReport
 
 SEEN_S: Final = 1.0
 """How long a live owner must have been seen before its job counts as in use: one that is ending is gone sooner."""
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where a server's variables are: in the process `holder`, with a complete backup in `backup`.
+
+    `is_orphan`: the primary is gone, and the holder has the backup, which must be promoted.
+    """
+
+    view: int
+    holder: int
+    backup: int | None
+    is_orphan: bool
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,7 @@ class JobState:
         variables: (server, number) → variable.
         optimizers: number → dotted name of the class.
         deleted: by server, ranges of freed variables.
+        shards: with backups, by server, which processes have its variables.
     """
 
     epoch: int
@@ -42,6 +56,7 @@ class JobState:
     variables: Mapping[tuple[int, int], JobVariable] = field(default_factory=dict)
     optimizers: Mapping[int, str] = field(default_factory=dict)
     deleted: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    shards: tuple[ShardPlace, ...] = ()
 
     @property
     def is_live(self) -> bool:
@@ -58,6 +73,8 @@ def state_of(reports: Sequence[JobReport]) -> JobState:
         (True, False)
     """
     last = max(reports, key=lambda one: one.epoch)
+    if any(one.shards for one in reports):
+        return _state_of_shards(reports, JobState(last.epoch, last.coordinator))
     instances = {one.instance for one in reports}
     if len(instances) != 1 or not all(one.instance and one.record for one in reports):
         return JobState(last.epoch, last.coordinator)
@@ -76,6 +93,50 @@ def state_of(reports: Sequence[JobReport]) -> JobState:
         },
         {number: name for one in reports for number, name in one.optimizers},
         {server: one.deleted for server, one in enumerate(reports)},
+    )
+
+
+def _state_of_shards(reports: Sequence[JobReport], anew: JobState) -> JobState:
+    """Return the state of a job with backups: live if some process has each shard, and one has a record.
+
+    A process that was restarted reports nothing. The newest primary of a shard counts; without one, its newest backup.
+    """
+    known = [one for one in reports if one.instance]
+    newest = max(known, key=lambda one: one.serial)
+    if len({one.instance for one in known}) != 1 or not newest.record:
+        return anew
+    places: list[ShardPlace] = []
+    found: list[ShardReport] = []
+    for shard in range(len(reports)):
+        here = [
+            (one.view, not one.is_backup, process, one)
+            for process, report in enumerate(reports)
+            for one in report.shards
+            if one.shard == shard and one.is_complete
+        ]
+        primaries = [one for one in here if one[1]]
+        if not here:
+            return anew
+        view, is_primary, holder, best = max(primaries or here, key=lambda one: one[:3])
+        backups = [at for seen, primary, at, _ in here if not primary and seen == view]
+        has_backup = is_primary and best.is_linked
+        backup = next((at for at in backups if at != holder), None) if has_backup else None
+        places.append(ShardPlace(view, holder, backup, not is_primary))
+        found.append(best)
+    return replace(
+        anew,
+        instance=newest.instance,
+        record=newest.record,
+        serial=newest.serial,
+        seed=newest.seed,
+        variables={
+            (shard, variable.variable): variable
+            for shard, one in enumerate(found)
+            for variable in one.variables
+        },
+        optimizers={number: name for one in found for number, name in one.optimizers},
+        deleted={shard: one.deleted for shard, one in enumerate(found)},
+        shards=tuple(places),
     )
 
 

@@ -46,6 +46,7 @@ class ServerRecovery:
         updates: by name, how many updates of the variable were lost. A variable is missing if that is not known,
             because the server was on another host.
         seconds: from the loss until training went on.
+        backup: the server whose backup took over; empty if there was none.
     """
 
     task: str
@@ -55,8 +56,14 @@ class ServerRecovery:
     variables: tuple[str, ...]
     updates: Mapping[str, int]
     seconds: float
+    backup: str = ""
 
     def __str__(self) -> str:
+        if self.backup:
+            return (
+                f"{self.task} was lost; the backup of its variables on {self.backup} took over in "
+                f"{self.seconds:.1f} s. Lost: nothing that was acknowledged"
+            )
         if self.step < 0:
             return f"{self.task} answers again after {self.seconds:.1f} s; nothing was lost"
         known = f", {sum(self.updates.values())} updates" if self.updates else ""

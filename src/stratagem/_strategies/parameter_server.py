@@ -26,7 +26,6 @@ from stratagem._core import context, devices, reduction
 from stratagem._core.user_contexts import InputContext
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._data import distribute
-from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.coordinator import remote_storage as ps_variables
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.coordinator.deferred_tables import DeferredTables
@@ -38,6 +37,11 @@ from stratagem._ps.worker.worker_objects import PsWorkerSetup
 from stratagem._strategies import step_loop
 from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._strategies.job_session import check_job, join_job
+from stratagem._strategies.server_session import (
+    check_backups,
+    connect_servers,
+    server_addresses,
+)
 from stratagem._strategies.worker_strategy import WorkerStrategy, caching, reduce_nest
 from stratagem._wire.cluster_key import cluster_key
 
@@ -64,9 +68,11 @@ class ParameterServerStrategy(Strategy):
         job: name of the training job. Servers keep a named job when its coordinator dies, and the script
             that is started again continues it (`CheckpointManager.restore_or_initialize`).
         job_lease_s: how long they keep it; by default ``STRATAGEM_JOB_LEASE_S`` (600 seconds).
+        backups: with 1, every write is applied on two servers before it is acknowledged, and nothing that was
+            acknowledged is lost with one of them.
 
     Raises:
-        ValueError: the cluster cannot be used, or an address is invalid.
+        ValueError: the cluster cannot be used, an address is invalid, or there are too few servers for backups.
         JobInUse: a live coordinator has the job.
         ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds).
 
@@ -89,9 +95,11 @@ class ParameterServerStrategy(Strategy):
         worker_devices: Sequence[str] | None = None,
         job: str | None = None,
         job_lease_s: float | None = None,
+        backups: int = 0,
     ) -> None:
         spec = check_cluster(cluster_resolver)
         check_job(job, job_lease_s)
+        check_backups(backups, spec.num_tasks("ps"))
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
                 f"variable_partitioner={variable_partitioner!r} is a "
@@ -108,6 +116,7 @@ class ParameterServerStrategy(Strategy):
         )
         self._device_names = _worker_device_names(cluster_resolver, worker_devices)
         self._named = {} if job is None else {"job": job, "job_lease_s": job_lease_s}
+        self._backups = backups
         self._cache = ReadCache()
         self._views: ObjectHandles | None = None
         self._cluster_coordinator: Any = None
@@ -121,16 +130,22 @@ class ParameterServerStrategy(Strategy):
         membership, named = join_job(job, job_lease_s, addresses, key)
         self._membership, self._session = membership, membership.session
         try:
-            client = PsClient(addresses, membership, connect_timeout_s=config.server_wait_s())
+            client, kept = connect_servers(addresses, membership, backups, named)
         except BaseException:
             if named is not None:
                 named.close()
             raise
         self._variables = CoordinatorVariables(
-            client, len(self._servers), variable_partitioner, weakref.ref(self), named
+            client, len(self._servers), variable_partitioner, weakref.ref(self), named, kept
         )
         # A strategy that is not closed ends its session when it is collected; a named job stays.
         self._session_end = weakref.finalize(self, _end, self._variables)
+        if kept is not None:
+            try:
+                kept.set_up(self._variables)
+            except BaseException:
+                self._session_end()
+                raise
 
     # -------------------------------------------------------------- properties
 
@@ -200,6 +215,7 @@ class ParameterServerStrategy(Strategy):
             "gradient_aggregation": self._gradient_aggregation,
             "worker_devices": self._worker_devices,
             **self._named,
+            **({"backups": self._backups} if self._backups else {}),
         }
 
     @override
@@ -226,9 +242,10 @@ class ParameterServerStrategy(Strategy):
                 gradient_aggregation=self._gradient_aggregation,
                 make_strategy=WorkerStrategy,
             )
-            client = self._variables.client
             self._views = ObjectHandles(
-                self, self._variables, lambda: replace(setup, servers=client.addresses())
+                self,
+                self._variables,
+                lambda: replace(setup, **server_addresses(self._variables)),
             )
         return self._views
 
@@ -355,17 +372,13 @@ class UnbuiltDataset:
         self, build: Callable[..., Any], source: Any, options: config.InputOptions | None
     ) -> None:
         self._build = build
-        self.source = source
+        self._source = source
         self._options = options
-
-    def with_source(self, source: Any) -> UnbuiltDataset:
-        """Return the same over another source."""
-        return UnbuiltDataset(self._build, source, self._options)
 
     def __call__(self, worker: InputContext) -> Any:
         """Build the share of one worker, for the devices of its strategy."""
         return self._build(
-            self.source,
+            self._source,
             [device.torch_device for device in context.get_strategy()._compute_devices],
             self._options,
             num_input_pipelines=worker.num_input_pipelines,
@@ -385,7 +398,7 @@ class UnbuiltDataset:
 
     @override
     def __repr__(self) -> str:
-        return f"<UnbuiltDataset of {self.source!r}>"
+        return f"<UnbuiltDataset of {self._source!r}>"
 
 
 _HAND_IT_ON = "Give it to coordinator.create_per_worker_dataset(), which builds it on every worker."

@@ -20,6 +20,19 @@ class JobVariable(Record, frozen=True):
     shape: tuple[int, ...]
 
 
+class ShardReport(Record, frozen=True):
+    """A shard of a live job with backups, as one server has it; `is_linked`: its backup answers."""
+
+    shard: int
+    view: int
+    is_backup: bool
+    is_complete: bool
+    is_linked: bool
+    variables: tuple[JobVariable, ...]
+    optimizers: tuple[tuple[int, str], ...]
+    deleted: tuple[tuple[int, int], ...]
+
+
 class JobReport(Message, frozen=True):
     """Answer to AskJob; `epoch` 0: the server does not know the job.
 
@@ -39,6 +52,7 @@ class JobReport(Message, frozen=True):
     variables: tuple[JobVariable, ...] = ()
     optimizers: tuple[tuple[int, str], ...] = ()
     deleted: tuple[tuple[int, int], ...] = ()
+    shards: tuple[ShardReport, ...] = ()
 
 
 class ClaimJob(Message, frozen=True):

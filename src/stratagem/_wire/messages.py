@@ -1,7 +1,7 @@
 """All messages between processes, and their encoding.
 
-The messages are defined in `message_base.py`, `server_messages.py`, `job_messages.py` and `worker_messages.py`, one frozen tagged struct
-each; this module exports them all. A new message needs only its struct. A message names a tensor by a
+The messages are defined in `message_base.py`, `server_messages.py`, `job_messages.py`, `backup_messages.py` and `worker_messages.py`, one frozen
+tagged struct each; this module exports them all. A new message needs only its struct. A message names a tensor by a
 `TensorRef`; `codec.py` converts one into the other.
 
 Messages are msgpack maps with the struct's name as tag; fields at their default are left out. The small records that
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from stratagem._wire.backup_messages import *  # noqa: F403
 from stratagem._wire.frames import RawFrame
 from stratagem._wire.job_messages import *  # noqa: F403
 from stratagem._wire.message_base import *  # noqa: F403

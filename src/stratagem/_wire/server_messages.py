@@ -42,13 +42,14 @@ class OpenSession(Message, frozen=True):
     """Open a session, or join it again: the variables of one strategy.
 
     The server closes it when its coordinator has had no connection for `lease_s` seconds. `instance` and `epoch`: of a
-    named job, see ClaimJob.
+    named job, see ClaimJob. `shard`: which server's part of the session, if there are backups (`backup_messages.py`).
     """
 
     session: str
     lease_s: float
     instance: str = ""
     epoch: int = 0
+    shard: int = -1
 
 
 class JoinSession(Message, frozen=True):
@@ -57,6 +58,7 @@ class JoinSession(Message, frozen=True):
     session: str
     instance: str = ""
     epoch: int = 0
+    shard: int = -1
 
 
 class CloseSession(Message, frozen=True):

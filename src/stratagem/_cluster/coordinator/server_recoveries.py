@@ -1,6 +1,6 @@
-"""Recovery of lost parameter servers: a thread restores the server while everything else waits.
+"""Recovery of lost parameter servers: a thread promotes a backup, or restores the server while everything else waits.
 
-The sessions of all workers are ended first, as if the workers had been lost: their unfinished closures are queued again
+If a backup takes over, workers go on: their connections find it. Otherwise the sessions of all workers are ended first, as if the workers had been lost: their unfinished closures are queued again
 and no late write of them counts. While the server is restored no worker gets a new session. Requests of the coordinator
 itself to the lost server wait (`await_recovery`).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from stratagem import metrics
 from stratagem._ps.recovery_point import ServerRecovery
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from stratagem._cluster.coordinator.engine import Engine
 
 _log = logging.getLogger("stratagem.coordinator")
+
+_REPAIR_S: Final = 0.1
+"""Between two attempts to give a server a new backup."""
 
 
 @final
@@ -49,14 +52,27 @@ class ServerRecoveries:
                 return True
             if self._engine.views.server_index(error.task) is None:
                 return False
+            if self._engine.views.is_outdated(error):
+                return True  # the server was restored while the error was on its way
             self._lost[error.task] = time.monotonic()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="stratagem-recovery", daemon=True
-                )
-                self._thread.start()
-        _log.warning("%s; restoring it from the last checkpoint", error)
+            self._locked_start()
+        _log.warning("%s; restoring it", error)
         return True
+
+    def repair_backups(self) -> None:
+        """Begin to give servers new backups if some have none. Never waits."""
+        if self._engine.views.servers_without_backup():
+            with self._changed:
+                if not self._closed:
+                    self._locked_start()
+
+    def _locked_start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="stratagem-recovery", daemon=True
+            )
+            self._thread.start()
+        self._changed.notify_all()
 
     def await_recovery(self, error: Exception) -> bool:
         """Wait until the server of an error has been restored; return False if it will not be."""
@@ -96,9 +112,13 @@ class ServerRecoveries:
         while True:
             with self._changed:
                 task = next(iter(self._lost), None)
-                if task is None or self._closed:
+                repairs = task is None and self._engine.views.servers_without_backup()
+                if self._closed or (task is None and not repairs):
                     self._thread = None
                     return
+            if task is None:
+                self._repair()
+                continue
             failure: ParameterServerLost | None = None
             try:
                 self._restore(task)
@@ -115,16 +135,36 @@ class ServerRecoveries:
             if failure is not None and not self._closed:
                 self._engine.server_lost(failure)
 
+    def _repair(self) -> None:
+        try:
+            self._engine.views.repair_backups()
+        except Exception:  # noqa: BLE001 - the thread must survive any error, and tries again
+            _log.exception("giving parameter servers new backups failed")
+        with self._changed:
+            if not self._closed and not self._lost:
+                self._changed.wait(_REPAIR_S)
+
     def _restore(self, task: str) -> None:
         views = self._engine.views
-        self._end_sessions(task)
         server = views.server_index(task)
         assert server is not None
-        restored = views.restore_server(server, stopped=lambda: self._closed)
+        promoted, is_noticed, why = views.promote_backup(server)
+        if promoted is not None:
+            if not is_noticed:  # connections to a process that hangs, or to a lost host, stay open
+                self._end_sessions(task)
+            self._note(promoted)
+            return
+        self._end_sessions(task)
+        restored = views.restore_server(server, stopped=lambda: self._closed, why=why)
         # Sessions that were just being opened may have connected to the lost server.
         self._end_sessions(task)
+        self._note(restored)
+
+    def _note(self, restored: ServerRecovery) -> None:
         self.done.append(restored)
-        metrics.event("server_restored", task=task, step=restored.step, lost_s=restored.lost_s)
+        metrics.event(
+            "server_restored", task=restored.task, step=restored.step, lost_s=restored.lost_s
+        )
         metrics.counter("coordinator.servers_restored").add()
         _log.warning("%s", restored)
 

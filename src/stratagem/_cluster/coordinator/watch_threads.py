@@ -82,6 +82,7 @@ class WatchThreads:
         options = self._engine.options
         while not self._stop.wait(min(TICK_S, options.heartbeat_s)):
             self._guard(lambda: self._engine.views.check_servers(options))
+            self._guard(self._engine.recoveries.repair_backups)
             self._guard(self._check_paths)
 
     def _watch_membership(self) -> None:
@@ -114,7 +115,7 @@ class WatchThreads:
         """Report closures that have waited too long for any worker."""
         queue = self._engine.queue
         with self._engine.lock:
-            waits = queue.waits_for_workers
+            waits = not queue.idle and queue.workers_up() == 0
         if not waits:
             self._no_worker_since = None
         elif self._no_worker_since is None:

@@ -16,7 +16,8 @@ from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.launch.task_process import name_process
 from stratagem._cluster.worker.worker import Worker
 from stratagem._ps.malloc import keep_freed_memory
-from stratagem._ps.server.loop import ParameterServer, ServerOptions
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.server.shard_optimizer import ANY_MODULE
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import split_address

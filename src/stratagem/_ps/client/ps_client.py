@@ -26,12 +26,12 @@ from stratagem._ps.client.outbox import Outbox
 from stratagem._ps.client.server_connection import (
     Address,
     Membership,
-    ServerConnection,
     collect_all,
 )
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.server_replacement import ServerReplacement
 from stratagem._ps.client.session_end import end_session
+from stratagem._ps.client.shard_holders import Failover, ShardHolders, connections_of
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.rows import take_rows
@@ -82,6 +82,7 @@ class PsClient(Owner):
         incarnation: int = 0,
         shared_memory: bool | None = None,
         connect_timeout_s: float | None = None,
+        holders: ShardHolders | None = None,
     ) -> None:
         """Connect to every server.
 
@@ -93,6 +94,7 @@ class PsClient(Owner):
             shared_memory: False forces bytes over the connection; by default as configured.
             connect_timeout_s: for each server, `attempt_limit_s` by default; for the session's owner, who waits for servers that
                 are just starting, for all of them.
+            holders: with backups, which process has which server's part; `servers` is the result of its method.
 
         Raises:
             ValueError: an address is invalid.
@@ -105,7 +107,7 @@ class PsClient(Owner):
         self._shares_reads = [allowed] * len(servers)
         # Several clients of one coordinator may write to one session; each counts its own writes.
         unique = f"#{secrets.token_hex(4)}" if membership.is_owner else ""
-        self._connections = [ServerConnection(*server, membership) for server in servers]
+        self._connections = connections_of(servers, membership, holders)
         self.outbox = Outbox(
             self._connections, membership.task + unique, incarnation, may_share=allowed
         )
@@ -116,8 +118,9 @@ class PsClient(Owner):
         self._lock = threading.RLock()
         self._mappings = Mappings()
         self.replacement = ServerReplacement(
-            self._connections, self._control, self._mappings, membership, self._finished
+            self._connections, self._control, self._mappings, membership, self._finished, holders
         )
+        self.failover = Failover.of(self._connections, holders, membership, self._mappings)
         self._closed = False
         self.keeps_session = False
         """Whether `close` leaves the session to its lease: another coordinator may continue a named job."""
@@ -253,6 +256,8 @@ class PsClient(Owner):
             mapped = self.map([place for place, _ in wanted])
             if all(one is not None for one in mapped):
                 self.wait_for_writes()
+                if self.failover is not None:  # a shard may have moved meanwhile
+                    mapped = self.map([place for place, _ in wanted])
                 return [
                     (take_rows(one.tensor, ids), one.version)
                     for one, (_, ids) in zip(mapped, wanted, strict=True)
@@ -421,6 +426,7 @@ class PsClient(Owner):
 
     def abandon(self) -> None:
         """Let waiting and later requests fail. Takes no lock: another thread may wait for a server."""
+        Failover.stop(self.failover)
         for connection in self._connections:
             connection.give_up("is no longer used: the session of this worker has ended")
 
@@ -431,6 +437,7 @@ class PsClient(Owner):
             if self._closed:
                 return
             self._closed = True
+            Failover.stop(self.failover)
             try:
                 if self._membership.is_owner and not self.keeps_session:
                     end_session(self._connections, self._membership)

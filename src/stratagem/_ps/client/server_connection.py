@@ -65,6 +65,9 @@ class Membership:
     epoch: int = 0
     """Of a named job: the number of its coordinator."""
 
+    shard: int = -1
+    """Of a session with backups: which server's part (docs/design/0010)."""
+
     def entry(self) -> Message:
         """Return the message by which a connection enters the session; a ping if it enters none."""
         if not self.session:
@@ -75,6 +78,7 @@ class Membership:
                 lease_s=self.lease_s,
                 instance=self.instance,
                 epoch=self.epoch,
+                shard=self.shard,
             )
         return self.joining()
 
@@ -82,7 +86,9 @@ class Membership:
         """Return the message by which a connection enters a session that exists."""
         if not self.session:
             return messages.Ping()
-        return messages.JoinSession(session=self.session, instance=self.instance, epoch=self.epoch)
+        return messages.JoinSession(
+            session=self.session, instance=self.instance, epoch=self.epoch, shard=self.shard
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +119,8 @@ class ServerConnection:
         frame_bytes: how many bytes of tensors the server takes in one message.
         welcome: what the server said about itself.
         last_address: where the last attempt to connect went.
-        recovery: waits until the lost server has been restored; returns False if it will not be. Only the
-            coordinator has one. Outstanding requests are repeated on the restored server.
+        recovery: waits until the lost server has been restored, or finds the one that has taken over; returns
+            False if there is none. Outstanding requests are repeated there. Workers have one with backups only.
     """
 
     def __init__(self, task: str, address: str | Address, membership: Membership) -> None:
@@ -125,6 +131,8 @@ class ServerConnection:
         self.frame_bytes = Limits().frame_bytes
         self.welcome: messages.Welcome | None = None
         self.last_address = ""
+        self.backup_address = ""
+        """Where the server's backup is, as far as the server said so."""
         self._address = address if callable(address) else (lambda: address)
         self._membership = membership
         self._timeout_s = config.wire_timeout_s()
@@ -360,6 +368,7 @@ class ServerConnection:
             # Another thread found out while this one waited.
             raise self._error(self._state.reason) from cause
         if self._channel is not None:
+            self._take_notes(self._channel)
             self._channel.close()
         why = _first_cause(self._state.reason) if cause is None else str(cause)
         self._state.broken(why)
@@ -381,6 +390,15 @@ class ServerConnection:
             if self.recovery is None:
                 raise self._broken(reason) from error
             raise self.fail(reason) from error
+
+    def _take_notes(self, channel: Channel) -> None:
+        """Read what the server said unasked: where its backup is."""
+        try:
+            while (frame := channel.receive(timeout_s=0.0)) is not None:
+                if isinstance(frame.message, messages.BackupAt):
+                    self.backup_address = frame.message.address
+        except WireError:
+            pass  # it has said no more
 
     def _broken(self, reason: str) -> Exception:
         self._state.broken(reason)
@@ -421,6 +439,7 @@ class ServerConnection:
             f"the strategy anew and restore the last checkpoint.",
             task=self.task,
             variables=names,
+            life=self._state.server,
         )
 
 

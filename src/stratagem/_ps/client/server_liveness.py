@@ -113,6 +113,15 @@ class ControlConnections:
         for control in self._controls:
             control.check(options, every_s=options.heartbeat_s)
 
+    def unlinked(self, session: str) -> dict[int, int]:
+        """Return the servers that said, in answer to the last ping, that their backup does not answer; and its view."""
+        return {
+            shard: view
+            for control in self._controls
+            for name, shard, view in control.unlinked
+            if name == session
+        }
+
     def answers_checks(self, server: int) -> bool:
         """Return whether a server has answered the last check, or still has time to. Never waits."""
         return self._controls[server].answers()
@@ -153,6 +162,8 @@ class _Control:
     def __init__(self, data: ServerConnection, key: ClusterKey | None) -> None:
         self.alive_at = 0.0
         """When the server certainly lived: the last ping it answered was sent then."""
+        self.unlinked: tuple[tuple[str, int, int], ...] = ()
+        """Sessions, shards and views whose backup did not answer when it answered the last ping."""
         self._data = data
         self._key = key
         self._lock = threading.Lock()
@@ -187,7 +198,7 @@ class _Control:
         """Watch another process from now on."""
         with self._lock:
             self._disconnect()
-            self._server = ""
+            self._server, self.unlinked = "", ()
             self.recognise(welcome)
             self._lost_because, self._is_connecting = "", False
             self._connect_error = None
@@ -235,14 +246,19 @@ class _Control:
         channel = self._channel
         if self._ping is not None and channel is not None and channel.is_open:
             if channel.has_reply(self._ping):
-                channel.collect(self._ping, timeout_s=0.0)
+                pong = channel.collect(self._ping, timeout_s=0.0).message
+                self.unlinked = pong.unlinked if isinstance(pong, messages.Pong) else ()
                 channel.round_trip.measured(now - self._asked_at)
                 self._answer_limit_s = channel.round_trip.limit_s(2 * options.heartbeat_s)
                 self._ping, self.alive_at = None, self._asked_at
             elif self.is_open:  # looking for the reply may have found it broken
                 self._judge(options, now)
                 return
-        if self._ping is None and not self._is_connecting and now - self._asked_at < every_s:
+        if self._ping is None and channel is not None and channel.is_open:
+            channel.has_reply(0)  # there is none: notices the end of the connection at once
+        is_broken = channel is not None and not channel.is_open
+        waits = self._ping is not None or self._is_connecting or is_broken
+        if not waits and now - self._asked_at < every_s:
             return
         # Also with a ping whose connection has broken: a running server accepts a new one.
         if not self._is_connecting:

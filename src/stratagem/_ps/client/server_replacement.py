@@ -13,6 +13,7 @@ from typing import final
 from stratagem._ps.client.mapping import Mappings, ShardLocation
 from stratagem._ps.client.server_connection import Membership, ServerConnection
 from stratagem._ps.client.server_liveness import ControlConnections
+from stratagem._ps.client.shard_holders import ShardHolders
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
@@ -31,12 +32,14 @@ class ServerReplacement:
         mappings: Mappings,
         membership: Membership,
         finished: NumberRanges,
+        holders: ShardHolders | None = None,
     ) -> None:
         self._connections = connections
         self._control = control
         self._mappings = mappings
         self._membership = membership
         self._finished = finished
+        self.holders = holders
         self.point: RecoveryPoint | None = None
         self.restored = 0
         """Number of servers that got older variables."""
@@ -60,10 +63,33 @@ class ServerReplacement:
         `as_owner` opens the session if the server does not have it.
         """
         known = self._connections[server]
-        beside = replace(self._membership, is_owner=as_owner)
+        shard = -1 if self.holders is None else server
+        beside = replace(self._membership, is_owner=as_owner, shard=shard)
         connection = ServerConnection(known.task, known.find_address, beside)
         connection.open(timeout_s=timeout_s or attempt_limit_s())
         return connection
+
+    def connect_process(self, process: int, *, timeout_s: float) -> ServerConnection:
+        """Return a connection to a process that enters no session; the caller closes it."""
+        assert self.holders is not None
+        task, address = self.holders.processes[process]
+        connection = ServerConnection(
+            task, address, replace(self._membership, session="", is_owner=False)
+        )
+        connection.open(timeout_s=timeout_s)
+        return connection
+
+    def unlinked(self) -> dict[int, int]:
+        """Return the servers whose backup did not answer when they answered the last ping, and its view."""
+        return self._control.unlinked(self._membership.session)
+
+    def life_of(self, server: int) -> str:
+        """Return the identity of the process that has the variables of a server."""
+        return self._connections[server].server
+
+    def promotion(self, server: int, view: int) -> messages.Promote:
+        """Return the message that makes a backup the primary."""
+        return promotion(self._membership, server, view)
 
     def is_current(self, server: int, connection: ServerConnection) -> bool:
         """Return whether a connection leads to the process that has the variables of a server."""
@@ -81,8 +107,9 @@ class ServerReplacement:
     def set_point(self, point: RecoveryPoint | None) -> None:
         """Restore lost servers from this checkpoint; None: do not restore them."""
         self.point = point
+        can_recover = point is not None or self.holders is not None
         for connection in self._connections:
-            connection.recovery = self._recovery if point is not None else None
+            connection.recovery = self._recovery if can_recover else None
 
     def accept(
         self,
@@ -129,3 +156,14 @@ class ServerReplacement:
         """Return the version of a variable in mapped memory, also after its server ended; else None."""
         mapped = self._mappings.get(place)
         return None if mapped is None else mapped.version
+
+
+def promotion(membership: Membership, shard: int, view: int) -> messages.Promote:
+    """Return the message that makes the backup of a shard the primary."""
+    return messages.Promote(
+        session=membership.session,
+        shard=shard,
+        view=view,
+        instance=membership.instance,
+        epoch=membership.epoch,
+    )

@@ -33,6 +33,8 @@ from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.coordinator.deferred_tables import planned_of
 from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.coordinator.named_job import NamedJob
+from stratagem._ps.coordinator.server_backups import ServerBackups
+from stratagem._ps.init_ops import KEYS_OF
 from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
@@ -184,6 +186,7 @@ class CoordinatorVariables:
         partitioner: how variables are cut, or None.
         strategy: returns the strategy, or None if it was collected.
         job: the named job that the variables belong to, or None.
+        backups: where the backups of the servers are, or None.
     """
 
     def __init__(
@@ -193,9 +196,11 @@ class CoordinatorVariables:
         partitioner: Partitioner | None,
         strategy: Callable[[], Any] = _nothing,
         job: NamedJob | None = None,
+        backups: ServerBackups | None = None,
     ) -> None:
         self.client = client
         self.job = job
+        self.backups = backups
         client.discards_writes = job is not None and job.is_attaching
         self.strategy = strategy
         self.partitioner = partitioner
@@ -359,7 +364,18 @@ class CoordinatorVariables:
                     kept.send()
 
     def _create(self, wanted: Sequence[tuple[ShardLocation, str, Sequence[InitOp]]]) -> None:
-        """Create shards on the servers. Servers keep those that they have: these are adopted."""
+        """Create shards on the servers. Servers keep those that they have: these are adopted.
+
+        Raises:
+            ValueError: a dynamic table, and the servers have backups.
+        """
+        if self.backups is not None and any(
+            one.name == KEYS_OF for _, _, recipe in wanted for one in recipe
+        ):
+            raise ValueError(
+                "a DynamicEmbedding cannot be kept on servers with backups=1: its rows are made by lookups, "
+                "which backups do not see. Use a strategy without backups, and checkpoints."
+            )
         if self.job is not None:
             self.job.match(wanted)
         self.client.create_all(wanted)

@@ -38,14 +38,15 @@ from stratagem._ps.coordinator.coordinator_variables import (
 from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.coordinator.object_entries import Tracked, define_module, entries_of
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
+from stratagem._ps.coordinator.server_backups import NoBackup
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
-from stratagem._ps.coordinator.server_restore import restore_server
+from stratagem._ps.coordinator.server_restore import lost_error, restore_server
 from stratagem._ps.coordinator.wrapped_optimizers import unwrapped
 from stratagem._ps.definitions import ATTRIBUTES, HOOKS, Token
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.codec import is_channels_last
 from stratagem.config import ClusterOptions
-from stratagem.errors import ForeignParameterError, StratagemError
+from stratagem.errors import ForeignParameterError, ParameterServerLost, StratagemError
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -390,12 +391,53 @@ class ObjectHandles:
 
     def server_index(self, task: str) -> int | None:
         """Return the number of a server that can be restored from a checkpoint; None if it cannot."""
-        tasks = self._variables.client.tasks
-        ready = self._variables.client.replacement.point is not None and not self._variables.closed
-        return tasks.index(task) if ready and task in tasks else None
+        tasks, variables = self._variables.client.tasks, self._variables
+        can = variables.client.replacement.point is not None or variables.backups is not None
+        return tasks.index(task) if can and not variables.closed and task in tasks else None
 
-    def restore_server(self, server: int, *, stopped: Callable[[], bool]) -> ServerRecovery:
+    def is_outdated(self, error: ParameterServerLost) -> bool:
+        """Return whether an error is about a process whose variables another one has already."""
+        tasks, replacement = self._variables.client.tasks, self._variables.client.replacement
+        known = replacement.life_of(tasks.index(error.task)) if error.task in tasks else ""
+        return error.life not in ("", known)
+
+    def promote_backup(self, server: int) -> tuple[ServerRecovery | None, bool, str]:
+        """Let the backup of a lost server take over.
+
+        Returns:
+            A report, or None without a backup; whether clients notice the loss by themselves; why there is none.
+        """
+        backups = self._variables.backups
+        if backups is None:
+            return None, False, ""
+        try:
+            return *backups.promote(self._variables, server), ""
+        except NoBackup as error:
+            return None, False, str(error)
+
+    def servers_without_backup(self) -> bool:
+        """Return whether a server that should have a backup has none. Never waits."""
+        backups, variables = self._variables.backups, self._variables
+        if backups is None or variables.closed:
+            return False
+        return not backups.are_complete or bool(backups.left_alone(variables))
+
+    def repair_backups(self) -> None:
+        """Let servers go on whose backup was lost, and give them a new one as far as possible."""
+        backups = self._variables.backups
+        if backups is not None and not self._variables.closed:
+            backups.release(self._variables)
+            for process in backups.repair(self._variables):
+                if self.job is not None:
+                    self.job.server_restored(process)
+
+    def restore_server(
+        self, server: int, *, stopped: Callable[[], bool], why: str = ""
+    ) -> ServerRecovery:
         """Wait until a lost server has been started again, and restore it from the last checkpoint."""
+        if self._variables.client.replacement.point is None:
+            names = self._variables.client.replacement.names_on(server)
+            raise lost_error(self._variables.client.tasks[server], why, names)
         wait_s = config.server_wait_s()
         restored = restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
         if self.job is not None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from stratagem._owner import Owner
 from stratagem._ps.client.job_connection import JobConnection
 from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.job_reports import ShardPlace
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._wire import codec
 from stratagem.errors import CoordinatorReplaced, JobMismatch, MisuseError
@@ -68,6 +69,21 @@ class NamedJob(Owner):
     def predecessor(self) -> str:
         """Host and process of the coordinator that this one has replaced; empty if there was none."""
         return self._state.coordinator
+
+    @property
+    def shards(self) -> tuple[ShardPlace, ...]:
+        """Where the variables of a live job with backups are."""
+        return self._state.shards if self._state.is_live else ()
+
+    def check_backups(self, backups: int) -> None:
+        """Compare the script's number of backups with the live job.
+
+        Raises:
+            JobMismatch: they differ.
+        """
+        if self.is_attaching and bool(self._state.shards) != bool(backups):
+            live = int(bool(self._state.shards))
+            self._raise([f"the script has backups={backups}, the live job backups={live}"])
 
     @property
     def record(self) -> bytes:

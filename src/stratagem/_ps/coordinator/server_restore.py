@@ -51,7 +51,7 @@ def restore_server(
     began = time.monotonic()
     point = variables.client.replacement.point
     assert point is not None
-    places = _places(variables, server)
+    places = places_on(variables, server)
     names = {number: name for number, (_, name) in places.items()}
     while True:
         connection, is_same = _await_server(variables, server, began + wait_s, stopped)
@@ -63,7 +63,7 @@ def restore_server(
         except (ConnectionLost, DeadlineExceeded, ParameterServerLost) as error:
             _log.warning("%s was lost again while it was restored: %s", connection.task, error)
         except (CheckpointError, WireError) as error:
-            raise _error(connection.task, f"could not be restored: {error}", names) from error
+            raise lost_error(connection.task, f"could not be restored: {error}", names) from error
     for remote in list(variables._remotes):
         if any(place.server == server for place in remote.places):
             remote.forget_memory()
@@ -102,13 +102,13 @@ def _set_up(
     numbers = tuple(places)
     versions = connection.request(messages.AskVersions(variables=numbers)).message
     assert isinstance(versions, messages.Versions)
-    located = _locate(connection, numbers)
+    located = locate(connection, numbers)
     replacement.note_restored(point, server, dict(versions.versions))
     shards = [place for place, _ in places.values()]
     replacement.accept(server, connection.welcome, shards, located)
 
 
-def _locate(connection: ServerConnection, numbers: tuple[int, ...]) -> messages.Located | None:
+def locate(connection: ServerConnection, numbers: tuple[int, ...]) -> messages.Located | None:
     """Return where variables are in the server's memory; None if it does not share memory."""
     try:
         located = connection.request(messages.Locate(variables=numbers)).message
@@ -118,7 +118,7 @@ def _locate(connection: ServerConnection, numbers: tuple[int, ...]) -> messages.
     return located
 
 
-def _places(variables: CoordinatorVariables, server: int) -> dict[int, tuple[ShardLocation, str]]:
+def places_on(variables: CoordinatorVariables, server: int) -> dict[int, tuple[ShardLocation, str]]:
     """Return the shards that a server holds: number → place and name."""
     names = variables.client.replacement.names_on(server)
     return {
@@ -153,7 +153,7 @@ def _await_server(
         except (ConnectionLost, DeadlineExceeded, ParameterServerLost) as error:
             last = error
         time.sleep(_PAUSE_S)
-    raise _error(
+    raise lost_error(
         client.tasks[server], f"did not come back: {last}", client.replacement.names_on(server)
     )
 
@@ -257,7 +257,8 @@ def _updates_lost(
     return found
 
 
-def _error(task: str, reason: str, names: dict[int, str]) -> ParameterServerLost:
+def lost_error(task: str, reason: str, names: dict[int, str]) -> ParameterServerLost:
+    """Return the error about a server that cannot be restored."""
     held = sorted(names.values())
     return ParameterServerLost(
         f"parameter server {task} {reason}. Start it again, create the strategy anew and restore the "

@@ -6,6 +6,7 @@ kept, and so are whole writes, decoded and ready to be applied again, by the byt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, final
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from stratagem._wire import codec, shm
 from stratagem._wire.messages import Frame, SegmentRef, TensorRef
 from stratagem.errors import NotFoundError, ProtocolError
+
+_numbers = itertools.count(1)
 
 _KEPT_TENSORS: Final = 8192
 
@@ -48,12 +51,19 @@ class ClientMemory:
     """
 
     def __init__(self, *, allowed: bool) -> None:
-        self._allowed = allowed
+        self.is_allowed = allowed
+        self.number = next(_numbers)
+        """Identifies the client in this process."""
         self._refs: tuple[SegmentRef, ...] = ()
         self._segments: dict[int, shm.MappedSegment] = {}
         self._tensors: dict[TensorRef, Tensor] = {}
         self._writes: dict[bytes, PreparedWrite] = {}
         self._variables_kept = 0
+
+    @property
+    def refs(self) -> tuple[SegmentRef, ...]:
+        """The segments that are mapped."""
+        return self._refs
 
     def open(self, refs: tuple[SegmentRef, ...]) -> None:
         """Map the segments a client announced, and release all others.
@@ -70,7 +80,7 @@ class ClientMemory:
         for ref in refs:
             if ref.number in self._segments:
                 continue
-            mapped = shm.open_segment(ref, shared=True) if self._allowed else None
+            mapped = shm.open_segment(ref, shared=True) if self.is_allowed else None
             if mapped is None:
                 raise NotFoundError(
                     f"segment {ref.number!r} of process {ref.pid!r} cannot be mapped by this server: "

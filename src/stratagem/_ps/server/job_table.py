@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 from typing_extensions import override
 
@@ -17,7 +17,7 @@ from stratagem._ps.job_reports import describe_coordinator
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
 from stratagem._wire import messages
-from stratagem._wire.messages import JobReport, JobVariable
+from stratagem._wire.messages import JobReport, JobVariable, ShardReport
 from stratagem.errors import CoordinatorReplaced, NotFoundError
 
 
@@ -54,8 +54,15 @@ class JobTable:
         job = self._jobs.get(session)
         if job is None:
             return JobReport()
-        found = self._sessions.find(session)
-        manifest = found.store.describe()
+        shards = tuple(
+            ShardReport(
+                shard, one.view, one.is_backup, one.is_complete, one.is_linked, *_contents(one)
+            )
+            for shard, one in self._sessions.shards(session).items()
+            if shard >= 0
+        )
+        whole = self._sessions.get(session, -1)
+        variables, optimizers, deleted = ((), (), ()) if whole is None else _contents(whole)
         return JobReport(
             epoch=job.epoch,
             instance=job.instance,
@@ -66,12 +73,10 @@ class JobTable:
             serial=job.serial,
             record=job.record,
             seed=job.seed,
-            variables=tuple(
-                JobVariable(one.number, one.name, one.dtype, one.shape)
-                for one in manifest.variables
-            ),
-            optimizers=tuple((one.number, one.class_name) for one in manifest.optimizers),
-            deleted=found.deleted.ranges,
+            variables=variables,
+            optimizers=optimizers,
+            deleted=deleted,
+            shards=shards,
         )
 
     def claim(self, message: messages.ClaimJob, owner: Hashable, now: float) -> Session:
@@ -99,7 +104,13 @@ class JobTable:
             raise self._replaced(message.session, message.epoch, job)
 
     def admit(
-        self, message: messages.OpenSession | messages.JoinSession, *, opens: bool = False
+        self,
+        message: messages.OpenSession
+        | messages.JoinSession
+        | messages.OpenReplica
+        | messages.Promote,
+        *,
+        opens: bool = False,
     ) -> None:
         """Refuse a replaced coordinator, and its workers, that connect again; unnamed sessions pass.
 
@@ -159,3 +170,18 @@ class JobTable:
     @override
     def __repr__(self) -> str:
         return f"<JobTable {len(self._jobs)} jobs>"
+
+
+_Contents: TypeAlias = tuple[
+    tuple[JobVariable, ...], tuple[tuple[int, str], ...], tuple[tuple[int, int], ...]
+]
+
+
+def _contents(session: Session) -> _Contents:
+    """Return the variables and optimizers of a session, and ranges of freed variables."""
+    manifest = session.store.describe()
+    variables = tuple(
+        JobVariable(one.number, one.name, one.dtype, one.shape) for one in manifest.variables
+    )
+    optimizers = tuple((one.number, one.class_name) for one in manifest.optimizers)
+    return variables, optimizers, session.deleted.ranges

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Self, final
 
 from typing_extensions import override
@@ -26,17 +25,18 @@ from stratagem._faults import ConnectionDropped
 from stratagem._owner import Owner
 from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.server.acceptor import Acceptor
-from stratagem._ps.server.checkpoint_parts import CheckpointAccess
-from stratagem._ps.server.client_memory import ClientMemory
+from stratagem._ps.server.backup_link import BackupLink
+from stratagem._ps.server.data_connection import DataConnection
 from stratagem._ps.server.job_table import JobTable
-from stratagem._ps.server.session import Session
+from stratagem._ps.server.replication import ON_LINKS, Replication
+from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.server.session_table import SessionTable
 from stratagem._usage import process_usage
 from stratagem._wire import messages
 from stratagem._wire.arenas import Budget, default_budget
 from stratagem._wire.channel import Channel
 from stratagem._wire.failures import failure_from
-from stratagem._wire.frames import Buffer, Limits
+from stratagem._wire.frames import Buffer
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame, Message
@@ -65,50 +65,11 @@ _ABOUT_SESSIONS = (
     messages.AskJob,
     messages.ClaimJob,
     messages.KeepJob,
+    messages.OpenReplica,
+    messages.Promote,
     messages.Ping,
     messages.AskStats,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerOptions:
-    """Limits and permissions of one parameter server.
-
-    Example:
-        >>> ServerOptions(memory_limit_bytes=1 << 30).memory_limit_bytes
-        1073741824
-    """
-
-    memory_limit_bytes: int | None = None
-    """Limit of variables and optimizer state of all sessions; by default `config.server_memory_bytes()`."""
-
-    optimizer_modules: Sequence[str] | None = None
-    """Modules beside ``torch.optim`` whose optimizer classes may be imported here; by default
-    `config.optimizer_modules()`."""
-
-    shared_memory: bool | None = None
-    """False sends bytes even to tasks on this host; by default `config.shared_memory_allowed()`."""
-
-    checkpoints: CheckpointAccess | None = None
-    """Directories below which checkpoints may be written and read; by default none."""
-
-    limits: Limits = field(default_factory=lambda: Limits(frame_bytes=config.frame_bytes()))
-    """Of what one connection sends; by default `config.frame_bytes()` in one message."""
-
-
-@final
-class _Connection:
-    """One client, as the working thread sees it."""
-
-    def __init__(self, channel: Channel, task: str, *, shared_memory: bool) -> None:
-        self.channel = channel
-        self.task = task
-        self.session: Session | None = None
-        self.joined = ""  # name of the session
-        self.refusal = ""  # after a newer coordinator of the job has cut this connection off
-        self.memory = ClientMemory(allowed=shared_memory)
-        self.inbox: deque[Frame] = deque()
-        self.events = selectors.EVENT_READ
 
 
 @final
@@ -151,8 +112,8 @@ class ParameterServer(Owner):
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._arrivals: deque[_Connection] = deque()
-        self._connections: set[_Connection] = set()
+        self._arrivals: deque[DataConnection] = deque()
+        self._connections: set[DataConnection] = set()
         self._sessions = SessionTable(
             self.task,
             self._budget,
@@ -161,6 +122,15 @@ class ParameterServer(Owner):
             access=self._options.checkpoints,
         )
         self._jobs = JobTable(self._sessions)
+        self._replication = Replication(
+            task,
+            key,
+            self._sessions,
+            self._connections,
+            self._selector,
+            self._resume,
+            self._lose,
+        )
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
@@ -196,16 +166,22 @@ class ParameterServer(Owner):
                 for key, _ in ready:
                     if key.data is None:
                         os.eventfd_read(self._wake)
+                    elif isinstance(key.data, BackupLink):
+                        self._replication.turn(key.data)
                     else:
                         self._turn(key.data)
                 while self._arrivals:
                     self._admit(self._arrivals.popleft())
                 now = time.monotonic()
-                for name, lease_s in self._sessions.expired(now):
-                    self._end_session(name, f"its coordinator has been gone for {lease_s:g} s")
+                for name, shard, lease_s in self._sessions.expired(now):
+                    reason = f"its coordinator has been gone for {lease_s:g} s"
+                    backup = self._sessions.get(name, shard)
+                    is_backup = backup is not None and backup.is_backup
+                    self._end_session(name, reason, shard=shard if is_backup else None)
                 if now >= self._next_facts:
                     self._publish_facts()
         finally:
+            self._replication.abandon()  # the backups stay
             for connection in list(self._connections):
                 self._forget(connection)
             self._sessions.close_all()
@@ -273,24 +249,27 @@ class ParameterServer(Owner):
         """Return the answer to a Ping: how long the working thread has been at one message."""
         began = self._work_began
         busy_s = time.monotonic() - began if began is not None else 0.0
-        return messages.Pong(busy_s=busy_s, served=self._served)
+        unlinked = self._replication.unlinked
+        return messages.Pong(busy_s=busy_s, served=self._served, unlinked=unlinked)
 
     def take_over(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
         """Hand a data connection, and the frames it has already sent, to the working thread."""
-        connection = _Connection(channel, task or channel.peer, shared_memory=self._shared)
+        connection = DataConnection(channel, task or channel.peer, shared_memory=self._shared)
         connection.inbox.extend(frames)
         self._arrivals.append(connection)
         os.eventfd_write(self._wake, 1)
 
     # -- work ---------------------------------------------------------------------------------
 
-    def _admit(self, connection: _Connection) -> None:
+    def _admit(self, connection: DataConnection) -> None:
         self._connections.add(connection)
         self._selector.register(connection.channel, selectors.EVENT_READ, connection)
         self._work_off(connection)
 
-    def _turn(self, connection: _Connection) -> None:
+    def _turn(self, connection: DataConnection) -> None:
         """Give one connection its turn: one read, then its complete requests."""
+        if connection not in self._connections or connection.is_parked:
+            return  # lost or parked since the selector returned
         try:
             if connection.channel.wants_write:
                 connection.channel.flush()
@@ -303,12 +282,16 @@ class ParameterServer(Owner):
         else:
             self._work_off(connection)
 
-    def _work_off(self, connection: _Connection) -> None:
+    def _work_off(self, connection: DataConnection) -> None:
         channel = connection.channel
         try:
             while connection.inbox:
                 if channel.outgoing_bytes > UNSENT_LIMIT_BYTES and not channel.flush():
                     break  # until it has read its replies; the selector says when
+                if self._must_wait(connection):
+                    channel.flush()
+                    self._park(connection)
+                    return
                 frame = connection.inbox.popleft()
                 self._work_began = began = time.monotonic()
                 try:
@@ -317,6 +300,7 @@ class ParameterServer(Owner):
                     self._work_began = None
                     self._busy_s += time.monotonic() - began
                 self._served += 1
+            self._replication.flush(connection)
             if channel.wants_write:
                 channel.flush()
         except ConnectionLost as error:
@@ -327,8 +311,29 @@ class ParameterServer(Owner):
             return
         self._watch(connection)
 
-    def _watch(self, connection: _Connection) -> None:
+    @staticmethod
+    def _must_wait(connection: DataConnection) -> bool:
+        """Return whether the next request waits until the state of its session has been sent to a backup."""
+        link = None if connection.session is None else connection.session.link
+        is_decision = isinstance(connection.inbox[0].message, messages.SetBackup)
+        return link is not None and link.is_streaming and not is_decision
+
+    def _park(self, connection: DataConnection) -> None:
+        connection.is_parked = True
+        self._selector.unregister(connection.channel)
+
+    def _resume(self, connection: DataConnection) -> None:
+        """Send replies that were held, and go on with the requests of a parked connection."""
+        if connection.is_parked:
+            connection.is_parked = False
+            connection.events = selectors.EVENT_READ
+            self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+        self._work_off(connection)
+
+    def _watch(self, connection: DataConnection) -> None:
         """Select for what the connection can go on with."""
+        if connection not in self._connections:
+            return  # lost while a link of its session broke
         events = 0 if connection.inbox else selectors.EVENT_READ
         if connection.channel.wants_write or connection.inbox:
             # With requests waiting always: the last flush may have sent everything, and nothing else
@@ -338,12 +343,19 @@ class ParameterServer(Owner):
             connection.events = events
             self._selector.modify(connection.channel, events, connection)
 
-    def _answer(self, connection: _Connection, frame: Frame) -> None:
+    def _answer(self, connection: DataConnection, frame: Frame) -> None:
         buffers: Sequence[Buffer] = ()
         try:
-            message: Message
+            message: Message | None
             if isinstance(frame.message, _ABOUT_SESSIONS):
                 message = self._about_session(connection, frame.message)
+            elif isinstance(frame.message, messages.SetBackup):
+                message = self._replication.set_backup(connection, frame)
+            elif isinstance(frame.message, messages.CloseReplica):
+                self._close_replica(connection)
+                return
+            elif isinstance(frame.message, ON_LINKS):
+                message = self._replication.on_link(connection, frame)
             else:
                 if connection.session is None:
                     if connection.refusal:
@@ -352,7 +364,10 @@ class ParameterServer(Owner):
                         f"{connection.task} has joined no session on {self.task}: it was closed, or "
                         f"its lease ran out because its coordinator was gone"
                     )
-                message, buffers = connection.session.handle(frame, connection.memory)
+                link = connection.session.link
+                if link is not None:
+                    link.sends_at_once = not connection.inbox
+                message, buffers = connection.session.handle(frame, connection.sender_memory())
         except ConnectionDropped:
             raise
         except Exception as error:  # noqa: BLE001 - the error of the client that asked
@@ -363,23 +378,33 @@ class ParameterServer(Owner):
             unforeseen = not isinstance(error, StratagemError)
             message = failure_from(error, task=self.task, with_traceback=unforeseen)
             buffers = ()
+        if message is None or self._replication.hold(connection, frame, message):
+            return  # the reply waits for the backup
         connection.channel.enqueue_reply(frame, message, buffers)
         # The buffers may be a variable's own memory, which the next write changes: what the socket
         # does not take at once is copied. Replies without buffers wait for the end of the turn.
         if buffers and not connection.channel.flush():
             connection.channel.keep_unsent()
 
-    def _about_session(self, connection: _Connection, message: Message) -> Message:
+    def _about_session(self, connection: DataConnection, message: Message) -> Message:
         """Answer messages about sessions as a whole, and about the server."""
         if isinstance(message, messages.OpenSession):
             self._jobs.admit(message, opens=True)
-            connection.session = self._sessions.open(message, owner=connection)
-            connection.joined, connection.refusal = message.session, ""
+            connection.join(message, self._sessions.open(message, owner=connection))
+            self._replication.greet(connection)
             return messages.Ok()
         if isinstance(message, messages.JoinSession):
             self._jobs.admit(message)
-            connection.session = self._sessions.find(message.session)
-            connection.joined, connection.refusal = message.session, ""
+            connection.join(message, self._sessions.find(message.session, message.shard))
+            self._replication.greet(connection)
+            return messages.Ok()
+        if isinstance(message, messages.OpenReplica):
+            self._jobs.admit(message, opens=True)
+            self._replication.open_replica(connection, message)
+            return messages.Ok()
+        if isinstance(message, messages.Promote):
+            self._jobs.admit(message)
+            self._replication.promote(message)
             return messages.Ok()
         if isinstance(message, messages.CloseSession):
             if connection.refusal:
@@ -394,46 +419,62 @@ class ParameterServer(Owner):
         if isinstance(message, messages.KeepJob):
             return self._jobs.keep(message, connection, time.monotonic())
         if isinstance(message, messages.Ping):
-            return messages.Pong(served=self._served)
+            return messages.Pong(served=self._served, unlinked=self._replication.unlinked)
         self._publish_facts()
         return messages.Stats(facts=self.facts)
 
-    def _claim(self, connection: _Connection, message: messages.ClaimJob) -> None:
+    def _claim(self, connection: DataConnection, message: messages.ClaimJob) -> None:
         """Give a job to a new coordinator, and cut every other connection off its session."""
         self._jobs.check_claim(message)
         if not message.keep:
             self._end_session(message.session, f"{message.coordinator} starts the job anew")
         session = self._jobs.claim(message, connection, time.monotonic())
-        session.end_transfers()
+        for one in self._sessions.shards(message.session).values():
+            one.end_transfers()
         for other in self._connections:
-            if other is not connection and other.joined == message.session:
+            is_link = other.memories is not None
+            if other is not connection and other.joined == message.session and not is_link:
                 other.session, other.refusal = None, self._jobs.refusal(message.session)
         _log.info("%s: %s has %s", self.task, message.coordinator, session)
 
-    def _end_session(self, name: str, reason: str) -> None:
-        self._jobs.forget(name)
-        session = self._sessions.close(name)
-        if session is None:
+    def _end_session(self, name: str, reason: str, *, shard: int | None = None) -> None:
+        if shard is None:
+            self._jobs.forget(name)
+        ending = self._sessions.shards(name)
+        self._replication.closing([one for at, one in ending.items() if shard in (None, at)])
+        closed = self._sessions.close(name, shard)
+        if not closed:
             return
         _log.info("%s closes session %s: %s", self.task, name, reason)
         for connection in self._connections:
-            if connection.session is session:
+            if connection.session in closed:
                 connection.session = None
 
-    def _lose(self, connection: _Connection, reason: str, *, quiet: bool = False) -> None:
+    def _close_replica(self, connection: DataConnection) -> None:
+        """Free a backup whose primary was closed."""
+        session = connection.session
+        if session is not None and session.is_backup and connection.memories is not None:
+            shard, _ = self._sessions.lease_of(session)
+            self._end_session(session.name, "its primary closed it", shard=shard)
+            if not self._sessions.shards(session.name):
+                self._jobs.forget(session.name)
+
+    def _lose(self, connection: DataConnection, reason: str, *, quiet: bool = False) -> None:
         level = logging.INFO if quiet else logging.WARNING
         _log.log(level, "%s lost %s: %s", self.task, connection.task, reason)
         self._forget(connection)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _forget(self, connection: DataConnection) -> None:
         self._connections.discard(connection)
-        self._selector.unregister(connection.channel)
+        if not connection.is_parked:
+            self._selector.unregister(connection.channel)
+        self._replication.client_gone(connection)
         self._sessions.leave(connection, time.monotonic())
         self._jobs.leave(connection)
-        connection.memory.close()
-        connection.channel.close()
+        connection.close()
 
     def _publish_facts(self) -> None:
+        self._replication.check(time.monotonic())
         stores = [session.store.stats() for session in self._sessions.sessions()]
         self.facts = {
             "task": self.task,

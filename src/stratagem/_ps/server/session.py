@@ -7,7 +7,7 @@ Knows the store, shared memory and messages, but no socket, thread or clock. `lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -34,12 +34,29 @@ from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Message, SegmentRef, TensorRef
 from stratagem.errors import NotFoundError, ProtocolError, WriteFenced
 
+if TYPE_CHECKING:
+    from stratagem._ps.server.backup_link import BackupLink
+
 Reply: TypeAlias = tuple[Message, Sequence[Buffer]]
 
 REPLY_LIMIT_BYTES: Final = 1 << 28
 """Largest reply; clients ask for larger values in pieces."""
 
 _OK: Final[Reply] = (messages.Ok(), ())
+
+_FORWARDED: Final = frozenset(
+    (
+        messages.CreateVariables,
+        messages.DeleteVariables,
+        messages.OpenSegments,
+        messages.Fence,
+        messages.FinishedClosures,
+        messages.CreateOptimizer,
+        messages.WriteState,
+        messages.RestoreLedger,
+    )
+)
+"""Messages that change the session; a Write is forwarded when it was checked. Checkpoints read into memory are streamed."""
 
 
 @final
@@ -72,6 +89,15 @@ class Session:
         )
         self.deleted = NumberRanges()
         """Numbers of the variables that were freed."""
+        self.view = 0
+        """Number of the coordinator's last decision about primary and backup (docs/design/0010)."""
+        self.is_backup = False
+        self.is_complete = True
+        """False for a backup that has not received its whole state."""
+        self.link: BackupLink | None = None
+        """To the backup."""
+        self.was_read = False
+        """Whether rows were read from a checkpoint that the backup does not have."""
         self._checkpoints = SessionCheckpoints(self.store, access or CheckpointAccess())
         self._handlers: dict[type[Message], Callable[[Any, Frame, ClientMemory], Reply]] = {
             messages.Write: self._write,
@@ -102,6 +128,11 @@ class Session:
         return self._arena.used_bytes
 
     @property
+    def is_linked(self) -> bool:
+        """Whether there is a backup that answers."""
+        return self.link is not None and not self.link.failure
+
+    @property
     def is_checkpointing(self) -> bool:
         """Whether rows are being written to a checkpoint, or read from one."""
         return self._checkpoints.is_active
@@ -117,12 +148,19 @@ class Session:
         handler = self._handlers.get(kind)
         if handler is None:
             raise ProtocolError(f"a {kind.__name__} is no message for a parameter server's session")
+        if self.link is not None and kind in _FORWARDED:
+            self.link.forward(frame, memory)
         return handler(frame.message, frame, memory)
 
     def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
         """Fill a new session with the state of a store."""
         self.store.restore(manifest, blocks)
         self._epoch = object()
+        self.complete()
+
+    def complete(self) -> None:
+        """Note that the state of a backup is complete."""
+        self.is_complete = True
         self._publish(self.store.versions())
 
     def end_transfers(self) -> None:
@@ -250,6 +288,8 @@ class Session:
         touched = prepared.touched
         if faults.active is not None:
             faults.active.at("server.before_apply")
+        if self.link is not None:
+            self.link.forward(frame, memory)
         origin = message.origin
         admission = self.store.admit(origin)
         if admission is Admission.FENCED:
@@ -347,6 +387,7 @@ class Session:
 
     def _read_parts(self, message: messages.ReadParts, _: Frame, __: ClientMemory) -> Reply:
         self._checkpoints.begin_read(message)
+        self.was_read |= not message.verify
         return _OK
 
     def _restore_ledger(self, message: messages.RestoreLedger, _: Frame, __: ClientMemory) -> Reply:

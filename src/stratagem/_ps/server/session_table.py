@@ -1,7 +1,8 @@
 """The sessions of a parameter server, and which connections keep each of them alive.
 
-A session is kept while a connection of its coordinator is open, and `lease_s` seconds longer. This module has no clock
-and no socket: `loop.py` reports connections that open and close, and the time.
+A session is kept while a connection of its coordinator is open, and `lease_s` seconds longer. With backups, a session has
+several shards on one server, each with a lease of its own; a backup is kept while its primary is connected. This module has
+no clock and no socket: `loop.py` reports connections that open and close, and the time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class SessionTable:
         <Session 's': 0 variables, 0 bytes, 0 writes>
         >>> sessions.leave("chief", 100.0)
         >>> sessions.expired(104.0), sessions.expired(106.0)
-        ([], [('s', 5.0)])
+        ([], [('s', -1, 5.0)])
         >>> sessions.close_all()
     """
 
@@ -60,52 +61,96 @@ class SessionTable:
         self._optimizer_modules = optimizer_modules
         self._shared_memory = shared_memory
         self._access = access
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[tuple[str, int], _Lease] = {}  # by name and shard; -1 without backups
 
     def open(self, message: messages.OpenSession, *, owner: Hashable) -> Session:
         """Return a new session, or one that exists, with one more owner.
 
         Raises:
             MemoryError: there are too many.
+            NotFoundError: it is a backup.
         """
-        lease = self._leases.get(message.session)
+        key = message.session, message.shard
+        lease = self._leases.get(key)
         if lease is None:
-            if len(self._leases) >= SESSION_LIMIT:
-                raise MemoryError(
-                    f"{self._task} already serves {len(self._leases)} sessions, which is its limit: "
-                    f"close strategies that are not used any more"
-                )
-            session = Session(
-                message.session,
-                budget=self._budget,
-                optimizer_modules=self._optimizer_modules,
-                shared_memory=self._shared_memory,
-                access=self._access,
-            )
-            lease = self._leases[message.session] = _Lease(session, message.lease_s)
+            lease = self._leases[key] = _Lease(self._new(message.session), message.lease_s)
+        elif lease.session.is_backup:
+            raise self._absent(*key, "is a backup there")
         lease.owners.add(owner)
         lease.orphaned_at = None
         return lease.session
 
+    def open_backup(self, message: messages.OpenReplica, *, link: Hashable) -> Session:
+        """Return a new backup of a shard; the caller has closed what was here before."""
+        session = self._new(message.session)
+        session.is_backup, session.is_complete, session.view = True, False, message.view
+        lease = self._leases[message.session, message.shard] = _Lease(session, message.lease_s)
+        lease.owners.add(link)
+        return session
+
+    def _new(self, name: str) -> Session:
+        if len(self._leases) >= SESSION_LIMIT:
+            raise MemoryError(
+                f"{self._task} already serves {len(self._leases)} sessions, which is its limit: "
+                f"close strategies that are not used any more"
+            )
+        return Session(
+            name,
+            budget=self._budget,
+            optimizer_modules=self._optimizer_modules,
+            shared_memory=self._shared_memory,
+            access=self._access,
+        )
+
+    def lease_of(self, session: Session) -> tuple[int, float]:
+        """Return the shard that a session is, and its lease in seconds."""
+        return next(
+            (shard, lease.lease_s)
+            for (_, shard), lease in self._leases.items()
+            if lease.session is session
+        )
+
     def add_owner(self, name: str, owner: Hashable) -> None:
         """Let one more connection keep a session alive."""
-        lease = self._leases[name]
-        lease.owners.add(owner)
-        lease.orphaned_at = None
+        for lease in self._owned(name):
+            lease.owners.add(owner)
+            lease.orphaned_at = None
 
     def own_alone(self, name: str, owner: Hashable, lease_s: float) -> None:
         """Let only this connection keep a session alive from now on."""
-        lease = self._leases[name]
-        lease.owners, lease.lease_s = {owner}, lease_s
+        for lease in self._owned(name):
+            lease.owners, lease.lease_s, lease.orphaned_at = {owner}, lease_s, None
 
-    def find(self, name: str) -> Session:
-        """Return a session that exists; NotFoundError otherwise."""
-        if name not in self._leases:
-            raise NotFoundError(
-                f"session {name!r} is not open on {self._task}: its coordinator closed it, or the "
-                f"server was restarted"
-            )
-        return self._leases[name].session
+    def _owned(self, name: str) -> list[_Lease]:
+        """Return the leases that a coordinator keeps alive; primaries keep those of backups."""
+        return [
+            lease
+            for (one, _), lease in self._leases.items()
+            if one == name and not lease.session.is_backup
+        ]
+
+    def find(self, name: str, shard: int = -1) -> Session:
+        """Return a session that exists and is no backup; NotFoundError otherwise."""
+        session = self.get(name, shard)
+        if session is None or session.is_backup:
+            raise self._absent(name, shard, "is not open" if session is None else "is a backup")
+        return session
+
+    def get(self, name: str, shard: int) -> Session | None:
+        """Return a session, also if it is a backup, or None."""
+        lease = self._leases.get((name, shard))
+        return None if lease is None else lease.session
+
+    def shards(self, name: str) -> dict[int, Session]:
+        """Return all shards of a session that are here, backups included."""
+        return {shard: one.session for (known, shard), one in self._leases.items() if known == name}
+
+    def _absent(self, name: str, shard: int, why: str) -> NotFoundError:
+        what = f"session {name!r}" if shard < 0 else f"shard {shard} of session {name!r}"
+        return NotFoundError(
+            f"{what} {why} on {self._task}: its coordinator closed it, or the server was restarted "
+            f"or replaced"
+        )
 
     def leave(self, owner: Hashable, now: float) -> None:
         """Note that a connection is gone; sessions without an owner start to expire."""
@@ -115,25 +160,25 @@ class SessionTable:
                 if not lease.owners:
                     lease.orphaned_at = now
 
-    def expired(self, now: float) -> list[tuple[str, float]]:
-        """Return names and leases of sessions whose coordinator has been gone for too long."""
+    def expired(self, now: float) -> list[tuple[str, int, float]]:
+        """Return names, shards and leases of sessions whose owner has been gone for too long."""
         return [
-            (name, lease.lease_s)
-            for name, lease in self._leases.items()
+            (name, shard, lease.lease_s)
+            for (name, shard), lease in self._leases.items()
             if lease.orphaned_at is not None and now - lease.orphaned_at > lease.lease_s
         ]
 
-    def close(self, name: str) -> Session | None:
-        """Close a session and free its variables; None if there is none of that name."""
-        lease = self._leases.pop(name, None)
-        if lease is None:
-            return None
-        lease.session.close()
-        return lease.session
+    def close(self, name: str, shard: int | None = None) -> list[Session]:
+        """Close a session, or one shard of it, and free its variables; return what was closed."""
+        keys = [key for key in self._leases if key[0] == name and shard in (None, key[1])]
+        closed = [self._leases.pop(key).session for key in keys]
+        for session in closed:
+            session.close()
+        return closed
 
     def close_all(self) -> None:
         """Close every session."""
-        for name in list(self._leases):
+        for name, _ in list(self._leases):
             self.close(name)
 
     def sessions(self) -> list[Session]:

@@ -83,6 +83,17 @@ class DenseParameter:
         self._slot: GradientSlot | None = None
         self._generation = -1
 
+    def lay_over_memory(self) -> bool:
+        """Use the memory of the server that has taken the variable over; False if a copy must do."""
+        mapped = self.remote.mapped
+        self.is_live = mapped is not None
+        self._data = mapped[0].tensor if mapped is not None else self.remote.read()
+        self.leaf.data = self._data
+        self._address = self._data.data_ptr()
+        self.version = self.leaf._version
+        self._start = None if self.is_live else self._sample().clone()
+        return self.is_live
+
     def refresh(self) -> None:
         """Read the servers' values if the leaf is a copy and they have changed."""
         if not self.is_live and self.remote.versions() != self.remote.seen:

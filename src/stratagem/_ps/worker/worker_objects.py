@@ -27,6 +27,7 @@ from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.client.shard_holders import ShardHolders
 from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.tables.replicated_table import ReplicatedTable
 from stratagem._ps.tables.table_parameter import TableParameter
@@ -53,6 +54,8 @@ class PsWorkerSetup:
     gradient_aggregation: Literal["mean", "sum"]
     make_strategy: Callable[[PsWorkerSetup, WorkerVariables, ReadCache], Any]
     """Class of the worker's strategy; named by the caller, since `_ps` does not import `_strategies`."""
+    holders: tuple[int, ...] = ()
+    """With backups: by server, which of the processes `servers` has its variables."""
 
     def connect(
         self, *, worker_index: int, incarnation: int, key: ClusterKey | None
@@ -65,7 +68,9 @@ class PsWorkerSetup:
             instance=self.instance,
             epoch=self.epoch,
         )
-        client = PsClient(self.servers, membership, incarnation=incarnation)
+        holders = ShardHolders(self.servers, self.holders) if self.holders else None
+        servers = self.servers if holders is None else holders.servers()
+        client = PsClient(servers, membership, incarnation=incarnation, holders=holders)
         try:
             return WorkerObjects(self, client, worker_index)
         except BaseException:  # Ctrl-C too: no other code could close it

@@ -15,6 +15,7 @@ servers write them. There is one object per worker incarnation, used by one thre
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -58,6 +59,10 @@ class WorkerVariables:
         self._buffers: list[WorkerBuffer] = []
         self._by_tensor: dict[int, WorkerBuffer] = {}
         self.new_buffers = NewBuffers()
+        self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
+        self._has_moved = False  # a backup has taken variables over: parameters lie over old memory
+        if client.failover is not None:
+            client.failover.on_move = self._forget_memory
         self._turn = 0  # parameter to search next for writes that torch did not count
         self._steps = StepBuilder(client, self._dense, self._tables)
         counting = metrics if registry is None else registry
@@ -71,7 +76,23 @@ class WorkerVariables:
 
     def remote(self, description: Description) -> RemoteVariable:
         """Return a variable."""
-        return RemoteVariable(description, self.client)
+        remote = RemoteVariable(description, self.client)
+        self._remotes.add(remote)
+        return remote
+
+    def _forget_memory(self) -> None:
+        """Note that a backup has taken over: the memory of the server before is not written any more."""
+        self._has_moved = True
+        for remote in list(self._remotes):
+            remote.forget_memory()
+
+    def _follow_move(self) -> None:
+        """Lay parameters over the memory of the servers that have them now."""
+        if self._has_moved:
+            self._has_moved = False
+            for dense in self._dense.values():
+                if dense.is_live and not dense.lay_over_memory():
+                    self._copies.append(dense)
 
     def parameter(
         self,
@@ -153,6 +174,7 @@ class WorkerVariables:
             if not self.client.outbox.is_idle:  # this closure reads them
                 with self._wait_time.measure():
                     self.client.wait_for_writes()
+            self._follow_move()
             self.refresh()
             self._note_reads()
             for dense in self._dense.values():
@@ -270,6 +292,7 @@ class WorkerVariables:
         self._note_staleness(step.touched, versions)
         for dense in frozen:
             dense.undo_write()
+        self._follow_move()
         self.refresh()
         self._note_reads()
 

@@ -1,0 +1,138 @@
+"""The state of a shard as messages to its backup, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+from stratagem._ps.server.checkpoint_parts import ledger_from, plain_ledger
+from stratagem._ps.server.client_memory import ClientMemory
+from stratagem._ps.server.session import Session
+from stratagem._ps.store_records import (
+    Block,
+    OptimizerRecord,
+    StateRecord,
+    StoreManifest,
+    VariableRecord,
+)
+from stratagem._wire import codec, messages
+from stratagem._wire.codec import Outgoing
+from stratagem._wire.frames import Buffer
+from stratagem._wire.messages import Frame, Message, Operation, TensorRef
+
+BLOCK_BYTES: Final = 1 << 22
+"""Rows in one message: small enough for the processor's caches."""
+
+Sent: TypeAlias = tuple[Message, Sequence[Buffer]]
+
+
+def state_messages(session: Session) -> Iterator[Sent]:
+    """Yield the messages that give a backup the state of a session, which must not change meanwhile."""
+    store = session.store
+    manifest = store.describe()
+    yield (
+        messages.ReplicaState(
+            variables=tuple(
+                messages.ReplicaVariable(one.number, one.name, one.dtype, one.shape, one.version)
+                for one in manifest.variables
+            ),
+            optimizers=tuple(
+                messages.ReplicaOptimizer(
+                    one.number, one.class_name, one.groups, one.defaults, one.attributes
+                )
+                for one in manifest.optimizers
+            ),
+            state=tuple(
+                messages.ReplicaEntry(
+                    one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value
+                )
+                for one in manifest.state
+            ),
+            ledger=plain_ledger(manifest.ledger),
+            deleted=session.deleted.ranges,
+        ),
+        (),
+    )
+    for block in store.export(BLOCK_BYTES):
+        outgoing = Outgoing()
+        rows = outgoing.add(block.tensor)
+        message = messages.ReplicaRows(
+            variable=block.variable,
+            start=block.start,
+            stop=block.stop,
+            rows=rows,
+            optimizer=block.optimizer,
+            key=block.key,
+        )
+        yield message, outgoing.buffers
+    yield messages.ReplicaReady(), ()
+
+
+def begin_state(session: Session, message: messages.ReplicaState) -> None:
+    """Create everything in an empty backup; its rows follow."""
+    manifest = StoreManifest(
+        tuple(
+            VariableRecord(one.variable, one.name, one.dtype, one.shape, one.version)
+            for one in message.variables
+        ),
+        tuple(
+            OptimizerRecord(one.optimizer, one.class_name, one.groups, one.defaults, one.attributes)
+            for one in message.optimizers
+        ),
+        tuple(
+            StateRecord(one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value)
+            for one in message.state
+        ),
+        ledger_from(message.ledger),
+    )
+    session.deleted.merge(message.deleted)
+    session.restore(manifest, ())
+    session.is_complete = False
+
+
+def write_state_rows(session: Session, message: messages.ReplicaRows, frame: Frame) -> None:
+    """Write rows of a backup's state."""
+    rows = codec.tensor_from(message.rows, frame)
+    kind = "optimizer" if message.key else "variable"
+    session.store.write_block(
+        Block(
+            "optimizer" if kind == "optimizer" else "variable",
+            message.variable,
+            message.key,
+            message.start,
+            message.stop,
+            rows,
+            message.optimizer,
+        )
+    )
+
+
+def inline_write(message: messages.Write, frame: Frame, memory: ClientMemory) -> Sent:
+    """Return a write with its tensors beside it, for a backup that cannot map the client's memory."""
+    outgoing = Outgoing()
+
+    def put(ref: TensorRef) -> TensorRef:
+        return outgoing.add(memory.tensor(ref, frame))
+
+    def moved(one: Operation) -> Operation:
+        if isinstance(one, messages.Push):
+            gradients = tuple(
+                messages.GradientRef(
+                    gradient.variable,
+                    put(gradient.values),
+                    None if gradient.ids is None else put(gradient.ids),
+                    gradient.sparse,
+                    gradient.clock,
+                )
+                for gradient in one.gradients
+            )
+            return messages.Push(one.optimizer, gradients, one.settings)
+        if isinstance(one, messages.Scatter):
+            return messages.Scatter(one.variable, one.operation, put(one.ids), put(one.values))
+        if isinstance(one, messages.Assign):
+            return messages.Assign(one.variable, one.operation, put(one.value))
+        return messages.AssignRows(one.variable, one.start, put(one.value))
+
+    operations = [moved(one) for one in messages.decode_operations(message.operations)]
+    encoded = messages.encode_operations(operations)
+    return messages.Write(origin=message.origin, operations=encoded), outgoing.buffers

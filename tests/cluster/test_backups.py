@@ -1,0 +1,263 @@
+"""`backups=1`: nothing acknowledged is lost when a parameter server dies (recovery.md sections 3 and 6)."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conserved import STEP_LIMIT_S, ConservedRun
+from torch import nn
+from waiting import wait_until
+
+import stratagem as sg
+from stratagem import ClusterCoordinator, LocalCluster
+from stratagem.config import ClusterOptions
+from stratagem.errors import ParameterServerLost
+from stratagem.testing import Fault
+
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+STEPS = 24
+
+
+def run(mine: ConservedRun, coordinator: ClusterCoordinator, steps: int) -> None:
+    for _ in range(steps):
+        mine.schedule(coordinator)
+    coordinator.join(timeout_s=STEP_LIMIT_S)
+
+
+def await_backups(strategy: Any) -> None:
+    """Wait until every server has a backup again."""
+    wait_until(lambda: not strategy._cluster_views().servers_without_backup(), timeout_s=60.0)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_servers_are_killed_in_turn() -> None:
+    """Every server is lost, with shards that moved before; each step counts once, and redundancy returns."""
+    with (
+        LocalCluster(workers=2, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, "Adam")
+        run(mine, coordinator, 10)
+        for turn, killed in enumerate((1, 0, 0, 1)):
+            cluster.kill_ps(killed)
+            run(mine, coordinator, 5)
+            mine.check(15 + 5 * turn)
+            await_backups(strategy)
+        found = coordinator.recoveries
+        assert {one.task for one in found} == {"/job:ps/task:0", "/job:ps/task:1"}
+        assert all(one.backup and one.lost_s == 0 and not one.updates for one in found)
+        workers = [one.incarnation for one in coordinator.workers]
+        assert workers == [1, 1]  # no session of a worker ended
+
+
+def survive(fault: Fault, name: str, *, workers: int = 2) -> None:
+    """Train while a server is killed; every step counts once, on all servers."""
+    with (
+        sg.testing.inject(fault) as injected,
+        LocalCluster(workers=workers, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, name)
+        run(mine, coordinator, STEPS // 2)
+        if fault.point in ("backup.in_streaming", "backup.receives_state"):
+            await_backups(strategy)
+            cluster.kill_ps(1)
+        run(mine, coordinator, STEPS // 2)
+        mine.check(STEPS)
+        await_backups(strategy)
+        run(mine, coordinator, 1)
+        mine.check(STEPS + 1)
+        wait_until(lambda: injected.count() == 1, timeout_s=60.0)
+
+
+POINTS = [
+    "backup.before_forward",
+    "backup.after_forward",
+    "backup.before_reply",
+    "server.before_apply",
+    "server.after_apply",
+    "backup.receives_state",
+]
+
+
+def fault_at(point: str) -> Fault:
+    # Servers create variables before they train: the faults come later.
+    after = 0 if point == "backup.receives_state" else 30
+    return Fault(point=point, action="kill", task="/job:ps/task:1", after=after)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("point", "name", "shares"),
+    [
+        ("backup.before_forward", "SGD", True),
+        ("backup.after_forward", "Adagrad", False),
+        ("backup.before_reply", "Adam", True),
+        ("backup.receives_state", "Adam", False),
+    ],
+)
+def test_every_step_counts_once(
+    monkeypatch: pytest.MonkeyPatch, point: str, name: str, shares: bool
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    survive(fault_at(point), name)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
+@pytest.mark.parametrize("shares", [True, False])
+def test_every_step_counts_once_at_every_point(
+    monkeypatch: pytest.MonkeyPatch, point: str, name: str, shares: bool
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    survive(fault_at(point), name)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_server_that_hangs_is_replaced_and_gives_way() -> None:
+    """SIGSTOP is a loss; the server that wakes up frees what it has, and can be a backup again."""
+    with (
+        LocalCluster(workers=2, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, "Adam")
+        run(mine, coordinator, 8)
+        cluster.kill_ps(0, signal.SIGSTOP)
+        run(mine, coordinator, 8)
+        mine.check(16)
+        assert [one.task for one in coordinator.recoveries] == ["/job:ps/task:0"]
+        cluster.kill_ps(0, signal.SIGCONT)
+        await_backups(strategy)
+        run(mine, coordinator, 8)
+        mine.check(24)
+        cluster.kill_ps(1)
+        run(mine, coordinator, 8)
+        mine.check(32)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("point", ["backup.in_promotion", "backup.in_streaming"])
+def test_a_second_loss_is_reported_as_what_it_is(point: str) -> None:
+    """The backup dies in promotion, or the primary dies while it copies its state to a new backup."""
+    second = Fault(point=point, action="kill", task="/job:ps/task:0")
+    if point == "backup.in_streaming":  # not in the streams when the strategy is made
+        second = Fault(point=point, action="kill", task="/job:ps/task:0", after=2)
+    with (
+        sg.testing.inject(second) as injected,
+        LocalCluster(workers=1, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, "Adam")
+        run(mine, coordinator, 4)
+        cluster.kill_ps(1)
+        with pytest.raises(ParameterServerLost, match=r"and its backup too|before another server"):
+            run(mine, coordinator, 100)
+        assert injected.count() == 1
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_checkpoints_and_a_second_loss(tmp_path: Path) -> None:
+    """Promoted servers save and restore; what both servers lost comes from the checkpoint."""
+    with (
+        LocalCluster(workers=2, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, "Adam")
+        with sg.CheckpointManager(
+            mine.checkpoint, tmp_path, on_server_loss="rewind", every_steps=5
+        ) as manager:
+            for step in manager.steps(STEPS):
+                mine.schedule(coordinator)
+                manager.step(step + 1)
+                if step == 8:
+                    cluster.kill_ps(0)
+                if step == 12:
+                    coordinator.join(timeout_s=STEP_LIMIT_S)
+                    await_backups(strategy)
+                    assert [one.step for one in coordinator.recoveries] == [-1]
+                    assert manager.save(step + 1, wait=True).done
+                    cluster.kill_ps(0)
+                    cluster.kill_ps(1)
+            mine.check(STEPS)
+            assert 13 in [one.step for one in coordinator.recoveries]
+            manager.save(STEPS, wait=True)
+        assert sg.CheckpointManager(mine.checkpoint, tmp_path).restore_or_initialize() == STEPS
+        await_backups(strategy)
+        cluster.kill_ps(0)  # the backups have what was restored
+        mine.check(STEPS)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_three_servers_large_tensors_and_gradient_slots() -> None:
+    """State of several messages is copied; dense gradients in shared memory reach both servers."""
+    with (
+        LocalCluster(workers=2, ps=3) as cluster,
+        sg.ParameterServerStrategy(
+            cluster.resolver, sg.partitioners.FixedShardsPartitioner(2), backups=1
+        ) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        with strategy.scope():
+            layer = nn.Linear(512, 2048, bias=False)  # 4 MB
+            nn.init.zeros_(layer.weight)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, momentum=0.5)
+            table = nn.Embedding(200_000, 8)
+            nn.init.zeros_(table.weight)
+            rows = torch.optim.SGD(table.parameters(), lr=1.0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            layer(torch.ones(1, 512)).sum().backward()
+            optimizer.step()
+            rows.zero_grad()
+            table(torch.arange(0, 200_000, 1000)).sum().backward()
+            rows.step()
+
+        for killed in (0, 1, 2):
+            for _ in range(4):
+                coordinator.schedule(step)
+            cluster.kill_ps(killed)
+            coordinator.join(timeout_s=STEP_LIMIT_S)
+            await_backups(strategy)
+        velocity, expected = 0.0, 0.0
+        for _ in range(12):
+            velocity = 0.5 * velocity + 1.0
+            expected -= velocity
+        assert set(layer.weight.detach().flatten().tolist()) == {expected}
+        assert float(table.weight.detach().sum()) == -12 * 200 * 8
+
+
+@pytest.mark.parametrize(("backups", "servers"), [(1, 1), (2, 2), (2, 3), (-1, 2), (True, 2)])
+def test_too_many_backups_are_refused(backups: int, servers: int) -> None:
+    with LocalCluster(workers=1, ps=servers, in_process=True) as cluster:
+        with pytest.raises(ValueError, match=f"backups={backups}"):
+            sg.ParameterServerStrategy(cluster.resolver, backups=backups)
+
+
+def test_dynamic_tables_are_refused() -> None:
+    with (
+        LocalCluster(workers=1, ps=2, in_process=True) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        with strategy.scope():
+            table = sg.nn.DynamicEmbedding(4, max_rows=1000)
+        with pytest.raises(ValueError, match="backups=1"):
+            coordinator.schedule(lambda: table(torch.tensor([5])))

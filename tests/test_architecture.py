@@ -97,7 +97,7 @@ GATES: dict[str, set[str]] = {
         "_monitor/report.py",
         "_monitor/dashboard.py",
     },
-    "ray": {"_cluster/launch/"},
+    "ray": {"_cluster/launch/", "_data/ray_source.py"},
     "prometheus_client": {"_monitor/prometheus.py"},
     "http": set(),
     "urllib.request": set(),

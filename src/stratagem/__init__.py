@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from stratagem._cluster.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
     from stratagem._cluster.coordinator.remote_values import PerWorkerValues as PerWorkerValues
     from stratagem._cluster.coordinator.remote_values import RemoteValue as RemoteValue
+    from stratagem._cluster.coordinator.shared_dataset import InputLedger as InputLedger
+    from stratagem._cluster.coordinator.shared_dataset import LeasedRows as LeasedRows
+    from stratagem._cluster.coordinator.shared_dataset import SharedDataset as SharedDataset
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec as ClusterSpec
     from stratagem._cluster.launch.detached_cluster import DetachedCluster as DetachedCluster
     from stratagem._cluster.launch.local_cluster import LocalCluster as LocalCluster
@@ -105,6 +108,9 @@ _MODULE_OF = {
     "ClusterCoordinator": "_cluster.coordinator.coordinator",
     "RemoteValue": "_cluster.coordinator.remote_values",
     "PerWorkerValues": "_cluster.coordinator.remote_values",
+    "SharedDataset": "_cluster.coordinator.shared_dataset",
+    "InputLedger": "_cluster.coordinator.shared_dataset",
+    "LeasedRows": "_cluster.coordinator.shared_dataset",
     "LocalCluster": "_cluster.launch.local_cluster",
     "DetachedCluster": "_cluster.launch.detached_cluster",
     "RayCluster": "_cluster.launch.ray_cluster",

@@ -18,6 +18,8 @@ from stratagem._cluster.coordinator.closure_actions import (
     SetAsideWorker,
 )
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
+from stratagem._cluster.coordinator.ended_inputs import EndedInputs
+from stratagem._cluster.coordinator.part_affinity import PartAffinity
 
 QUICK_S = 0.001
 LONG_S = 1.0
@@ -751,3 +753,74 @@ def test_a_cancelled_closure_is_resolved_when_its_worker_returns_or_is_lost() ->
     queue.add(10)
     queue.finished(0, (0,), 0.1)
     assert queue.take(0) == [10], "later closures are not cancelled"
+
+
+# ------------------------------------------------------------------ datasets that are used up
+
+
+def reading_queue(workers: int) -> ClosureQueue:
+    """A queue whose closures all read per-worker dataset 7, but those from 100 on."""
+    affinity = PartAffinity(lambda _: None, EndedInputs(lambda n: [7] if n < 100 else []))
+    queue = ClosureQueue(affinity=affinity)
+    for worker in range(workers):
+        queue.add_worker(worker)
+        queue.worker_up(worker, incarnation=1)
+    return queue
+
+
+def end(queue: ClosureQueue, worker: int, closure: int) -> list[Action]:
+    return queue.failed(worker, closure, ended=7)
+
+
+def test_a_closure_without_elements_runs_on_another_worker_until_all_have_ended() -> None:
+    queue = reading_queue(2)
+    queue.add(0)
+    assert queue.take(0) == [0]
+    assert RequeueClosure(0, lost=False) in end(queue, 0, 0)
+    assert queue.take(0) == [], "the worker whose data has ended got it again"
+    queue.add(100)
+    assert queue.take(0) == [100], "closures that read something else still run there"
+    assert queue.take(1) == [0]
+    actions = end(queue, 1, 0)
+    assert ResolveClosure(0, "failed") in actions
+    assert RaiseError(0) in actions
+    assert queue.stopped
+
+
+def test_new_closures_go_to_the_workers_that_have_elements() -> None:
+    queue = reading_queue(3)
+    queue.add(0)
+    queue.take(0)
+    assert SendClosures(1) in end(queue, 0, 0)
+    assert queue.take(1) == [0]
+    assert queue.add(1) == [SendClosures(2)]
+
+
+def test_a_lost_worker_may_return_with_elements() -> None:
+    """Closures wait for it, with a limit; a worker that was never there does not count."""
+    queue = reading_queue(2)
+    queue.add_worker(2)
+    queue.worker_lost(1)
+    queue.worker_fenced(1)
+    queue.add(0)
+    queue.take(0)
+    assert not queue.waits_for_workers
+    assert RequeueClosure(0, lost=False) in end(queue, 0, 0)
+    assert queue.waits_for_workers
+    queue.worker_up(1, incarnation=2)
+    assert not queue.waits_for_workers
+    assert queue.take(1) == [0]
+
+
+def test_the_others_are_asked_again_when_a_worker_leaves() -> None:
+    """It was the only one that had elements, so the end is found again."""
+    queue = reading_queue(2)
+    queue.worker_lost(1)
+    queue.worker_fenced(1)
+    queue.add(0)
+    queue.take(0)
+    end(queue, 0, 0)
+    assert queue.drain_worker(1) == [ReleaseWorker(1)]
+    queue.tick()
+    assert queue.take(0) == [0]
+    assert ResolveClosure(0, "failed") in end(queue, 0, 0)

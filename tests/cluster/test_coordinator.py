@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -542,3 +543,43 @@ def test_coordinators_are_not_copied(coordinator: ClusterCoordinator) -> None:
 
     with pytest.raises(TypeError, match="one per strategy"):
         copy.deepcopy(coordinator)
+
+
+def test_a_used_up_dataset_ends_its_workers_part_not_the_run(
+    coordinator: ClusterCoordinator,
+) -> None:
+    """Issue 17, point 2: the other worker finishes its rows before StopIteration is raised."""
+
+    def mine() -> list[int]:
+        worker = sg.get_current_worker_index()
+        return [1000 * worker + n for n in range(3 if worker == 0 else 60)]
+
+    def take(it: Any) -> int:
+        return int(next(it))
+
+    iterator = iter(coordinator.create_per_worker_dataset(mine))
+    values = []
+    with pytest.raises(StopIteration):
+        for _ in range(80):
+            values.append(coordinator.schedule(take, args=(iterator,)))
+        coordinator.join(timeout_s=120)
+    found = []
+    for value in values:
+        with contextlib.suppress(StopIteration, ClosureCancelled):
+            found.append(value.get(timeout_s=120))
+    assert sorted(found) == [0, 1, 2, *range(1000, 1060)]
+    again = iter(coordinator.create_per_worker_dataset(mine))
+    values = [coordinator.schedule(take, args=(again,)) for _ in range(63)]
+    coordinator.join(timeout_s=120)
+    assert sorted(value.get() for value in values) == [0, 1, 2, *range(1000, 1060)]
+    assert coordinator.schedule(lambda: 5).fetch(timeout_s=60) == 5
+
+
+def test_a_function_that_has_read_something_else_is_not_repeated(
+    coordinator: ClusterCoordinator,
+) -> None:
+    """It has used elements, which another worker could not give back."""
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1]))
+    coordinator.schedule(lambda it: [next(it), next(it)], args=(iterator,))
+    with pytest.raises(StopIteration):
+        coordinator.join(timeout_s=120)

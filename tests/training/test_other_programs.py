@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
-from stratagem.errors import ReplicaError
+from stratagem.errors import ForeignParameterError, ReplicaError
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
@@ -647,3 +647,43 @@ def test_parameters_in_plain_lists_of_a_module_train_the_same(pair):
         return step, model
 
     assert_same(pair, program, steps=7)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that shares the groups of another optimizer, as timm's: no ``Optimizer.__init__``."""
+
+    def __init__(self, base):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.state = {}
+        self._patch_step_function()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state.setdefault(p, p.clone())
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+def test_optimizers_that_wrap_another_one_run_in_merge_call(pair):
+    """Every replica would write the parameters; the error shows the line to write instead."""
+
+    def program(build, once, step_once=True):
+        model = build(mlp)
+        optimizer = Lookahead(sgd(model))
+
+        def step(x, y):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if step_once:
+                once(optimizer.step)
+            else:
+                optimizer.step()
+
+        return step, model
+
+    with pytest.raises(ForeignParameterError, match=r"Lookahead wraps another.*merge_call\("):
+        train(pair, lambda build, once: program(build, once, step_once=False))
+    assert_same(pair, program)

@@ -27,6 +27,7 @@ from stratagem._checkpoint.checkpoint_writer import (
     SaveOrder,
     write_checkpoint,
 )
+from stratagem._checkpoint.closure_positions import pin_positions
 from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import (
     CheckpointDirectory,
@@ -267,9 +268,15 @@ class ObjectSnapshot:
                 "a checkpoint was saved inside a replica. Save outside the function given to run()."
             )
         live = [value for _, value in live_in(checkpoint._objects)]
-        cuts = make_cuts(live, directory, lambda group: remote_tensors(live, group), deltas)
+        pins = pin_positions(live)
         try:
-            apart = collect(checkpoint._objects, allow_pickle=allow_pickle, cuts=cuts)
+            cuts = make_cuts(live, directory, lambda group: remote_tensors(live, group), deltas)
+        except BaseException:
+            pins.close()
+            raise
+        try:
+            with pins:
+                apart = collect(checkpoint._objects, allow_pickle=allow_pickle, cuts=cuts)
             own, aliases = _without_twins(apart.tensors)
             if copies is not None:
                 held = copies.of(own)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem import config
+from stratagem._checkpoint.closure_positions import ClosurePosition
 from stratagem._checkpoint.encoding import TakenApart, decode, from_torch_bytes, torch_bytes
 from stratagem._checkpoint.live_state import kind_of, live_in
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
@@ -224,6 +225,8 @@ class JobPosition:
             return None if self._is_on_servers(value) else convert_to_tensor(value).detach()
         if kind == "generator":
             return value.get_state()
+        if isinstance(value, ClosurePosition):
+            return value.state_dict_when_finished()  # a mark counts when its closures have finished
         return value.state_dict()
 
     # ------------------------------------------------------------------ going on

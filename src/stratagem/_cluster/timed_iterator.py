@@ -15,7 +15,8 @@ __all__ = ["TimedIterator"]
 class TimedIterator:
     """Iterator over the elements of another one; the timer ``input.next`` has the waiting times.
 
-    All other attributes are those of the iterator inside, such as the position of a dataset.
+    All other attributes are those of the iterator inside, such as the position of a dataset. The worker uses `calls` and
+    `at_end` to find functions that began when the dataset was used up.
 
     Example:
         >>> elements = TimedIterator(iter([1, 2]))
@@ -26,13 +27,22 @@ class TimedIterator:
     def __init__(self, inside: Iterator[Any]) -> None:
         self._inside = inside
         self._waited = metrics.timer("input.next")
+        self.calls = 0
+        """Number of elements read so far, with the attempts to read beyond the end."""
+        self.at_end = False
+        """Whether the last attempt to read has found no element."""
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         began = perf_counter()
-        element = next(self._inside)
+        self.calls += 1
+        try:
+            element = next(self._inside)
+        except StopIteration:
+            self.at_end = True
+            raise
         self._waited.record(perf_counter() - began)
         return element
 

@@ -21,6 +21,7 @@ from stratagem._data import batch_rows, nests
 from stratagem._data.calling import element_randomness
 from stratagem._data.cursor import Cursor, CursorContext, State
 from stratagem._data.node import UNKNOWN, Node
+from stratagem._data.ray_source import RayDataNode, is_ray_data
 from stratagem._data.row_numbers import IndexedSource
 from stratagem._data.seeds import ElementRng, mix
 from stratagem._data.sources import IterableCursor, IteratorCursor, SlicesNode, Stateful
@@ -33,6 +34,8 @@ def node_of(source: Any) -> Node:
     Raises:
         TypeError: `source` yields no elements.
     """
+    if is_ray_data(source):
+        return RayDataNode(source)
     if isinstance(source, torch_data.TensorDataset):
         return SlicesNode.of(tuple(source.tensors))
     if isinstance(source, Stateful) and isinstance(source, Iterable):

@@ -14,6 +14,7 @@ from stratagem._data.file_source import FileSource
 from stratagem._data.iteration import outline
 from stratagem._data.node import Node, walk
 from stratagem._data.options import AutoShardPolicy
+from stratagem._data.ray_source import RayDataNode, SharedRayNode
 from stratagem._data.row_ranges import RangeSource
 from stratagem._data.transforms import ShardNode
 from stratagem.errors import NotFoundError, ShardingError
@@ -43,7 +44,7 @@ def share(node: Node, policy: AutoShardPolicy, *, num_workers: int, index: int) 
 
     Raises:
         NotFoundError: FILE for a dataset that reads no files.
-        ShardingError: FILE with fewer files than workers, or files read side by side.
+        ShardingError: a Ray dataset that is read by each worker, FILE with fewer files than workers, or files read side by side.
         ValueError: `index` or `num_workers` out of range.
     """
     if num_workers < 1 or not 0 <= index < num_workers:
@@ -53,6 +54,13 @@ def share(node: Node, policy: AutoShardPolicy, *, num_workers: int, index: int) 
         )
     if num_workers == 1 and policy is not AutoShardPolicy.HINT:
         return Share(node, policy, one_order=False)
+    if any(isinstance(each, SharedRayNode) for each in walk(node)):
+        return Share(node, AutoShardPolicy.OFF, one_order=False)  # Ray's actor shares it
+    if any(isinstance(each, RayDataNode) for each in walk(node)):
+        raise ShardingError(
+            "a Ray dataset has no fixed order, so workers cannot share it by number. Give the dataset itself to "
+            "coordinator.create_per_worker_dataset()."
+        )
     automatic = policy is AutoShardPolicy.AUTO
     if automatic:
         policy = _choose(node, num_workers)

@@ -97,6 +97,14 @@ class MapCursor(SeededCursor["MapNode"]):
         return result
 
     @override
+    def skip(self, count: int) -> int:
+        if self._pending or self._waiting:
+            return super().skip(count)
+        done = 0 if self._ended else self._child.skip(count)  # without calling the function
+        self._number += done
+        return done
+
+    @override
     def state(self) -> State:
         unused = [pending.element for pending in self._pending]
         number = self._number - len(unused)

@@ -372,13 +372,17 @@ class UnbuiltDataset:
         self, build: Callable[..., Any], source: Any, options: config.InputOptions | None
     ) -> None:
         self._build = build
-        self._source = source
+        self.source = source
         self._options = options
+
+    def with_source(self, source: Any) -> UnbuiltDataset:
+        """Return the same over another source."""
+        return UnbuiltDataset(self._build, source, self._options)
 
     def __call__(self, worker: InputContext) -> Any:
         """Build the share of one worker, for the devices of its strategy."""
         return self._build(
-            self._source,
+            self.source,
             [device.torch_device for device in context.get_strategy()._compute_devices],
             self._options,
             num_input_pipelines=worker.num_input_pipelines,
@@ -398,7 +402,7 @@ class UnbuiltDataset:
 
     @override
     def __repr__(self) -> str:
-        return f"<UnbuiltDataset of {self._source!r}>"
+        return f"<UnbuiltDataset of {self.source!r}>"
 
 
 _HAND_IT_ON = "Give it to coordinator.create_per_worker_dataset(), which builds it on every worker."

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from stratagem._core import context, values
 from stratagem.config import InputOptions
+from stratagem.errors import EndOfData
 
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
@@ -28,6 +29,8 @@ Step = Callable[[Any], Any]
 # the program that consumes the results, and every batch in flight is held in memory.
 _AHEAD_PER_WORKER = 4
 _AHEAD = 16
+# Batches that workers read themselves take no memory here, and a longer queue lets workers read different files.
+_AHEAD_SHARED = 128
 
 
 class Scheduler(Protocol):
@@ -42,6 +45,18 @@ class Scheduler(Protocol):
     @property
     def workers(self) -> Sized:
         """The workers at present."""
+
+
+@runtime_checkable
+class SharedInput(Protocol):
+    """A dataset whose batches the workers read themselves: `SharedDataset`."""
+
+    @property
+    def ledger(self) -> Any:
+        """Account of its elements."""
+
+    def state_dict_when_finished(self) -> dict[str, Any]:
+        """Return its position."""
 
 
 def check_arguments(step: object, steps: object) -> None:
@@ -77,20 +92,17 @@ def run_on_workers(
     A few batches are scheduled ahead of the result that is yielded. When the consumer stops early, the
     loop waits for these batches, so that no update is under way after it.
     """
-    from stratagem._data.dataset import as_dataset  # strategies load the input pipeline on use
-
-    def run_batch(batch: Any) -> Any:  # runs on a worker
-        return _run_batch_on_worker(step, batch)
-
     waiting: deque[Any] = deque()
+    scheduled = _scheduled(coordinator, step, dataset)
+    ahead = _AHEAD_SHARED if isinstance(dataset, SharedInput) else _AHEAD
     try:
-        with closing(iter(as_dataset(dataset))) as batches:
-            for batch in itertools.islice(batches, steps):
-                waiting.append(coordinator.schedule(run_batch, args=(batch,)))
-                if len(waiting) >= _AHEAD + _AHEAD_PER_WORKER * len(coordinator.workers):
-                    yield waiting.popleft().get()
+        with closing(scheduled):
+            for value in itertools.islice(scheduled, steps):
+                waiting.append(value)
+                if len(waiting) >= ahead + _AHEAD_PER_WORKER * len(coordinator.workers):
+                    yield from waiting.popleft().get()
         while waiting:
-            yield waiting.popleft().get()
+            yield from waiting.popleft().get()
     except GeneratorExit:
         coordinator.join()
         raise
@@ -99,6 +111,29 @@ def run_on_workers(
         with suppress(Exception):
             coordinator.join()
         raise
+
+
+def _scheduled(coordinator: Scheduler, step: Step, dataset: Any) -> Generator[Any]:
+    """Schedule every batch; yield values, each with a list of results."""
+
+    def run_batch(batch: Any) -> list[Any]:  # runs on a worker
+        return [_run_batch_on_worker(step, batch)]
+
+    def run_shared(batches: Any) -> list[Any]:  # runs on a worker, which reads the batches itself
+        return [_run_batch_on_worker(step, batch) for batch in batches]
+
+    if isinstance(dataset, SharedInput):
+        while True:
+            try:
+                value = coordinator.schedule(run_shared, args=(dataset,))
+            except EndOfData:
+                return
+            yield value
+    from stratagem._data.dataset import as_dataset  # strategies load the input pipeline on use
+
+    with closing(iter(as_dataset(dataset))) as batches:
+        for batch in batches:
+            yield coordinator.schedule(run_batch, args=(batch,))
 
 
 def _run_batch_on_worker(step: Step, batch: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem._wire.message_base import Message, Packed, RemoteFailure
+from stratagem._wire.message_base import Message, Packed, Record, RemoteFailure
 
 # -- from the coordinator ----------------------------------------------------------------------
 
@@ -60,10 +60,26 @@ class Update(Message, frozen=True):
     whole: bool = False
 
 
+class LeasedElements(Record, frozen=True, tag="l"):
+    """Elements of a shared dataset for one closure: `count` elements from `first` of a part of `size` elements.
+
+    `resource`: number of the dataset. `seed` and `epoch` determine the random steps of its pipeline.
+    """
+
+    resource: int
+    seed: int
+    epoch: int
+    part: int
+    first: int
+    count: int
+    size: int
+
+
 class Run(Message, frozen=True):
     """Run a closure. `arguments` None: it has none. `resource` not 0: keep its result under that number.
 
     `dtype`: the coordinator's default dtype, by name.
+    `leases`: elements of shared datasets that it may read.
     """
 
     closure: int
@@ -72,6 +88,7 @@ class Run(Message, frozen=True):
     exactly_once: bool = True
     resource: int = 0
     dtype: str = "float32"
+    leases: tuple[LeasedElements, ...] = ()
 
 
 class Recall(Message, frozen=True):
@@ -102,12 +119,14 @@ class Finished(Message, frozen=True):
     """A closure's result; `value` None: it returned None. `waited_s` before it started, `ran_s` since.
 
     `advances`: what it did to schedulers, gradient scalers and settings of optimizers; `report` is their number.
+    `leased`: elements and rows that it has read, for each lease.
     """
 
     closure: int
     value: Packed | None = None
     advances: Packed | None = None
     report: int = 0
+    leased: tuple[tuple[int, int], ...] = ()
     waited_s: float = 0.0
     ran_s: float = 0.0
 
@@ -118,7 +137,8 @@ class Failed(Message, frozen=True):
     `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``path`` for a server that this worker
     does not reach, ``server`` for another
     unreachable parameter server, ``deadline`` for a late one. `lacks`: a definition or an update is missing on the
-    worker; the coordinator sends it again. `report`: number of its advances, which do not count.
+    worker; the coordinator sends it again. `report`: number of its advances, which do not count. `ended`: number of a
+    per-worker dataset that was used up when the closure began; the closure has read and written nothing.
     """
 
     closure: int
@@ -126,6 +146,7 @@ class Failed(Message, frozen=True):
     blame: str = "user"
     lacks: bool = False
     report: int = 0
+    ended: int = 0
 
 
 class Returned(Message, frozen=True):

@@ -1,6 +1,6 @@
 """Actions that `ClosureQueue` returns; the engine executes every one of them."""
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 Fate = Literal["failed", "cancelled", "withdrawn", "aborted", "poisoned", "given up"]
 """How a closure ended without a result. Withdrawn: cancelled by the user."""
@@ -71,5 +71,8 @@ class ReleaseWorker(NamedTuple):
 
 Sending = SendClosures | RecallClosures | FenceWorker | SetAsideWorker
 """Actions that may wait for another process."""
+
+SENDING: Final = (SendClosures, RecallClosures, FenceWorker, SetAsideWorker)
+"""The same as a tuple, which `isinstance` checks faster."""
 
 Action = DeliverResults | ResolveClosure | RequeueClosure | RaiseError | ReleaseWorker | Sending

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, final
+from typing import final
 
 from typing_extensions import override
 
@@ -42,41 +41,8 @@ from stratagem._cluster.coordinator.closure_actions import (
     SendClosures,
     SetAsideWorker,
 )
-
-AHEAD_S: Final = (
-    0.02  # work sent ahead to a worker: several wake-ups, and little to repeat after a loss
-)
-MIN_WINDOW: Final = 2  # closures at one worker, the running one included
-MAX_WINDOW: Final = 64
-
-
-@dataclass(slots=True)
-class _Worker:
-    incarnation: int = 0
-    up: bool = False
-    draining: bool = False
-    window: int = MIN_WINDOW
-    mean_run_s: float = 0.0
-    in_flight: dict[int, None] = field(default_factory=dict)  # an ordered set, oldest first
-    resources: dict[int, None] = field(default_factory=dict)  # resource closures in flight
-    waiting_resources: deque[int] = field(default_factory=deque)
-    fencing: list[int] | None = None  # closures that wait for the fence
-    recalling: bool = False
-    aside: bool = False  # its session is being ended, because it does not reach a server
-    blameless: bool = False  # its last session was ended so: its closures did not cause the loss
-    solo: bool = False  # runs a closure that was lost before, and nothing beside it
-
-    @property
-    def has_room(self) -> bool:
-        blocked = not self.up or self.draining or self.recalling or self.solo or self.aside
-        return not blocked and len(self.in_flight) < self.window
-
-    def measured(self, run_s: float) -> None:
-        """Adapt the window to how long the worker's closures take."""
-        mean = self.mean_run_s
-        self.mean_run_s = run_s if mean == 0.0 else 0.75 * mean + 0.25 * run_s
-        window = int(AHEAD_S / max(self.mean_run_s, 1e-6))
-        self.window = min(MAX_WINDOW, max(MIN_WINDOW, window))
+from stratagem._cluster.coordinator.part_affinity import PartAffinity
+from stratagem._cluster.coordinator.queue_worker import MIN_WINDOW, QueueWorker
 
 
 @final
@@ -88,6 +54,7 @@ class ClosureQueue:
         poison_limit: losses in a row after which a closure is considered their cause and not tried again.
         server_failures: reports about one parameter server at which its failure is raised (FLT-10).
         deadlines: missed deadlines at which one is raised (FLT-11); -1 means a tenth of the workers.
+        affinity: chooses among the first closures, see `part_affinity.py`.
 
     Example:
         >>> queue = ClosureQueue()
@@ -109,9 +76,10 @@ class ClosureQueue:
         poison_limit: int = 3,
         server_failures: int = 3,
         deadlines: int = -1,
+        affinity: PartAffinity | None = None,
     ) -> None:
         self.stopped = False  # an error waits to be raised: nothing is sent until `resume`
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, QueueWorker] = {}
         self._limit = limit
         self._poison_limit = poison_limit
         self._failure_limit = server_failures
@@ -124,6 +92,7 @@ class ClosureQueue:
         self._server_failures: dict[str, int] = {}
         self._not_reaching: dict[str, set[int]] = {}  # workers without a path, by server
         self._deadlines = 0
+        self._affinity = affinity or PartAffinity(lambda _: None)
 
     # ------------------------------------------------------------------ questions
 
@@ -160,10 +129,22 @@ class ClosureQueue:
         """Return whether the worker gets no more closures."""
         return worker in self._workers and self._workers[worker].draining
 
+    def unsent(self) -> frozenset[int]:
+        """Return the closures that wait for a worker."""
+        return frozenset(self._queued)
+
     def servers_out_of_reach(self) -> list[str]:
         """Return the servers that a majority of the workers does not reach."""
         half = len(self._workers) / 2
         return [task for task, workers in self._not_reaching.items() if len(workers) > half]
+
+    @property
+    def waits_for_workers(self) -> bool:
+        """True if closures wait, and no worker that answers can run the first one."""
+        if self.idle or self._in_flight:
+            return False
+        up = [number for number, worker in self._workers.items() if worker.up]
+        return not any(self._has_input(number) for number in up) if self._queued else not up
 
     def workers_up(self) -> int:
         """Return the number of workers that answer."""
@@ -199,7 +180,9 @@ class ClosureQueue:
         if self.stopped or not worker.has_room:
             free = 0
         while self._queued and free > 0:
-            closure = self._queued[0]
+            if (place := self._affinity.choose(number, self._queued)) is None:
+                break
+            closure = self._queued[place]
             if self._lost_with and closure in self._lost_with:
                 # It was lost with a worker before. If it runs alone, the next loss shows whether it
                 # is the cause; beside others a loss would incriminate them all.
@@ -207,7 +190,7 @@ class ClosureQueue:
                     break
                 worker.solo = True
                 free = 1
-            self._queued.popleft()
+            del self._queued[place]
             worker.in_flight[closure] = None
             self._in_flight += 1
             taken.append(closure)
@@ -237,12 +220,13 @@ class ClosureQueue:
         task: str = "",
         others_reach: bool = False,
         forgiven: bool = False,
+        ended: int = 0,
     ) -> list[Action]:
         """Handle an exception: retry the closure, or stop the queue. A resource stops nothing.
 
         `blame` is that of `messages.Failed`; `task` is the parameter server to blame. `others_reach`: the
         coordinator reaches that server. `forgiven`: retry it in any case, because that server is being
-        restored.
+        restored. `ended`: the per-worker dataset that is used up on this worker; others may have elements.
         """
         worker = self._workers.get(number)
         shared = worker is not None and closure in worker.in_flight
@@ -254,6 +238,14 @@ class ClosureQueue:
             if others_reach and not worker.aside:
                 worker.aside = True
                 aside.append(SetAsideWorker(number, task))
+        if ended:
+            self._affinity.ended.note(number, ended)
+            forgiven = any(
+                one.incarnation
+                and not one.draining
+                and self._affinity.ended.can_run(other, closure)
+                for other, one in self._workers.items()
+            )
         if shared and (forgiven or blame == "path" or self._is_transient(blame, task)):
             actions = [*self._requeue([closure], lost=False), *aside]
         else:
@@ -295,7 +287,7 @@ class ClosureQueue:
         """Add a worker. It is down until `worker_up`."""
         if number in self._workers:
             raise RuntimeError(f"worker {number} was added twice.")
-        self._workers[number] = _Worker()
+        self._workers[number] = QueueWorker()
 
     def drain_worker(self, number: int) -> list[Action]:
         """Give the worker nothing more; `ReleaseWorker` follows when it has finished."""
@@ -326,9 +318,10 @@ class ClosureQueue:
         worker = self._workers.get(number)
         if worker is None or not worker.up:
             return []
+        self._affinity.forget_worker(number)
         self._in_flight -= len(worker.in_flight)
         self._fencing += len(worker.in_flight)
-        self._workers[number] = _Worker(
+        self._workers[number] = QueueWorker(
             incarnation=worker.incarnation,
             draining=worker.draining,
             window=worker.window,
@@ -394,7 +387,7 @@ class ClosureQueue:
 
     # ------------------------------------------------------------------ inside
 
-    def _end(self, worker: _Worker, closure: int) -> bool:
+    def _end(self, worker: QueueWorker, closure: int) -> bool:
         """Take a closure from its worker; return False if that worker does not have it."""
         if closure in worker.in_flight:
             del worker.in_flight[closure]
@@ -446,18 +439,23 @@ class ClosureQueue:
         return [ResolveClosure(one, fate, tuple(lost_with.pop(one, ()))) for one in closures]
 
     def _send_next(self, number: int | None = None) -> list[Action]:
-        """Send closures to the worker with the fewest, and to worker `number`, if there are any."""
+        """Send closures to the worker that reads their part, or has fewest, and to worker `number`."""
         if not self._queued or self.stopped:
             return []
-        best, fewest = None, 0
-        for other, worker in self._workers.items():
+        best, fewest = self._affinity.reader(self._queued[0]), 0
+        if best is not None and not self._workers[best].has_room:
+            best = None
+        for other, worker in self._workers.items() if best is None else ():
             count = len(worker.in_flight)
-            if (best is None or count < fewest) and count < worker.window and worker.has_room:
+            if (best is None or count < fewest) and worker.has_room and self._has_input(other):
                 best, fewest = other, count
         sends: list[Action] = [] if best is None else [SendClosures(best)]
         if best != number and number in self._workers and self._workers[number].has_room:
             sends.append(SendClosures(number))
         return sends
+
+    def _has_input(self, number: int) -> bool:
+        return self._affinity.ended.can_run(number, self._queued[0])
 
     def _recall(self, numbers: Iterable[int], *, at_least: int) -> list[Action]:
         actions: list[Action] = []
@@ -475,6 +473,8 @@ class ClosureQueue:
         if not worker.draining or busy:
             return []
         del self._workers[number]
+        self._affinity.forget_worker(number)
+        self._affinity.ended.forget_all()
         for workers in self._not_reaching.values():
             workers.discard(number)
         return [ReleaseWorker(number)]

@@ -16,6 +16,7 @@ from stratagem import metrics
 from stratagem._cluster.coordinator.closure_actions import RequeueClosure, ResolveClosure
 from stratagem._cluster.coordinator.remote_values import ClosureRecord
 from stratagem._cluster.coordinator.sender import Closure
+from stratagem._cluster.coordinator.shared_dataset import SharedDataset, lease_all
 from stratagem._wire import messages
 from stratagem._wire.messages import Frame
 from stratagem.errors import ClosureAborted, ClosureCancelled, ClosurePoisonous
@@ -70,11 +71,16 @@ class ClosureTable:
     def __contains__(self, number: int) -> bool:
         return number in self._closures
 
-    def add(self, closure: Closure) -> int:
-        """Give the closure a number and keep it until it is done."""
+    def add(self, closure: Closure, datasets: Sequence[SharedDataset] = ()) -> int:
+        """Give the closure a number, and elements of these datasets; keep it until it is done.
+
+        Raises:
+            EndOfData: a dataset has no more elements.
+        """
         if closure.resource:
             closure.number = next(self._resource_numbers)
         else:
+            closure.leases = lease_all(self._next, datasets) if datasets else ()
             closure.number = self._next
             self._next += 1
             self._counters["scheduled"].add()
@@ -108,6 +114,13 @@ class ClosureTable:
             closure = self._closures.pop(message.closure)
             self.argument_bytes -= closure.call.argument_bytes
             closure.value._set(message.value, frame)
+            for held, (elements, rows) in zip(closure.leases, message.leased, strict=True):
+                held.dataset._ledger.finished(
+                    closure.number,
+                    elements=elements,
+                    rows=rows,
+                    exactly_once=closure.exactly_once,
+                )
             if not closure.resource:
                 self.ended.append(closure.number)
                 at_worker_s = message.waited_s + message.ran_s
@@ -128,6 +141,9 @@ class ClosureTable:
         if closure is None:
             return cause
         self.argument_bytes -= closure.call.argument_bytes
+        for held in closure.leases:
+            ran = action.fate not in ("cancelled", "withdrawn")
+            held.dataset._ledger.ended(closure.number, ran=ran)
         if action.fate == "cancelled":
             closure.value._fail(
                 ClosureCancelled(
@@ -157,9 +173,11 @@ class ClosureTable:
 
     def note_requeued(self, action: RequeueClosure, cause: Cause | None) -> None:
         """Count a closure that runs again."""
+        for held in self._closures[action.closure].leases:
+            held.dataset._ledger.runs_again(action.closure)
         if action.lost:
             self._counters["closures_repeated"].add()
-        elif cause is not None:
+        elif cause is not None and not isinstance(cause.error, StopIteration):  # else no data left
             self._counters["retried"].add()
             name = self._closures[action.closure].name
             _log.warning("%s: %s is retried: %s", cause.task, name, cause.error)

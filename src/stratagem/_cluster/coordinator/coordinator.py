@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import weakref
@@ -13,12 +12,12 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
-import torch
 from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem import metrics
 from stratagem._cluster.contract import ClusterStrategy
+from stratagem._cluster.coordinator import shared_dataset
 from stratagem._cluster.coordinator.engine import Engine
 from stratagem._cluster.coordinator.remote_values import ClosureRecord as ClosureRecord
 from stratagem._cluster.coordinator.remote_values import (
@@ -31,15 +30,13 @@ from stratagem._cluster.coordinator.remote_values import (
     refuse_in_callback,
 )
 from stratagem._cluster.coordinator.sender import Closure
-from stratagem._cluster.coordinator.startup import await_workers, check_addresses
-from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
-from stratagem._cluster.coordinator.worker_membership import WorkerMembership
+from stratagem._cluster.coordinator.shared_dataset import SharedDataset, prepared
+from stratagem._cluster.coordinator.shared_ray_data import as_iterable, share_ray_data
+from stratagem._cluster.coordinator.startup import await_workers, make_engine
 from stratagem._cluster.coordinator.worker_status import WorkerStatus
-from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._owner import Owner
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._strategies.async_functions import refuse_async
-from stratagem._wire.cluster_key import cluster_key
 from stratagem.config import ClusterOptions
 from stratagem.errors import DeadlineExceeded, MisuseError
 
@@ -136,7 +133,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             strategy = self._strategy()
             if self._closed or strategy is None:
                 raise _closed_error("ClusterCoordinator")
-            engine = _make_engine(strategy, options or ClusterOptions.from_environment())
+            engine = make_engine(strategy, options or ClusterOptions.from_environment())
             engine.start()
             try:
                 await_workers(engine)
@@ -228,6 +225,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             TypeError: `fn` is not callable or is asynchronous (``async def``), `args` is not a tuple or
                 list, `kwargs` is not a mapping, or one of them cannot be sent.
             ValueError: a `RemoteValue` among the arguments.
+            EndOfData: a `SharedDataset` among the arguments has come to the end of an epoch.
             Exception: the first error of an earlier closure, once.
         """
         if not callable(fn):
@@ -253,9 +251,10 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         call = engine.sender.pack(fn, args, kwargs)
         value = RemoteValue(engine.result_condition, call.function.name)
         closure = Closure(0, call, value, began, exactly_once)
-        with engine.changed:
+        datasets = closure.datasets
+        with prepared(datasets), engine.changed:
             self._ready_to_schedule()
-            actions = engine.locked_add(closure)
+            actions = engine.locked_add(closure, datasets)
         if faults.active is not None:
             faults.active.at("coordinator.scheduled")
         engine.execute(actions)
@@ -352,11 +351,13 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
         Args:
             dataset_fn: a function that returns a dataset, or a dataset. The function runs on the
-                workers; with a parameter it receives an `InputContext`.
+                workers; with a parameter it receives an `InputContext`. Workers share a Ray dataset, or a
+                pipeline over one: each batch of it goes to one worker.
 
         Raises:
             ValueError: `dataset_fn` is neither.
         """
+        dataset_fn = as_iterable(dataset_fn)
         if not callable(dataset_fn) and not isinstance(dataset_fn, Iterable):
             raise ValueError(
                 f"create_per_worker_dataset({dataset_fn!r}): expected a dataset, or a function that "
@@ -364,6 +365,40 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             )
         refuse_async(dataset_fn, "create_per_worker_dataset()")
         return PerWorkerDataset(self, dataset_fn)
+
+    def create_shared_dataset(
+        self,
+        dataset_fn: Any,
+        *,
+        at_least_once: bool = False,
+        per_closure: int = 1,
+        interleave: int = shared_dataset.INTERLEAVE,
+    ) -> SharedDataset:
+        """Return a dataset that all workers read together: each element is used once per epoch.
+
+        Every scheduled function that receives the dataset gets the next elements, as an iterator. If its worker is
+        lost, the function gets the same elements on another worker. Workers may join and leave.
+
+        Args:
+            dataset_fn: a dataset, or a function that returns one. The function runs here and on the workers, and
+                must return the same dataset everywhere.
+            at_least_once: use elements again that a failed function has perhaps used; by default they count as lost.
+            per_closure: elements that each function gets.
+            interleave: files or row groups that are read in turn.
+
+        Raises:
+            DataError: the dataset cannot be read by several processes: a DataLoader, an endless source, `cache()`.
+            TypeError: `dataset_fn` is no dataset and no function.
+        """
+        refuse_async(dataset_fn, "create_shared_dataset()")
+        self._refuse_if_closed("create_shared_dataset")
+        return shared_dataset.make_shared_dataset(
+            self._engine,
+            dataset_fn,
+            at_least_once=at_least_once,
+            per_closure=per_closure,
+            interleave=interleave,
+        )
 
     def create_per_worker_resource(
         self,
@@ -417,7 +452,11 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def _create_iterators(self, source: object) -> PerWorkerValues:
         with self._engine.lock:
             workers = tuple(link.task_index for link in self._engine.links.values())
-        return self.create_per_worker_resource(make_iterator, args=(source, workers))
+        source, end_sharing = share_ray_data(source)
+        values = self.create_per_worker_resource(make_iterator, args=(source, workers))
+        if end_sharing is not None:
+            weakref.finalize(values, end_sharing)
+        return values
 
     def _ready_to_schedule(self) -> None:
         """Wait for a place in the queue and for joins of other threads; raise a kept error."""
@@ -450,28 +489,6 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             raise _closed_error(what)
         if engine.hold.replaced is not None:
             raise engine.hold.replaced
-
-
-def _make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
-    resolver, views = strategy.cluster_resolver, strategy._cluster_views()
-    spec = resolver.cluster_spec()
-    tasks = spec.task_indices("worker")
-    check_open_files(len(tasks))
-    check_addresses((task, spec.task_address("worker", task)) for task in tasks)
-    key = cluster_key(resolver.cluster_key_text())
-    addresses = WorkerAddresses(resolver.cluster_spec, options.restart_pause_s)
-    settings = LinkSettings(
-        options=options,
-        setup=lambda: engine.worker_setup(),  # noqa: PLW0108 - made below
-        addresses=addresses,
-        key=key,
-        seed=torch.initial_seed() if views.job is None else views.job.seed,
-    )
-    engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
-    engine.membership = WorkerMembership(engine, addresses.workers)
-    engine.sender.keep_secret(key.text())
-    views.recover_with(engine.recoveries.await_recovery)
-    return engine
 
 
 def _closed_error(what: str) -> MisuseError:

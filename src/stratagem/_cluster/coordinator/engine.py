@@ -25,11 +25,13 @@ from typing import final
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator import closure_actions as actions
-from stratagem._cluster.coordinator.closure_actions import Action, Sending
+from stratagem._cluster.coordinator.closure_actions import SENDING, Action, Sending
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
 from stratagem._cluster.coordinator.closure_table import Cause, aborted
+from stratagem._cluster.coordinator.ended_inputs import EndedInputs
 from stratagem._cluster.coordinator.job_hold import JobHold
 from stratagem._cluster.coordinator.packer import Encoded
+from stratagem._cluster.coordinator.part_affinity import PartAffinity
 from stratagem._cluster.coordinator.remote_values import (
     PerWorkerValues,
     RemoteValue,
@@ -38,6 +40,7 @@ from stratagem._cluster.coordinator.remote_values import (
 from stratagem._cluster.coordinator.reported_advances import reported_advances
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
+from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
 from stratagem._cluster.coordinator.worker_membership import WorkerMembership
@@ -48,13 +51,6 @@ from stratagem.config import ClusterOptions
 from stratagem.errors import ClosureCancelled, ParameterServerLost, UnavailableError, WorkerLost
 
 _log = logging.getLogger("stratagem.coordinator")
-
-_SENDING = (
-    actions.SendClosures,
-    actions.RecallClosures,
-    actions.FenceWorker,
-    actions.SetAsideWorker,
-)
 
 
 @final
@@ -87,6 +83,10 @@ class Engine:
             poison_limit=options.poison_limit,
             server_failures=options.transient_ps_failures,
             deadlines=options.transient_timeouts,
+            affinity=PartAffinity(
+                lambda number: self.closures[number].part,
+                EndedInputs(lambda number: self.closures[number].inputs),
+            ),
         )
         self.hold = JobHold(self)
         self.closures = self.hold.closure_table()
@@ -166,9 +166,9 @@ class Engine:
         """True if `schedule` must wait: too many closures are queued, or their arguments are too large."""
         return self.queue.full or 0 < self.options.queue_bytes <= self.closures.argument_bytes
 
-    def locked_add(self, closure: Closure) -> list[Sending]:
+    def locked_add(self, closure: Closure, datasets: Sequence[SharedDataset] = ()) -> list[Sending]:
         """Queue a closure; return what to `execute` without the lock."""
-        found = self.queue.add(self.closures.add(closure))
+        found = self.queue.add(self.closures.add(closure, datasets))
         return self._locked_execute(found) if found else []  # usually every worker is busy
 
     def locked_take_error(self) -> BaseException | None:
@@ -405,7 +405,7 @@ class Engine:
         """Execute what only changes tables and values; return the actions that may wait."""
         pending: list[Sending] = []
         for action in found:
-            if isinstance(action, _SENDING):
+            if isinstance(action, SENDING):
                 pending.append(action)
             elif isinstance(action, actions.DeliverResults):
                 assert results is not None
@@ -462,6 +462,7 @@ class Engine:
                     task=task,
                     others_reach=others_reach,
                     forgiven=forgiven,
+                    ended=message.ended,
                 ),
                 Cause(error, link.task, message.failure.traceback),
             )

@@ -24,6 +24,7 @@ from torch import nn
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
+from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.unpicklable import path_to
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
@@ -297,7 +298,7 @@ class Packer:
             self._tokens, self._holds, self._holding = before
 
     def _token_or_none(self, obj: object) -> Hashable | None:
-        if type(obj) is PerWorkerValues:
+        if type(obj) is PerWorkerValues or type(obj) is SharedDataset:
             return "r", obj._resource
         try:
             token = self._views.describe(obj)
@@ -307,7 +308,7 @@ class Packer:
 
     def describe(self, obj: object) -> tuple[str, Hashable] | None:
         """Return the handle of an object that is sent by token, None for others. The codec calls it."""
-        if isinstance(obj, PerWorkerValues):
+        if isinstance(obj, PerWorkerValues | SharedDataset):
             self._holds.append(obj)
             return "r", obj._resource
         if isinstance(obj, RemoteValue):
@@ -331,7 +332,7 @@ def _fingerprint_of(args: Sequence[Any]) -> Hashable | None:
     for arg in args:
         if type(arg) in PLAIN:
             found.append(plain_fingerprint(arg))
-        elif isinstance(arg, PerWorkerValues):
+        elif isinstance(arg, PerWorkerValues | SharedDataset):
             found.append(id(arg))
         else:
             return None

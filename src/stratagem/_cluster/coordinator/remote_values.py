@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import torch
 from typing_extensions import override
 
+from stratagem._cluster.coordinator.shared_ray_data import as_iterable
 from stratagem._cluster.timed_iterator import TimedIterator
 from stratagem._core import context
 from stratagem._core.user_contexts import InputContext
@@ -369,17 +370,21 @@ class ClosureRecord:
     remote_traceback: str = ""
 
 
-def build_dataset(source: object, *, index: int, workers: int) -> Iterable[object]:
-    """Return the dataset of one worker: `source` itself, or the result of the function `source`.
+def call_dataset_fn(source: object, *, index: int, workers: int) -> object:
+    """Return `source` itself, or the result of the function `source`.
 
     A function with a parameter receives an `InputContext` with the worker's index.
     """
     if not callable(source):
-        dataset = source
-    elif _takes_context(source):
-        dataset = source(InputContext(num_input_pipelines=workers, input_pipeline_id=index))
-    else:
-        dataset = source()
+        return source
+    if _takes_context(source):
+        return source(InputContext(num_input_pipelines=workers, input_pipeline_id=index))
+    return source()
+
+
+def build_dataset(source: object, *, index: int, workers: int) -> Iterable[object]:
+    """Return the dataset of one worker, see `call_dataset_fn`."""
+    dataset = as_iterable(call_dataset_fn(source, index=index, workers=workers))
     if not isinstance(dataset, Iterable):
         raise TypeError(
             f"the dataset function returned {dataset!r}: expected an iterable, such as an "

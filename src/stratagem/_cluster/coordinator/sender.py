@@ -17,7 +17,8 @@ import torch
 
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator.packer import Encoded, PackedObject, Packer
-from stratagem._cluster.coordinator.remote_values import RemoteValue
+from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
+from stratagem._cluster.coordinator.shared_dataset import HeldLease, SharedDataset
 from stratagem._cluster.coordinator.worker_link import WorkerLink
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, dtype_name, pack
@@ -49,11 +50,36 @@ class Closure:
     exactly_once: bool = False
     resource: int = 0
     sent_at: float = 0.0
+    leases: tuple[HeldLease, ...] = ()
 
     @property
     def name(self) -> str:
         """The function's name."""
         return self.call.function.name
+
+    @property
+    def part(self) -> tuple[int, ...] | None:
+        """The part of a shared dataset that the function reads; None if it reads none."""
+        if not self.leases:
+            return None
+        held = self.leases[0]
+        return held.dataset._resource, held.lease.epoch, held.lease.part
+
+    @property
+    def datasets(self) -> tuple[SharedDataset, ...]:
+        """Shared datasets that the function receives."""
+        found = [one for one in self._holds if type(one) is SharedDataset]
+        return tuple(dict.fromkeys(found)) if found else ()
+
+    @property
+    def inputs(self) -> list[int]:
+        """Numbers of the per-worker values that the function receives."""
+        return [one._resource for one in self._holds if isinstance(one, PerWorkerValues)]
+
+    @property
+    def _holds(self) -> Sequence[object]:
+        call = self.call
+        return call.holds if call.arguments is None else (*call.holds, *call.arguments.holds)
 
 
 @final
@@ -152,6 +178,7 @@ class Sender:
             exactly_once=closure.exactly_once,
             resource=closure.resource,
             dtype=call.dtype,
+            leases=tuple(held.message for held in closure.leases) if closure.leases else (),
         )
         batch.append((run, buffers))
 

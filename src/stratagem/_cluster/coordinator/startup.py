@@ -1,4 +1,4 @@
-"""Wait for the workers when a coordinator starts.
+"""Start a coordinator: make its engine, wait for the workers.
 
 The links' threads connect, and go on trying after the start. This module decides how long the coordinator
 waits for them. A worker that does not answer may be starting. A worker that refused will refuse again, and
@@ -7,13 +7,22 @@ an invalid address stays invalid: the coordinator does not wait for those.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable
 from typing import Final
 
+import torch
+
+from stratagem._cluster.contract import ClusterStrategy
 from stratagem._cluster.coordinator.engine import Engine
+from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
+from stratagem._cluster.coordinator.worker_membership import WorkerMembership
+from stratagem._cluster.launch.open_files import check_open_files
+from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import check_destination
+from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost, UnavailableError
 
 _log = logging.getLogger("stratagem.coordinator")
@@ -22,6 +31,29 @@ LOG_AFTER_S: Final = 2.0
 """When to log which workers are late: a person at a terminal begins to wonder; most workers are up."""
 
 _SETTING: Final = "STRATAGEM_CONNECT_TIMEOUT_S"
+
+
+def make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
+    """Return the engine of a strategy's coordinator, with a link to every worker of its resolver."""
+    resolver, views = strategy.cluster_resolver, strategy._cluster_views()
+    spec = resolver.cluster_spec()
+    tasks = spec.task_indices("worker")
+    check_open_files(len(tasks))
+    check_addresses((task, spec.task_address("worker", task)) for task in tasks)
+    key = cluster_key(resolver.cluster_key_text())
+    addresses = WorkerAddresses(resolver.cluster_spec, options.restart_pause_s)
+    settings = LinkSettings(
+        options=options,
+        setup=lambda: engine.worker_setup(),  # noqa: PLW0108 - made below
+        addresses=addresses,
+        key=key,
+        seed=torch.initial_seed() if views.job is None else views.job.seed,
+    )
+    engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
+    engine.membership = WorkerMembership(engine, addresses.workers)
+    engine.sender.keep_secret(key.text())
+    views.recover_with(engine.recoveries.await_recovery)
+    return engine
 
 
 def check_addresses(addresses: Iterable[tuple[int, str]]) -> None:

@@ -115,7 +115,7 @@ class WatchThreads:
         """Report closures that have waited too long for any worker."""
         queue = self._engine.queue
         with self._engine.lock:
-            waits = not queue.idle and queue.workers_up() == 0
+            waits = queue.waits_for_workers
         if not waits:
             self._no_worker_since = None
         elif self._no_worker_since is None:

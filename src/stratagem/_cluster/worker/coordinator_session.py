@@ -241,6 +241,7 @@ class CoordinatorSession:
             self._results.flush(views)
             began = time.perf_counter()
         self._running_since = began
+        reads, written = objects.reads(), views.written()
         try:
             if self._worker.owns_process:
                 _set_default_dtype(message.dtype)
@@ -251,7 +252,9 @@ class CoordinatorSession:
                 args, kwargs = objects.arguments(frame, message)
                 if self._worker.owns_process:
                     self._random.begin(self._stream_of(message))
+                readers = objects.begin_leases(message.leases) if message.leases else ()
                 result = function(*args, **kwargs)
+                leased = tuple(reader.end() for reader in readers)
                 if faults.active is not None:
                     faults.active.at("worker.after_closure")
             if message.resource:
@@ -271,6 +274,7 @@ class CoordinatorSession:
                 value=value,
                 advances=advances,
                 report=number,
+                leased=leased,
                 waited_s=began - arrived,
                 ran_s=ended - began,
             )
@@ -280,14 +284,19 @@ class CoordinatorSession:
             if self._running_since:
                 self._running_since = 0.0
                 self._run_s += time.perf_counter() - began
-            if isinstance(error, StopIteration):  # it has no text of its own
+            ended_input = 0
+            if isinstance(error, StopIteration) and not error.args:  # it has no text of its own
                 error.add_note(
                     f"An iterator ended on {self._worker.task}: its dataset is used up. Repeat it "
                     "(dataset.repeat()), or schedule no more steps than it has (CCO-26)."
                 )
+                if views.written() == written:
+                    ended_input = objects.ended_input(reads)
             if message.resource:
                 objects.fail_resource(message.resource, error)
-            failed = self._results.failure(message.closure, error, views, lacks=objects.lacks)
+            failed = self._results.failure(
+                message.closure, error, views, lacks=objects.lacks, ended=ended_input
+            )
             self._results.hold(failed, (), views)
 
     def _stream_of(self, message: messages.Run) -> int:

@@ -7,11 +7,13 @@ then sends it again with the next closure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast, final
 
 from stratagem._cluster.contract import StrategyOnWorker
 from stratagem._cluster.global_random import find_function
+from stratagem._cluster.timed_iterator import TimedIterator
+from stratagem._data.shared_parts import LeasedReader
 from stratagem._wire import messages
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame
@@ -84,6 +86,40 @@ class ReceivedObjects:
     def fail_resource(self, number: int, error: BaseException) -> None:
         """Keep the error of a resource closure, for the closures that use it."""
         self._resources[number] = _FailedResource(error)
+
+    def reads(self) -> dict[int, int]:
+        """Return how often each per-worker dataset was read so far."""
+        found = self._resources.items()
+        return {number: one.calls for number, one in found if isinstance(one, TimedIterator)}
+
+    def ended_input(self, before: dict[int, int]) -> int:
+        """Return the dataset that was used up when a closure began, 0 if none was. `before`: `reads` at that time.
+
+        The closure has read nothing else.
+        """
+        now = self.reads()
+        changed = [number for number, calls in now.items() if calls != before.get(number, 0)]
+        if len(changed) != 1 or now[changed[0]] != before.get(changed[0], 0) + 1:
+            return 0
+        iterator = self._resources[changed[0]]
+        return changed[0] if isinstance(iterator, TimedIterator) and iterator.at_end else 0
+
+    def begin_leases(self, leases: Sequence[messages.LeasedElements]) -> list[LeasedReader]:
+        """Let the closure that begins read these elements; return the readers."""
+        readers: list[LeasedReader] = []
+        for lease in leases:
+            reader = self._rebuild(("r", lease.resource))
+            assert isinstance(reader, LeasedReader)
+            reader.begin(
+                seed=lease.seed,
+                epoch=lease.epoch,
+                part=lease.part,
+                first=lease.first,
+                count=lease.count,
+                size=lease.size,
+            )
+            readers.append(reader)
+        return readers
 
     def clear(self) -> None:
         """Drop everything."""

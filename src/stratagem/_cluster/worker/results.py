@@ -93,10 +93,12 @@ class Results:
         *,
         lacks: bool = False,
         report: int = 0,
+        ended: int = 0,
     ) -> messages.Failed:
         """Make the report of an error.
 
-        `lacks`: an object that the closure needs must be sent again. `report`: number of its advances.
+        `lacks`: an object that the closure needs must be sent again. `report`: number of its advances. `ended`: see
+        `messages.Failed`.
         """
         blame = "user"
         if isinstance(error, ClosureInputError):
@@ -107,7 +109,7 @@ class Results:
             blame = "deadline"
         failure = failure_from(error, task=self._task, with_pickle=True)
         return messages.Failed(
-            closure=closure, failure=failure, blame=blame, lacks=lacks, report=report
+            closure=closure, failure=failure, blame=blame, lacks=lacks, report=report, ended=ended
         )
 
     def _send(self, views: StrategyOnWorker, acknowledged: int) -> None:

@@ -413,11 +413,18 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     replica = current_replica()
     if replica is not None and replica.group.size > 1:
         _refuse_foreign(optimizer, replica)
+        name = type(optimizer).__name__
+        if any(isinstance(group, GroupByReplica) for group in optimizer.param_groups):
+            raise ForeignParameterError(
+                f"{name}.step() in {replica!r}: {name} wraps another optimizer and does not call "
+                "Optimizer.__init__, so every replica would run it. Run it once for all replicas: "
+                "sg.get_replica_context().merge_call(lambda strategy: optimizer.step())."
+            )
         if any(
             find_managed(each) is not None for g in optimizer.param_groups for each in g["params"]
         ):
             raise ForeignParameterError(
-                f"{type(optimizer).__name__}.step() in {replica!r}: the optimizer was made before its "
+                f"{name}.step() in {replica!r}: the optimizer was made before its "
                 "parameters came under the strategy. Make the optimizer after the model is in its "
                 "place, inside `with strategy.scope():`."
             )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stratagem import config as config
     from stratagem import data as data
     from stratagem import errors as errors
+    from stratagem import integrations as integrations
     from stratagem import metrics as metrics
     from stratagem import nn as nn
     from stratagem import optim as optim
@@ -129,6 +130,7 @@ _MODULE_OF = {
     "config": "",
     "data": "",
     "errors": "",
+    "integrations": "",
     "metrics": "",
     "nn": "",
     "optim": "",

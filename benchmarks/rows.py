@@ -164,6 +164,17 @@ TABLE = (
         parity={},
     ),
     Row(
+        name="keras_fit",
+        title="Keras on torch: `fit` of the MLP, one device (limit: plain Keras)",
+        unit="steps/s",
+        sides=(OURS, LIMIT),
+        points=(_point(_MLP),),
+        target=Target(against="limit", factor=0.97),
+        parity={},
+        repetitions=15,
+        seconds=0.5,
+    ),
+    Row(
         name="startup",
         title="start a cluster (2 + 2) and do the first step",
         unit="s",

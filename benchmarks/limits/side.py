@@ -157,6 +157,10 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return bound(row, size)
     if row in {"mlp", "one_device", "central", "workers", "servers"}:
         return Mlp(size)
+    if row == "keras_fit":
+        from benchmarks import keras_fit  # Keras is not needed elsewhere
+
+        return keras_fit.KerasFit(size)
     if row in {"embedding", "table", "hot_table"}:
         return Embedding(size)
     if row == "variables":

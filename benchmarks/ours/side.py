@@ -14,6 +14,7 @@ from benchmarks.protocol import Work, serve
 WORK = {
     "one_device": "single:OneDevice",
     "central": "single:Central",
+    "keras_fit": "benchmarks.keras_fit:OneDeviceFit",
     "empty": "cluster:Empty",
     "mlp": "cluster:Mlp",
     "workers": "cluster:Mlp",
@@ -43,7 +44,8 @@ WORK = {
 def make(row: str, size: dict[str, Any]) -> Work:
     """Return our work of a row."""
     module, name = WORK[row].split(":")
-    made: Work = getattr(importlib.import_module(f"benchmarks.ours.{module}"), name)(size)
+    path = module if "." in module else f"benchmarks.ours.{module}"
+    made: Work = getattr(importlib.import_module(path), name)(size)
     return made
 
 

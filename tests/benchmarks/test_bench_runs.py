@@ -47,7 +47,11 @@ def test_a_row_runs_and_does_the_plain_runs_work():
     assert any("plain run" in check.text for check in results.checks)
 
 
-@pytest.mark.parametrize("name", ["one_device", "central"])
+@pytest.mark.parametrize(
+    "name",
+    # Importing Keras asks the system for its processor.
+    ["one_device", "central", pytest.param("keras_fit", marks=pytest.mark.process)],
+)
 def test_a_single_machine_row_does_the_plain_runs_work(name):
     """The rows' own programs, ours and the limit's, end with the same parameters."""
     (row,) = small(name)

@@ -584,6 +584,32 @@ def test_two_workers_train_evaluate_and_predict_every_row(processes: Any) -> Non
         )
 
 
+def test_workers_share_one_dataset_row_by_row(strategy: Any) -> None:
+    """Every row is trained and evaluated once in each epoch; one worker reads them in order."""
+    tensors = torch.from_numpy(X), torch.from_numpy(Y)
+
+    def share(per_closure: int) -> Any:
+        coordinator = sg.ClusterCoordinator(strategy)
+        dataset = sg.data.Dataset.from_tensor_slices(tensors).batch(16)
+        repeated = dataset.repeat() if per_closure > 1 else dataset
+        return coordinator.create_shared_dataset(repeated, per_closure=per_closure)
+
+    def use(model: Any) -> Any:
+        if not hasattr(model, "_stratagem_strategy"):
+            return fit(model, shuffle=False, validation_data=(X, Y), validation_batch_size=16)
+        data = share(2)
+        history = model.fit(data, epochs=2, verbose=0, validation_data=share(1)).history
+        assert data.ledger.rows_trained == 2 * len(X)
+        assert not data.ledger.lost
+        with pytest.raises(ValueError, match="no fixed order"):
+            model.predict(data, verbose=0)
+        with pytest.raises(ValueError, match="sample_weight"):
+            model.fit(data, Y, verbose=0)
+        return history
+
+    compare(strategy, dense, use)
+
+
 @pytest.mark.process
 def test_a_killed_server_returns_with_the_values_of_the_backup(
     processes: Any, tmp_path: Path

@@ -16,6 +16,7 @@ import torch
 
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
+from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._core.managed import find_managed
 from stratagem._keras.backups import Backup
 from stratagem._keras.keras_names import names
@@ -25,14 +26,16 @@ from stratagem._keras.model_on_worker import (
     ModelRecipe,
     build_worker_model,
     predict_on_worker,
+    test_on_shared,
     test_on_worker,
     train_from_iterator,
+    train_on_shared,
     train_on_worker,
 )
 from stratagem._keras.model_strategies import is_on_servers, strategy_of
 from stratagem._keras.optimizers_on_servers import OptimizerOnServers
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter, Use
-from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
+from stratagem.errors import EndOfData, ForeignParameterError, UnsupportedOptimizer
 
 _AHEAD_PER_WORKER = 4
 _AHEAD = 4
@@ -146,15 +149,21 @@ class ModelOnServers:
             optimizer.before_step()
         if isinstance(data, str) and data == NEXT_OF_WORKER:
             return self._schedule(train_from_iterator, copies, self._batches)
+        if isinstance(data, SharedDataset):
+            return self._schedule(train_on_shared, copies, data)
         return self._schedule(train_on_worker, copies, data)
 
     def test(self, data: Any) -> Any:
         """Schedule the evaluation of a batch; return the logs of the batches that have finished."""
-        return self._schedule(test_on_worker, self.prepare(), data)
+        test = test_on_shared if isinstance(data, SharedDataset) else test_on_worker
+        return self._schedule(test, self.prepare(), data)
 
     def _schedule(self, function: Any, *args: Any) -> Any:
         waiting = self._waiting
-        waiting.append(self._coordinator.schedule(function, args=args))
+        try:
+            waiting.append(self._coordinator.schedule(function, args=args))
+        except EndOfData:  # raised once, at the end of each epoch of a shared dataset
+            waiting.append(self._coordinator.schedule(function, args=args))
         # The first step is waited for, so that there are logs.
         while waiting and (
             self.waits

@@ -168,6 +168,27 @@ def test_on_worker(model: WorkerModel, data: Any) -> Any:
     return model.test(data)
 
 
+def train_on_shared(model: WorkerModel, batches: Any) -> StepResult:
+    """Train a worker's model on its elements of a shared dataset."""
+    return _sum([model.train(data) for data in batches])
+
+
+def test_on_shared(model: WorkerModel, batches: Any) -> StepResult:
+    """Evaluate a worker's model on its elements of a shared dataset."""
+    return _sum([model.test(data) for data in batches])
+
+
+def _sum(results: Sequence[StepResult]) -> StepResult:
+    """Return several steps as one."""
+    last = results[-1]
+    return StepResult(
+        last.logs,
+        last.metrics,
+        [np.sum(parts, axis=0) for parts in zip(*[each.changes for each in results], strict=True)],
+        [sum(parts) for parts in zip(*[each.updates for each in results], strict=True)],
+    )
+
+
 def predict_on_worker(model: WorkerModel, data: Any) -> Any:
     """Return the outputs of a worker's model."""
     return model.predict(data)

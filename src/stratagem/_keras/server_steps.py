@@ -71,6 +71,10 @@ def run(model: Any, method: Any, args: Any, kwargs: Any) -> Any:
         if name == "fit":
             _prepare_fit(model, on_servers, given)
         else:
+            if name == "predict" and (shared := _as_shared(given["x"])) is not None:
+                raise ValueError(
+                    f"predict() got {shared.shared!r}: workers read a shared dataset in no fixed order. Give the dataset itself."
+                )
             given["x"] = _here(given.get("x"))
         if name == "predict":
             return _predict(model, on_servers, **dict(list(given.items())[1:]))
@@ -97,22 +101,38 @@ def _prepare_fit(model: Any, on_servers: Any, given: dict[str, Any]) -> None:
                 "fit(dataset_fn) needs steps_per_epoch: every worker reads its own dataset, so that the end of an epoch is "
                 "not known otherwise."
             )
-        for name in ("y", "sample_weight", "class_weight", "validation_split"):
-            if given.get(name):
-                raise ValueError(
-                    f"fit(dataset_fn) got {name}: let the datasets that dataset_fn returns hold (x, y, sample_weight)."
-                )
+        _refuse_beside(given, "a dataset function", "let the elements of its datasets be")
         model._symbolic_build(data_batch=next(iter(_dataset_of(x))))
         on_servers.read_on_workers(x)
         given["x"] = _worker_batches_class()()
+    elif (shared := _as_shared(x)) is not None:
+        _refuse_beside(given, "a shared dataset", "let the elements of the dataset be")
+        model._symbolic_build(data_batch=shared.example())
+        given["x"] = shared
     else:
         given["x"] = as_input(x)
     given["validation_data"] = _here(given.get("validation_data"))
 
 
+def _refuse_beside(given: dict[str, Any], what: str, remedy: str) -> None:
+    for name in ("y", "sample_weight", "class_weight", "validation_split"):
+        if given.get(name) is not None and not (name == "validation_split" and not given[name]):
+            raise ValueError(f"fit() got {what} and {name}: {remedy} (x, y, sample_weight).")
+
+
 def _here(x: Any) -> Any:
-    """Return data that the coordinator reads: of a dataset function, its dataset for one worker."""
+    """Return data of an evaluation: of a dataset function, its dataset for one worker, which the coordinator reads."""
+    if (shared := _as_shared(x)) is not None:
+        return shared
     return as_input(_dataset_of(x) if _is_dataset_fn(x) else x)
+
+
+def _as_shared(x: Any) -> Any:
+    """Return the batches of a shared dataset, None for other data."""
+    from stratagem._cluster.coordinator.shared_dataset import SharedDataset
+    from stratagem._keras.shared_batches import shared_batches
+
+    return shared_batches(x) if isinstance(x, SharedDataset) else None
 
 
 def _dataset_of(dataset_fn: Any) -> Any:

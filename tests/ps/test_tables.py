@@ -24,6 +24,13 @@ class InMemory:
         self.shape, self.dtype = tuple(data.shape), data.dtype
         self.fetched = 0
         self.wholes = 0
+        self.shares_memory = False
+
+    def rows_as_asked(self, ids):
+        if not self.shares_memory:
+            return None
+        self.fetched += ids.unique().numel()
+        return self.data[ids]
 
     def rows(self, ids):
         self.fetched += ids.numel()
@@ -38,9 +45,11 @@ class InMemory:
         self.data[ids] = values
 
 
-@pytest.fixture
-def source():
-    return InMemory(torch.linspace(-2, 2, ROWS * WIDTH).reshape(ROWS, WIDTH).clone())
+@pytest.fixture(params=[False, True], ids=["connection", "memory"])
+def source(request):
+    made = InMemory(torch.linspace(-2, 2, ROWS * WIDTH).reshape(ROWS, WIDTH).clone())
+    made.shares_memory = request.param
+    return made
 
 
 @pytest.fixture

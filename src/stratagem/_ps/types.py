@@ -40,6 +40,28 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedGradient:
+    """Rows of several variables of one server, one after the other; `counts` has the number of each one's rows."""
+
+    variables: tuple[int, ...]
+    counts: tuple[int, ...]
+    values: Tensor
+    ids: Tensor
+    sparse: bool = False
+
+    def split(self) -> list[Gradient]:
+        """Return the gradient of each variable; memory is not copied."""
+        found = []
+        start = 0
+        for variable, count in zip(self.variables, self.counts, strict=True):
+            values, ids = self.values.narrow(0, start, count), self.ids.narrow(0, start, count)
+            gradient = Gradient(variable=variable, values=values, ids=ids, sparse=self.sparse)
+            found.append(gradient)
+            start += count
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
     """One value that an optimizer keeps under `key` for one variable."""
 

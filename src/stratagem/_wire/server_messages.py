@@ -234,12 +234,23 @@ class GradientRef(Record, frozen=True):
     clock: int = -1
 
 
+class JoinedRef(Record, frozen=True):
+    """Gradients of rows of several variables, one after the other; `counts`: how many rows each has."""
+
+    variables: tuple[int, ...]
+    counts: tuple[int, ...]
+    values: TensorRef
+    ids: TensorRef
+    sparse: bool = False
+
+
 class Push(Record, frozen=True):
     """One optimizer step; `settings` (group number → values) replace the groups' for this step."""
 
     optimizer: int
     gradients: tuple[GradientRef, ...]
     settings: dict[int, dict[str, Setting]] = msgspec.field(default_factory=dict)
+    joined: tuple[JoinedRef, ...] = ()
 
 
 Operation: TypeAlias = Assign | AssignRows | Scatter | Push

@@ -119,6 +119,6 @@ class RemoteKeys:
             assert isinstance(found, messages.ResolvedKeys)
             local = codec.tensor_from(found.rows, frame).numpy()
             rows[mine] = np.where(local < 0, -1, local + self._layout.offsets[index])
-            if create:
+            if create and (rule.max_age or rule.evict):
                 self.clocks.setdefault(index, found.clock)
         return rows

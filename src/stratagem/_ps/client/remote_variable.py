@@ -20,6 +20,7 @@ from stratagem._ps.client.remote_keys import RemoteKeys
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
+from stratagem._ps.rows import take_from_shards, take_rows
 from stratagem._ps.types import InitOp
 from stratagem.errors import ConnectionLost
 
@@ -186,6 +187,21 @@ class RemoteVariable:
             for place, before in zip(self.places, self.seen, strict=True)
         )
         return found[0][0] if len(found) == 1 else torch.cat([rows for rows, _ in found])
+
+    def rows_as_asked(self, ids: Tensor) -> Tensor | None:
+        """Return a new tensor with these rows, in any order and repeated; None without shared memory.
+
+        `ids` are in range.
+        """
+        mapped = self.mapped
+        if mapped is None:
+            return None
+        with _read_time.measure(), self._client.lock:
+            self._client.wait_for_writes()
+            self.seen = tuple(one.version for one in mapped)
+            if len(mapped) == 1:
+                return take_rows(mapped[0].tensor, ids)
+            return take_from_shards([one.tensor for one in mapped], self.layout.offsets, ids)
 
     # -------------------------------------------------------------- writing
 

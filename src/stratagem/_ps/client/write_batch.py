@@ -17,10 +17,17 @@ from typing_extensions import override
 
 from stratagem._core.torch_patches import private_api
 from stratagem._ps.client.send_buffers import GradientSlot, SendBuffers
-from stratagem._ps.types import Gradient
+from stratagem._ps.types import Gradient, JoinedGradient
 from stratagem._wire import codec, messages
 from stratagem._wire.frames import Buffer, padded
-from stratagem._wire.messages import GradientRef, Operation, Push, Setting, TensorRef
+from stratagem._wire.messages import (
+    GradientRef,
+    JoinedRef,
+    Operation,
+    Push,
+    Setting,
+    TensorRef,
+)
 
 
 class Destination(NamedTuple):
@@ -109,11 +116,24 @@ class WriteBatch:
         optimizer: int,
         gradients: Sequence[Gradient | SlotGradient],
         settings: Mapping[int, Mapping[str, Setting]] | None = None,
+        *,
+        joined: Sequence[JoinedGradient] = (),
     ) -> None:
-        """Add one step of the server's optimizer; `settings`, by group number, hold for this step alone."""
+        """Add one step of the server's optimizer; `settings`, by group number, hold for this step alone.
+
+        `joined`: gradients of tables that travel together.
+        """
         changed = {group: dict(values) for group, values in (settings or {}).items()}
         refs: list[GradientRef] = []
         part: ServerPart | None = None
+        together: list[JoinedRef] = []
+        for each in joined:
+            if each.values.nbytes + each.ids.nbytes > self._destinations[server].message_bytes // 2:
+                gradients = [*gradients, *each.split()]
+                continue
+            part = self._part_for(server, each.variables[0], each.values, each.ids)
+            values, ids = self._put(server, part, each.values), self._put(server, part, each.ids)
+            together.append(JoinedRef(each.variables, each.counts, values, ids, each.sparse))
         for one in gradients:
             if isinstance(one, SlotGradient):
                 into = self._part_for(server, one.variable, one.slot.view)
@@ -122,18 +142,18 @@ class WriteBatch:
             else:
                 into = self._part_for(server, one.variable, one.values, one.ids)
             if into is not part and part is not None:
-                part.operations.append(Push(optimizer, tuple(refs), changed))
-                refs = []
+                part.operations.append(Push(optimizer, tuple(refs), changed, tuple(together)))
+                refs, together = [], []
             part = into
             if isinstance(one, SlotGradient):
                 refs.append(GradientRef(one.variable, one.slot.ref))
                 continue
             values = self._put(server, part, one.values)
-            ids = None if one.ids is None else self._put(server, part, one.ids)
-            refs.append(GradientRef(one.variable, values, ids, one.sparse, one.clock))
+            rows = None if one.ids is None else self._put(server, part, one.ids)
+            refs.append(GradientRef(one.variable, values, rows, one.sparse, one.clock))
         if part is None:
             part = self._part_for(server, 0)
-        part.operations.append(Push(optimizer, tuple(refs), changed))
+        part.operations.append(Push(optimizer, tuple(refs), changed, tuple(together)))
 
     @property
     def is_empty(self) -> bool:

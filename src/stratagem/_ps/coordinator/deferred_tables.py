@@ -87,6 +87,9 @@ class DeferredTable:
         source = self._there()
         return self.local()[ids] if source is None else source.rows(ids)
 
+    def rows_as_asked(self, ids: Tensor) -> Tensor | None:
+        """Return None: lookups on the coordinator fetch each row once."""
+
     def whole(self) -> Tensor:
         """Fetch and return all rows."""
         source = self._there()

@@ -61,8 +61,18 @@ def _joined(items: Sequence[RowsToStep]) -> _Joined:
     for item in items:
         bounds.append(bounds[-1] + item.ids.numel())
     rows = _taken([(item.parameter, item.ids) for item in items])
-    values = torch.cat([item.values for item in items]) if len(items) > 1 else items[0].values
-    return _Joined(rows, values, bounds)
+    return _Joined(rows, _joined_values([item.values for item in items], bounds[-1]), bounds)
+
+
+def _joined_values(values: Sequence[Tensor], rows: int) -> Tensor:
+    """Return the values one after the other; a view if they are in memory so, as workers send them."""
+    first = values[0]
+    address, width = first.data_ptr(), first[:1].nbytes
+    for one in values:
+        if one.data_ptr() != address or not one.is_contiguous():
+            return torch.cat(list(values))
+        address += one.shape[0] * width
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _taken(tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -26,7 +26,7 @@ from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.store_records import Block, StoreManifest
-from stratagem._ps.types import Gradient, StateEntry
+from stratagem._ps.types import Gradient, JoinedGradient, StateEntry
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.arenas import Arena, Budget
 from stratagem._wire.codec import Outgoing
@@ -347,6 +347,8 @@ class Session:
                 )
                 for one in operation.gradients
             ]
+            for each in operation.joined:
+                gradients += _split(each, frame, memory)
             number, settings = operation.optimizer, operation.settings
             return lambda: store.push(number, gradients, settings or None)
         variable = operation.variable
@@ -473,6 +475,22 @@ class Session:
         return torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype), device="meta")
 
 
+def _split(ref: messages.JoinedRef, frame: Frame, memory: ClientMemory) -> list[Gradient]:
+    values, ids = memory.tensor(ref.values, frame), memory.tensor(ref.ids, frame)
+    rows = sum(ref.counts)
+    fits = len(ref.counts) == len(ref.variables) and min(ref.counts, default=0) >= 0
+    if not fits or ids.shape != (rows,) or not values.dim() or values.shape[0] != rows:
+        raise ProtocolError(
+            f"joined gradients of {len(ref.variables)} variables have {len(ref.counts)} counts, "
+            f"{tuple(ids.shape)!r} ids and {tuple(values.shape)!r} values: expected one count for each "
+            f"variable, and {rows} rows"
+        )
+    joined = JoinedGradient(
+        variables=ref.variables, counts=ref.counts, values=values, ids=ids, sparse=ref.sparse
+    )
+    return joined.split()
+
+
 def _check_reply(size: int) -> None:
     if size > REPLY_LIMIT_BYTES:
         raise ValueError(
@@ -483,5 +501,6 @@ def _check_reply(size: int) -> None:
 
 def _variables_of(operation: messages.Operation) -> list[int]:
     if isinstance(operation, messages.Push):
-        return [gradient.variable for gradient in operation.gradients]
+        alone = [gradient.variable for gradient in operation.gradients]
+        return [*alone, *(number for one in operation.joined for number in one.variables)]
     return [operation.variable]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stratagem._core.torch_patches.private_api import owns_memory
 from stratagem._ps.rows import sort_ids, sum_rows
+from stratagem._ps.tables.lookup_counts import count_lookup
 
 
 class RowSource(Protocol):
@@ -31,6 +32,9 @@ class RowSource(Protocol):
 
     def whole(self) -> Tensor:
         """Return all rows, current at the time of the call; the caller must not write to them."""
+
+    def rows_as_asked(self, ids: Tensor) -> Tensor | None:
+        """Return a new tensor with these rows, in any order and repeated; None if that would be slow."""
 
     def update_rows(self, ids: Tensor, values: Tensor) -> None:
         """Overwrite rows (a lookup with ``max_norm`` shortens them, as in plain PyTorch)."""
@@ -60,7 +64,9 @@ class RowGradient:
         self._source = source
         self._ids: Tensor | None = None  # rows of `_values`; None: the whole table
         self._values: Tensor | None = None
-        self._arrived: list[tuple[Tensor, Tensor]] = []  # rows not yet added to `_values`
+        # Rows not yet added to `_values`; ids of a lookup in the order asked may repeat.
+        self._arrived: list[tuple[Tensor, Tensor]] = []
+        self._repeats = False  # whether ids of `_arrived` may repeat
         self._whole: Tensor | None = None  # the leaf over the whole table
         self._leaves: list[tuple[Tensor | None, weakref.ref[Tensor]]] = []
         self._clean_at = _FIRST_CLEANUP
@@ -70,8 +76,24 @@ class RowGradient:
 
     # -------------------------------------------------------------- leaves
 
-    def watch(self, ids: Tensor | None, leaf: Tensor, *, sparse: bool, skip: int | None) -> None:
-        """Take over every gradient of a leaf with these rows; `skip` is the position of a row to leave out."""
+    def watch(
+        self,
+        ids: Tensor | None,
+        leaf: Tensor,
+        *,
+        sparse: bool,
+        skip: int | None,
+        repeats: bool = False,
+    ) -> None:
+        """Take over every gradient of a leaf with these rows.
+
+        Args:
+            ids: the rows; None for the whole table.
+            leaf: the leaf.
+            sparse: whether the gradient is sparse in plain PyTorch.
+            skip: position of a row to leave out.
+            repeats: whether ids may repeat and are not sorted.
+        """
         if len(self._leaves) >= self._clean_at:
             self._leaves = [one for one in self._leaves if one[1]() is not None]
             self._clean_at = max(_FIRST_CLEANUP, 2 * len(self._leaves))
@@ -82,6 +104,7 @@ class RowGradient:
             gradient = reference()
             if gradient is not None:
                 gradient._take(ids, ready, sparse=sparse, skip=skip)
+                gradient._repeats = gradient._repeats or repeats
 
         cast("Any", leaf).register_post_accumulate_grad_hook(arrived)
 
@@ -120,6 +143,14 @@ class RowGradient:
 
     # -------------------------------------------------------------- the gradient
 
+    def pieces(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Return the rows of each lookup, in the order asked; None if they were added up already."""
+        if self._values is not None or not self._arrived or not self._repeats:
+            return None
+        if any(values.requires_grad for _, values in self._arrived):
+            return None
+        return self._arrived
+
     def ids(self) -> Tensor | None:
         """Return the ids of the rows in `value`; None if it is the whole table's or None."""
         self._merge()
@@ -132,20 +163,24 @@ class RowGradient:
 
     def replace(self, value: Tensor | None) -> None:
         """Set the gradient: None, rows in the order of `value`, a sparse or a whole gradient."""
+        if value is None:
+            self.clear()
+            return
         ids = self.ids()
-        if value is not None and value.is_sparse:
+        if value.is_sparse:
             value = value.coalesce()
             ids, value = value.indices()[0], value.values()
-        elif value is None or (ids is not None and value.shape[0] != ids.numel()):
+        elif ids is not None and value.shape[0] != ids.numel():
             ids = None
-        if value is not None and ids is None and tuple(value.shape) != self._source.shape:
+        if ids is None and tuple(value.shape) != self._source.shape:
             self.clear()
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)!r} does not fit table "
                 f"{self._source.name!r}: expected its shape {self._source.shape!r}, or the shape of "
                 "the gradient's rows."
             )
-        self._arrived.clear()
+        self._arrived = []
+        self._repeats = False
         self._ids, self._values = ids, value
 
     def take_over(self, other: RowGradient, *, copy: bool) -> None:
@@ -167,7 +202,8 @@ class RowGradient:
 
     def clear(self) -> None:
         """Set the gradient to None. Backward passes that come later add to it."""
-        self._arrived.clear()
+        self._arrived = []
+        self._repeats = False
         self._ids = self._values = None
 
     def _add_whole(self, values: Tensor) -> None:
@@ -191,12 +227,15 @@ class RowGradient:
             return
         if self._ids is not None and self._values is not None:
             pieces.insert(0, (self._ids, self._values))
-        if len(pieces) == 1:
+        repeats, self._repeats = self._repeats, False
+        if len(pieces) == 1 and not repeats:
             self._ids, self._values = pieces[0]
             return
         found = sort_ids(torch.cat([ids for ids, _ in pieces]))
         values = torch.cat([values for _, values in pieces])
         self._ids = found.unique
+        if repeats:
+            count_lookup(self._source.name, ids=0, rows=found.unique.numel())
         if values.requires_grad:
             total = values.new_zeros(found.unique.numel(), *values.shape[1:])
             self._values = total.index_add(0, found.places, values)

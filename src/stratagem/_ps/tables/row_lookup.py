@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from typing_extensions import override
 from stratagem._core.context import current_replica
 from stratagem._ps.rows import SortedIds, sum_rows, take_rows
 from stratagem._ps.tables.row_gradient import RowSource
+
+ID_TYPES: Final = (torch.int64, torch.int32)
 
 
 def replica_device() -> torch.device | None:
@@ -26,6 +28,25 @@ def position_of(unique: Tensor, row: int | None, rows: int) -> int | None:
     row = row + rows if row < 0 else row
     found = int(torch.searchsorted(unique, row))
     return found if found < unique.numel() and int(unique[found]) == row else None
+
+
+def row_ids(first: Any, rows: int) -> Tensor | None:
+    """Return the row ids that a first index selects; None if it needs the whole table."""
+    if isinstance(first, bool) or first is None or first is Ellipsis:
+        return None
+    if isinstance(first, int):
+        if not -rows <= first < rows:
+            raise IndexError(f"row {first!r} is out of range: the table has {rows} rows.")
+        return torch.tensor(first % rows)
+    if isinstance(first, slice):
+        wanted = first.indices(rows)
+        return None if wanted == (0, rows, 1) else torch.arange(*wanted)
+    ids = torch.as_tensor(first)
+    if ids.dtype == torch.bool:
+        return ids.nonzero().flatten() if ids.dim() == 1 and ids.numel() == rows else None
+    if ids.dtype not in ID_TYPES:
+        return None  # as torch's own indexing treats them (bytes are a mask)
+    return torch.where(ids < 0, ids + rows, ids)
 
 
 class RowLookup:

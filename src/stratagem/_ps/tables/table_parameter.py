@@ -26,10 +26,17 @@ from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._ps.rows import sort_ids
 from stratagem._ps.tables.lookup_counts import count_lookup
 from stratagem._ps.tables.row_gradient import RowGradient, RowSource
-from stratagem._ps.tables.row_lookup import RowLookup, position_of, replica_device
+from stratagem._ps.tables.row_lookup import (
+    ID_TYPES,
+    RowLookup,
+    position_of,
+    replica_device,
+    row_ids,
+)
 from stratagem.errors import ForeignParameterError
 
-_ID_TYPES = (torch.int64, torch.int32)
+_MOST_AS_ASKED = 1 << 20
+"""Numbers of a lookup that is copied with its duplicates: at most 4 MB of float32."""
 
 
 class TableParameter(nn.Parameter):
@@ -104,7 +111,7 @@ class TableParameter(nn.Parameter):
 
     def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> RowLookup:
         """Fetch the rows of `ids`; `skip` is the position of a row without a gradient (padding)."""
-        if ids.dtype not in _ID_TYPES:
+        if ids.dtype not in ID_TYPES:
             raise RuntimeError(
                 f"ids of {ids.dtype} cannot name rows of table {self.source.name!r}: expected "
                 "torch.int64 or torch.int32, as in plain PyTorch. Convert them with ids.long()."
@@ -124,6 +131,29 @@ class TableParameter(nn.Parameter):
             leaf.requires_grad_()
             self.gradient.watch(unique, leaf, sparse=sparse, skip=skip)
         return RowLookup(found, leaf, device)
+
+    def lookup_as_asked(self, ids: Tensor, *, sparse: bool) -> Tensor | None:
+        """Fetch one row for each id, in their order, as a leaf of a graph; None if `lookup` is to be used.
+
+        Duplicates are removed when the gradient is used: in a step, in all tables at once.
+        """
+        source = self.source
+        size = ids.numel() * source.shape[-1]
+        if ids.dtype is not torch.int64 or ids.device.type != "cpu" or not size > 0:
+            return None
+        if size > _MOST_AS_ASKED or len(source.shape) != 2 or replica_device() is not None:
+            return None
+        flat = ids.detach().reshape(-1).clone()  # the caller may use the memory of its ids again
+        numbers = flat.numpy()
+        if not self._wants_gradient() or numbers.min() < 0 or numbers.max() >= source.shape[0]:
+            return None  # `lookup` raises the error
+        leaf = source.rows_as_asked(flat)
+        if leaf is None:
+            return None
+        count_lookup(source.name, ids=flat.numel(), rows=0)  # a step counts distinct rows
+        leaf.requires_grad_()
+        self.gradient.watch(flat, leaf, sparse=sparse, skip=None, repeats=True)
+        return leaf
 
     def _wants_gradient(self) -> bool:
         with private_api.WithoutSubclasses():
@@ -173,6 +203,10 @@ def _embedding(
             scale_grad_by_freq,
             sparse,
         )
+    if padding_idx is None and max_norm is None and not scale_grad_by_freq:
+        rows = weight.lookup_as_asked(input, sparse=sparse)
+        if rows is not None:  # not the leaf itself, into which the caller could not write
+            return rows.clone().view(*input.shape, *rows.shape[1:])
     found, padding = _look_up(weight, input, padding_idx, sparse)
     if max_norm is not None:
         found.shorten(weight.source, max_norm, norm_type)
@@ -198,6 +232,17 @@ def _embedding_bag(
 ) -> Tensor:
     if not isinstance(weight, TableParameter):
         raise TypeError("F.embedding_bag expects the table as `weight`, not as another argument.")
+    if padding_idx is None and max_norm is None and not scale_grad_by_freq:
+        rows = weight.lookup_as_asked(input, sparse=sparse)
+        if rows is not None:
+            return F.embedding_bag(
+                torch.arange(rows.shape[0]).view(input.shape),
+                rows,
+                offsets,
+                mode=mode,
+                per_sample_weights=per_sample_weights,
+                include_last_offset=include_last_offset,
+            )
     found, padding = _look_up(weight, input, padding_idx, sparse)
     if max_norm is not None:
         found.shorten(weight.source, max_norm, norm_type)
@@ -247,7 +292,7 @@ def _index_select(input: Any, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
 
 def _getitem(table: TableParameter, key: Any) -> Tensor:
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
-    ids = _row_ids(first, table.source.shape[0])
+    ids = row_ids(first, table.source.shape[0])
     if ids is None or any(isinstance(part, (Tensor, list)) for part in rest):
         return table.whole_leaf()[key]
     found = table.lookup(ids)
@@ -258,25 +303,6 @@ def _getitem(table: TableParameter, key: Any) -> Tensor:
     if not rest:
         return rows
     return rows[(slice(None),) * ids.dim() + tuple(rest)]
-
-
-def _row_ids(first: Any, rows: int) -> Tensor | None:
-    """Return the row ids that a first index selects; None if it needs the whole table."""
-    if isinstance(first, bool) or first is None or first is Ellipsis:
-        return None
-    if isinstance(first, int):
-        if not -rows <= first < rows:
-            raise IndexError(f"row {first!r} is out of range: the table has {rows} rows.")
-        return torch.tensor(first % rows)
-    if isinstance(first, slice):
-        wanted = first.indices(rows)
-        return None if wanted == (0, rows, 1) else torch.arange(*wanted)
-    ids = torch.as_tensor(first)
-    if ids.dtype == torch.bool:
-        return ids.nonzero().flatten() if ids.dim() == 1 and ids.numel() == rows else None
-    if ids.dtype not in _ID_TYPES:
-        return None  # as torch's own indexing treats them (bytes are a mask)
-    return torch.where(ids < 0, ids + rows, ids)
 
 
 def _differentiate(

@@ -25,7 +25,8 @@ from stratagem._ps.client.send_buffers import GradientSlot
 from stratagem._ps.client.write_batch import SlotGradient, WriteBatch
 from stratagem._ps.optimizer_settings import Settings, is_known_class
 from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem._ps.types import Gradient
+from stratagem._ps.types import Gradient, JoinedGradient
+from stratagem._ps.worker.joined_gradients import JoinLayout, RawTable, join
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 IN_PLACE_BYTES: Final = 1 << 17
@@ -252,10 +253,12 @@ class StepBuilder:
         self._tables = tables
         self._kept: dict[int, list[_KeptStep]] = {}  # by optimizer, the latest first
         self._generation = 0  # of the slots that kept batches name
+        self._layouts: dict[tuple[int, ...], JoinLayout] = {}  # by the variables' ids
 
     def forget(self) -> None:
         """Forget all batches: parameters have changed."""
         self._kept.clear()
+        self._layouts.clear()
 
     def build(
         self, number: int, optimizer: Optimizer, settings: Settings, *, alone: bool
@@ -282,13 +285,16 @@ class StepBuilder:
         if not is_known:  # another class may count steps: every server makes each of them
             for server in self._servers(optimizer):
                 by_server[server] = []
+        joined = {} if not is_known else self._joined(optimizer, step.touched)
+        done = {id(remote) for remote in step.touched}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                remote = self._add(parameter, by_server, in_slots=key is not None)
+                remote = self._add(parameter, by_server, done, in_slots=key is not None)
                 if remote is not None:
                     step.touched.append(remote)
-        for server, gradients in by_server.items():
-            step.batch.push(server, number, gradients, settings)
+        for server in {**by_server, **joined}:
+            gradients = by_server.get(server, ())
+            step.batch.push(server, number, gradients, settings, joined=joined.get(server, ()))
             if not is_known and len(step.batch.parts[server]) > 1:
                 raise UnsupportedOptimizer(
                     f"one step of {type(optimizer).__name__} sends more to a parameter server than "
@@ -301,6 +307,31 @@ class StepBuilder:
             kept.insert(0, _KeptStep(key, settings, step))
             del kept[_KEPT_BATCHES:]
         return step
+
+    def _joined(
+        self, optimizer: Optimizer, touched: list[RemoteVariable]
+    ) -> dict[int, list[JoinedGradient]]:
+        """Return the gradients of tables that travel together, by server; add their variables to `touched`."""
+        by_kind: dict[Any, list[RawTable]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = self._tables.get(id(parameter))
+                if known is None or known[1].keys.clocks:
+                    continue
+                pieces = known[0].gradient.pieces()
+                if pieces is not None:
+                    kind = (known[1].shape[1:], known[1].dtype, known[0].gradient.sparse)
+                    by_kind.setdefault(kind, []).append(RawTable(*known, pieces))
+        found: dict[int, list[JoinedGradient]] = {}
+        for tables in by_kind.values():
+            key = tuple(id(one.remote) for one in tables)
+            layout = self._layouts.get(key)
+            if layout is None:
+                layout = self._layouts[key] = JoinLayout([one.remote for one in tables])
+            for server, gradient in join(tables, layout):
+                found.setdefault(server, []).append(gradient)
+            touched += (one.remote for one in tables)
+        return found
 
     def _servers(self, optimizer: Optimizer) -> set[int]:
         """Return the servers that hold any of the optimizer's parameters."""
@@ -346,6 +377,7 @@ class StepBuilder:
         self,
         parameter: Any,
         by_server: dict[int, list[Gradient | SlotGradient]],
+        done: set[int],
         *,
         in_slots: bool,
     ) -> RemoteVariable | None:
@@ -372,7 +404,7 @@ class StepBuilder:
                     "the function. Create the module inside `with strategy.scope():`."
                 )
             table, remote = known
-            if table.grad is None:
+            if id(remote) in done or table.grad is None:
                 return None
             pieces = table_gradients(table, remote)
         for server, gradient in pieces:

@@ -16,7 +16,7 @@ from torch.optim.adagrad import adagrad
 
 from stratagem._core.row_optimizers import ROW_OPTIMIZERS, new_state, rows_with_gradient, step_rows
 from stratagem._core.torch_patches import private_api
-from stratagem._ps.rows import put_rows, take_rows
+from stratagem._ps.rows import as_pieces, put_rows, take_rows
 from stratagem._wire.shm import zeros_apart
 
 State: TypeAlias = MutableMapping[str, Any]
@@ -31,15 +31,39 @@ class RowsToStep(NamedTuple):
     values: Tensor
 
 
+class RowViews:
+    """Arrays with one item per row, over the memory of tables; making one costs as much as copying 200 rows.
+
+    An array keeps its memory: `clear` when variables or state come or go.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Any] = {}
+
+    def of(self, table: Tensor) -> Any:
+        """Return the array of a table; None if its rows are not contiguous."""
+        key = (table.data_ptr(), table.nbytes)
+        if key not in self._known:
+            self._known[key] = as_pieces(table)
+        return self._known[key]
+
+    def clear(self) -> None:
+        """Forget all arrays."""
+        self._known.clear()
+
+
 def step_on_rows(
-    optimizer: Optimizer, group: Mapping[str, Any], items: Sequence[RowsToStep]
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    items: Sequence[RowsToStep],
+    views: RowViews,
 ) -> None:
     """Step an optimizer on rows of variables of one group; variables with rows of one shape step together."""
     kind: Any = type(optimizer)
     if kind is torch.optim.SGD:
-        _step_sgd(group, items)
+        _step_sgd(group, items, views)
     elif kind is torch.optim.Adagrad:
-        _step_adagrad(group, items)
+        _step_adagrad(group, items, views)
     elif kind in ROW_OPTIMIZERS:
         for item in items:
             _step_row_optimizer(kind, group, item)
@@ -56,11 +80,11 @@ class _Joined(NamedTuple):
     bounds: list[int]
 
 
-def _joined(items: Sequence[RowsToStep]) -> _Joined:
+def _joined(items: Sequence[RowsToStep], views: RowViews) -> _Joined:
     bounds = [0]
     for item in items:
         bounds.append(bounds[-1] + item.ids.numel())
-    rows = _taken([(item.parameter, item.ids) for item in items])
+    rows = _taken([(item.parameter, item.ids) for item in items], bounds, views)
     return _Joined(rows, _joined_values([item.values for item in items], bounds[-1]), bounds)
 
 
@@ -75,15 +99,32 @@ def _joined_values(values: Sequence[Tensor], rows: int) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _taken(tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    if len(tables) == 1:
-        return take_rows(*tables[0])
-    return torch.cat([take_rows(table, ids) for table, ids in tables])
+def _taken(
+    tables: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[int], views: RowViews
+) -> Tensor:
+    first = tables[0][0]
+    found: list[Any] = [views.of(one) for one, _ in tables] if len(tables) > 1 else [None]
+    if any(one is None for one in found):
+        taken = [take_rows(table, ids) for table, ids in tables]
+        return torch.cat(taken) if len(taken) > 1 else taken[0]
+    rows = torch.empty((bounds[-1], *first.shape[1:]), dtype=first.dtype)
+    into = as_pieces(rows)
+    assert into is not None
+    for pieces, (_, ids), start, end in zip(found, tables, bounds, bounds[1:], strict=False):
+        pieces.take(ids.numpy(), out=into[start:end], mode="clip")
+    return rows
 
 
-def _put(tables: Iterable[tuple[Tensor, Tensor]], rows: Tensor, bounds: Sequence[int]) -> None:
+def _put(
+    tables: Sequence[tuple[Tensor, Tensor]], rows: Tensor, bounds: Sequence[int], views: RowViews
+) -> None:
+    values = as_pieces(rows)
     for (table, ids), start, end in zip(tables, bounds, bounds[1:], strict=False):
-        put_rows(table, ids, rows[start:end])
+        pieces = views.of(table)
+        if pieces is None or values is None:
+            put_rows(table, ids, rows[start:end])
+        else:
+            pieces.put(ids.numpy(), values[start:end], mode="clip")
 
 
 def _by_shape(items: Sequence[RowsToStep]) -> Iterable[list[RowsToStep]]:
@@ -97,19 +138,19 @@ def _by_shape(items: Sequence[RowsToStep]) -> Iterable[list[RowsToStep]]:
     return found.values()
 
 
-def _step_sgd(group: Mapping[str, Any], items: Sequence[RowsToStep]) -> None:
+def _step_sgd(group: Mapping[str, Any], items: Sequence[RowsToStep], views: RowViews) -> None:
     """Do the whole of plain SGD's step. The ids are unique: this is `index_add_`, in half its time."""
     rate = float(group["lr"]) * (1 if group["maximize"] else -1)
     for some in _by_shape(items):
-        joined = _joined(some)
+        joined = _joined(some, views)
         joined.rows.add_(joined.values, alpha=rate)
-        _put(((one.parameter, one.ids) for one in some), joined.rows, joined.bounds)
+        _put([(one.parameter, one.ids) for one in some], joined.rows, joined.bounds, views)
 
 
-def _step_adagrad(group: Mapping[str, Any], items: Sequence[RowsToStep]) -> None:
+def _step_adagrad(group: Mapping[str, Any], items: Sequence[RowsToStep], views: RowViews) -> None:
     if group["lr_decay"]:  # the rate depends on the step count of each variable
         for item in items:
-            _step_adagrad_together(group, [item], item.state["step"])
+            _step_adagrad_together(group, [item], item.state["step"], views)
         return
     if len(items) > 1:
         private_api.foreach_add_([one.state["step"] for one in items], 1)
@@ -117,18 +158,18 @@ def _step_adagrad(group: Mapping[str, Any], items: Sequence[RowsToStep]) -> None
     else:
         count = items[0].state["step"]
     for some in _by_shape(items):
-        _step_adagrad_together(group, some, count)
+        _step_adagrad_together(group, some, count, views)
 
 
 def _step_adagrad_together(
-    group: Mapping[str, Any], items: Sequence[RowsToStep], count: Tensor
+    group: Mapping[str, Any], items: Sequence[RowsToStep], count: Tensor, views: RowViews
 ) -> None:
-    joined = _joined(items)
+    joined = _joined(items, views)
     tables = [(one.state["sum"], one.ids) for one in items]
-    sums = _taken(tables)
+    sums = _taken(tables, joined.bounds, views)
     step_adagrad([joined.rows], [joined.values], [sums], [count], group)
-    _put(((one.parameter, one.ids) for one in items), joined.rows, joined.bounds)
-    _put(tables, sums, joined.bounds)
+    _put([(one.parameter, one.ids) for one in items], joined.rows, joined.bounds, views)
+    _put(tables, sums, joined.bounds, views)
 
 
 def step_adagrad(

@@ -46,7 +46,7 @@ from stratagem._ps.server.chunked_step import (
     batches,
     step_in_chunks,
 )
-from stratagem._ps.server.row_step import RowsToStep, step_adagrad, step_on_rows
+from stratagem._ps.server.row_step import RowsToStep, RowViews, step_adagrad, step_on_rows
 from stratagem._ps.server.state_memory import (
     StateApart,
     bytes_held,
@@ -141,6 +141,7 @@ class ServerOptimizer:
             for number, tensor in parameters.items()
         }
         self._tensors = dict(parameters)
+        self._views = RowViews()
         self._unstepped = set(parameters)
         self.uncounted: set[int] = set()
         """Variables that use their state's memory bit by bit: dynamic tables."""
@@ -236,6 +237,7 @@ class ServerOptimizer:
         if parameter is None:
             return 0
         freed = self.state_bytes([variable])
+        self._views.clear()
         del self._parameters[variable], self._tensors[variable]
         group = self._optimizer.param_groups[self._group_of.pop(variable)]
         group["params"] = [one for one in group["params"] if one is not parameter]
@@ -281,6 +283,7 @@ class ServerOptimizer:
                 is_meta = value.device.type == "meta"
                 value = zeros_apart(tuple(value.shape), value.dtype) if is_meta else value.clone()
             loaded.setdefault(parameter, {})[entry.key] = value
+        self._views.clear()
         self._optimizer.state.update(loaded)
 
     def make_state(self, records: Iterable[StateRecord]) -> None:
@@ -414,10 +417,11 @@ class ServerOptimizer:
             assert gradient.ids is not None
             parameter = self._parameters[gradient.variable]
             state = self._optimizer.state[parameter]
-            rows = RowsToStep(parameter.detach(), state, gradient.ids, gradient.values)
+            memory = self._tensors[gradient.variable]
+            rows = RowsToStep(memory, state, gradient.ids, gradient.values)
             by_group.setdefault(self._group_of[gradient.variable], []).append(rows)
         for index, items in by_group.items():
-            step_on_rows(self._optimizer, self._optimizer.param_groups[index], items)
+            step_on_rows(self._optimizer, self._optimizer.param_groups[index], items, self._views)
 
     @override
     def __repr__(self) -> str:

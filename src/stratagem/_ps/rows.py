@@ -110,30 +110,27 @@ def take_rows(table: Tensor, ids: Tensor) -> Tensor:
     return taken
 
 
-def take_from_shards(shards: Sequence[Tensor], offsets: Sequence[int], ids: Tensor) -> Tensor:
-    """Return a copy of rows of a table in several shards, in the order asked. The ids must have been checked.
+def take_from_shards(
+    shards: Sequence[np.ndarray[Any, Any]], offsets: Sequence[int], ids: Tensor, into: Tensor
+) -> Tensor:
+    """Copy rows of a table in several shards into a tensor, in the order asked. The ids must have been checked.
 
     Example:
-        >>> shards = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0]])]
-        >>> take_from_shards(shards, (0, 2), torch.tensor([2, 0, 2]))
+        >>> shards = [as_pieces(torch.tensor([[0.0], [1.0]])), as_pieces(torch.tensor([[2.0]]))]
+        >>> take_from_shards(shards, (0, 2), torch.tensor([2, 0, 2]), torch.empty(3, 1))
         tensor([[2.],
                 [0.],
                 [2.]])
     """
-    wanted = ids.numpy()
-    taken = torch.empty((wanted.size, *shards[0].shape[1:]), dtype=shards[0].dtype)
-    into = as_pieces(taken)
-    for index, (shard, first) in enumerate(zip(shards, offsets, strict=True)):
-        rows = as_pieces(shard)
-        if rows is None or into is None:
-            inside = (ids >= first) & (ids < first + shard.shape[0])
-            taken[inside] = shard.index_select(0, ids[inside] - first)
-        elif not index:
-            rows.take(wanted, out=into, mode="clip")  # those of later shards are overwritten
+    wanted, pieces = ids.numpy(), as_pieces(into)
+    assert pieces is not None
+    for rows, first in zip(shards, offsets, strict=True):
+        if not first:
+            rows.take(wanted, out=pieces, mode="clip")  # those of later shards are overwritten
         else:
             places = (wanted >= first).nonzero()[0]
-            into[places] = rows.take(wanted[places] - first, mode="clip")
-    return taken
+            pieces[places] = rows.take(wanted[places] - first, mode="clip")
+    return into
 
 
 def put_rows(table: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from stratagem._ps.client.remote_keys import RemoteKeys
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
-from stratagem._ps.rows import take_from_shards, take_rows
+from stratagem._ps.rows import as_pieces, take_from_shards, take_rows
 from stratagem._ps.types import InitOp
 from stratagem.errors import ConnectionLost
 
@@ -94,22 +95,32 @@ class RemoteVariable:
         shared = tuple(one for one in found if one is not None)
         return shared if len(shared) == len(found) else None
 
+    @cached_property
+    def _pieces(self) -> list[Any]:
+        """The mapped shards as arrays with one item per row; none if their rows are not contiguous."""
+        found = [as_pieces(one.tensor) for one in self.mapped or ()]
+        return [] if any(one is None for one in found) else found
+
+    def _let_go(self) -> None:
+        """Let go of the servers' memory."""
+        for name in ("mapped", "_pieces"):
+            self.__dict__.pop(name, None)
+        self._assembled = None
+
     def forget_seen(self) -> None:
         """Forget the versions that were read: the next comparison of versions differs."""
         self.seen = (-1,) * len(self.places)
 
     def forget_memory(self) -> None:
         """Let go of the memory of a server that was replaced; the next read asks the new one."""
-        self.__dict__.pop("mapped", None)
-        self._assembled = None
+        self._let_go()
         self.keys.forget()
         self.forget_seen()
 
     def release(self) -> None:
         """Release the servers' memory at the end of the session."""
         self._is_released = True
-        self.__dict__.pop("mapped", None)
-        self._assembled = None
+        self._let_go()
 
     # -------------------------------------------------------------- reading
 
@@ -194,14 +205,15 @@ class RemoteVariable:
         `ids` are in range.
         """
         mapped = self.mapped
-        if mapped is None:
+        if mapped is None or not ids.numel() or (len(mapped) > 1 and not self._pieces):
             return None
         with _read_time.measure(), self._client.lock:
             self._client.wait_for_writes()
             self.seen = tuple(one.version for one in mapped)
             if len(mapped) == 1:
                 return take_rows(mapped[0].tensor, ids)
-            return take_from_shards([one.tensor for one in mapped], self.layout.offsets, ids)
+            rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
+            return take_from_shards(self._pieces, self.layout.offsets, ids, rows)
 
     # -------------------------------------------------------------- writing
 

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple, final
 
 from torch import Tensor
 
-from stratagem._wire import codec, shm
+from stratagem._ps.types import Gradient, JoinedGradient
+from stratagem._wire import codec, messages, shm
 from stratagem._wire.messages import Frame, SegmentRef, TensorRef
 from stratagem.errors import NotFoundError, ProtocolError
 
@@ -103,6 +104,22 @@ class ClientMemory:
                 self._tensors.clear()
             self._tensors[ref] = tensor
         return tensor
+
+    def joined(self, ref: messages.JoinedRef, frame: Frame) -> list[Gradient]:
+        """Return the gradients of several variables that travel together; ProtocolError if they do not fit."""
+        values, ids = self.tensor(ref.values, frame), self.tensor(ref.ids, frame)
+        rows = sum(ref.counts)
+        fits = len(ref.counts) == len(ref.variables) and min(ref.counts, default=0) >= 0
+        if not fits or ids.shape != (rows,) or not values.dim() or values.shape[0] != rows:
+            raise ProtocolError(
+                f"joined gradients of {len(ref.variables)} variables have {len(ref.counts)} counts, "
+                f"{tuple(ids.shape)!r} ids and {tuple(values.shape)!r} values: expected one count for each "
+                f"variable, and {rows} rows"
+            )
+        joined = JoinedGradient(
+            variables=ref.variables, counts=ref.counts, values=values, ids=ids, sparse=ref.sparse
+        )
+        return joined.split()
 
     def known_write(self, key: bytes, epoch: object) -> PreparedWrite | None:
         """Return the write prepared for the same bytes in the same epoch."""

@@ -126,7 +126,13 @@ def inline_write(message: messages.Write, frame: Frame, memory: ClientMemory) ->
                 )
                 for gradient in one.gradients
             )
-            return messages.Push(one.optimizer, gradients, one.settings)
+            joined = tuple(
+                messages.JoinedRef(
+                    each.variables, each.counts, put(each.values), put(each.ids), each.sparse
+                )
+                for each in one.joined
+            )
+            return messages.Push(one.optimizer, gradients, one.settings, joined)
         if isinstance(one, messages.Scatter):
             return messages.Scatter(one.variable, one.operation, put(one.ids), put(one.values))
         if isinstance(one, messages.Assign):

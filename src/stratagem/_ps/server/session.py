@@ -26,7 +26,7 @@ from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.store_records import Block, StoreManifest
-from stratagem._ps.types import Gradient, JoinedGradient, StateEntry
+from stratagem._ps.types import Gradient, StateEntry
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.arenas import Arena, Budget
 from stratagem._wire.codec import Outgoing
@@ -348,7 +348,7 @@ class Session:
                 for one in operation.gradients
             ]
             for each in operation.joined:
-                gradients += _split(each, frame, memory)
+                gradients += memory.joined(each, frame)
             number, settings = operation.optimizer, operation.settings
             return lambda: store.push(number, gradients, settings or None)
         variable = operation.variable
@@ -473,22 +473,6 @@ class Session:
                 f"{ref.shape!r} is not the variable's"
             )
         return torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype), device="meta")
-
-
-def _split(ref: messages.JoinedRef, frame: Frame, memory: ClientMemory) -> list[Gradient]:
-    values, ids = memory.tensor(ref.values, frame), memory.tensor(ref.ids, frame)
-    rows = sum(ref.counts)
-    fits = len(ref.counts) == len(ref.variables) and min(ref.counts, default=0) >= 0
-    if not fits or ids.shape != (rows,) or not values.dim() or values.shape[0] != rows:
-        raise ProtocolError(
-            f"joined gradients of {len(ref.variables)} variables have {len(ref.counts)} counts, "
-            f"{tuple(ids.shape)!r} ids and {tuple(values.shape)!r} values: expected one count for each "
-            f"variable, and {rows} rows"
-        )
-    joined = JoinedGradient(
-        variables=ref.variables, counts=ref.counts, values=values, ids=ids, sparse=ref.sparse
-    )
-    return joined.split()
 
 
 def _check_reply(size: int) -> None:

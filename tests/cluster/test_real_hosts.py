@@ -1,0 +1,149 @@
+"""A cluster on five hosts: every task in a network of its own, with and without TLS, with a partition that heals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from network_hosts import CAN_MAKE_HOSTS, NetworkHosts
+from waiting import wait_until
+
+from stratagem._commands.certificates import make_certificates
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not CAN_MAKE_HOSTS, reason="needs root and iproute2's command ip"),
+]
+
+LIMIT_S = 250.0
+TASKS = {"ps": ["ps0", "ps1"], "worker": ["worker0", "worker1"]}
+
+# Exact sums: every closure counts once, on both servers, whatever the network does.
+PROGRAM = """
+import sys, time, torch
+import stratagem as sg
+
+with sg.auto_strategy() as strategy:
+    with strategy.scope():
+        one, two = sg.Variable(torch.zeros(1000)), sg.Variable(torch.zeros(1000))
+        table = torch.nn.Embedding(100, 8)
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    with torch.no_grad():
+        table.weight.zero_()
+    coordinator = sg.ClusterCoordinator(strategy)
+
+    def step():
+        one.assign_add(torch.ones(1000))
+        two.assign_add(torch.ones(1000))
+        optimizer.zero_grad()
+        (-table(torch.arange(100)).sum()).backward()
+        optimizer.step()
+
+    for _ in range(50):
+        coordinator.schedule(step)
+    coordinator.join()
+    print("half", flush=True)
+    sys.stdin.readline()
+    finished = []
+    for _ in range(50):
+        coordinator.schedule(step).add_done_callback(finished.append)
+    count, since = -1, time.monotonic()
+    while time.monotonic() - since < 6:  # every closure needs both servers
+        if len(finished) != count:
+            count, since = len(finished), time.monotonic()
+        time.sleep(0.1)
+    assert count < 50
+    print("stuck", flush=True)
+    coordinator.join()
+    sums = tuple(float(sg.convert_to_tensor(v).sum()) for v in (one, two, table.weight))
+    assert sums == (100_000.0, 100_000.0, 80_000.0), sums
+    assert len(coordinator.workers) == 2
+    print("exact", flush=True)
+"""
+
+
+@pytest.mark.parametrize("encrypted", [True, False], ids=["TLS", "plain"])
+def test_five_hosts_train_through_a_partition(tmp_path: Path, encrypted: bool) -> None:
+    """A server's host is cut off for some seconds in the middle: the run waits, and nothing is lost."""
+    environment = {
+        **os.environ,
+        "STRATAGEM_CLUSTER_KEY": "a key for five hosts of a test",
+        "STRATAGEM_SERVER_WAIT_S": "200",
+        "STRATAGEM_CONNECT_TIMEOUT_S": "200",
+        "STRATAGEM_PARTITION_LIMIT_S": "120",
+        "STRATAGEM_SESSION_LEASE_S": "240",
+        "OMP_NUM_THREADS": "1",
+    }
+    if encrypted:
+        make_certificates(tmp_path, ["task"], days=1)
+        environment["STRATAGEM_TLS_CERT"] = str(tmp_path / "task.pem")
+        environment["STRATAGEM_TLS_KEY"] = str(tmp_path / "task-key.pem")
+        environment["STRATAGEM_TLS_CA"] = str(tmp_path / "ca.pem")
+    names = ["chief", *(name for hosts in TASKS.values() for name in hosts)]
+    with ExitStack() as stack:
+        hosts = stack.enter_context(NetworkHosts(names))
+        cluster = {
+            job: [f"{hosts.addresses[name]}:2222" for name in tasks] for job, tasks in TASKS.items()
+        }
+
+        def start(name: str, *command: str, **more: str) -> subprocess.Popen[str]:
+            process = hosts.start(
+                name,
+                [sys.executable, *command],
+                env={**environment, **more},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(end, process)
+            return process
+
+        for job, tasks in TASKS.items():
+            for index, name in enumerate(tasks):
+                start(
+                    name,
+                    *("-m", "stratagem", "server", "--job", job, "--index", str(index)),
+                    *("--cluster", json.dumps(cluster)),
+                )
+        chief = start("chief", "-c", PROGRAM, TF_CONFIG=json.dumps({"cluster": cluster}))
+        assert chief.stdin is not None
+        lines = Lines(chief)
+        wait_until(lambda: "half" in lines.read(), LIMIT_S, tell=lines.read)
+        hosts.cut("ps1")
+        try:
+            chief.stdin.write("\n")
+            chief.stdin.flush()
+            wait_until(lambda: "stuck" in lines.read(), LIMIT_S, tell=lines.read)
+        finally:
+            hosts.heal("ps1")
+        wait_until(lambda: "exact" in lines.read(), LIMIT_S, tell=lines.read)
+        assert chief.wait(LIMIT_S) == 0, lines.read()
+
+
+class Lines:
+    """Output of a process, read without waiting."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self._descriptor = process.stdout.fileno()
+        os.set_blocking(self._descriptor, False)
+        self._text = ""
+
+    def read(self) -> str:
+        try:
+            while data := os.read(self._descriptor, 1 << 16):
+                self._text += data.decode()
+        except BlockingIOError:
+            pass
+        return self._text
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process, and close its pipes."""
+    process.kill()
+    process.communicate(timeout=60)

@@ -82,6 +82,10 @@ def test_environment_removed():
 def test_directory():
     os.chdir("/")
 
+def test_file():
+    """Such as a directory named after an option that reached the script."""
+    os.mkdir("--restarts")
+
 def test_dtype():
     torch.set_default_dtype(torch.float64)
 
@@ -181,6 +185,7 @@ GUILTY = {
     "environment_added": "LEFT_VARIABLE: was None, is '1'",
     "environment_removed": "HOME: was '",
     "directory": "working directory: was ",
+    "file": "file '--restarts' in ",
     "dtype": "default dtype: was torch.float32, is torch.float64",
     "threads_of_torch": "number of threads",
     "grad_mode": "grad mode: was True, is False",

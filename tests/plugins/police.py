@@ -1,8 +1,8 @@
 """Leak police: fail a test that leaves something behind, and say what it left.
 
 After every test the police compares the process with its state before the test: threads, child
-processes, shared memory, sockets and pipes, environment, working directory, torch's global state and
-the current strategy. Things that need a moment to end get `GRACE_S` seconds. Fixtures of a wider scope
+processes, shared memory, sockets and pipes, environment, working directory and the files in it, torch's
+global state and the current strategy. Things that need a moment to end get `GRACE_S` seconds. Fixtures of a wider scope
 are set up before the first comparison, so their resources are not the test's. The police checks them
 when their module ends, together with orphans (processes whose parent has ended).
 
@@ -44,6 +44,10 @@ os.environ[MARK] = uuid.uuid4().hex
 _FREE_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 _FREE_PREFIXES = ("KMP_", "PYTEST_", "_TORCHINDUCTOR_")
 
+# Where the session was started; caches and what git ignores may appear there.
+ROOT = os.getcwd()
+_FREE_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|build|dist|site|demo-output")
+
 _HELD = re.compile(r"socket:|/memfd:|/dev/shm/|pipe:|anon_inode:\[?(eventpoll|eventfd)")
 
 # Kinds of descriptors that a library in this process opens when it chooses and keeps (Ray's gRPC). A fixture adds
@@ -62,6 +66,7 @@ class State:
     shm_names: frozenset[str]
     environment: dict[str, str]
     directory: str
+    files: frozenset[str]
     torch_state: dict[str, Any]
     strategy: str
 
@@ -190,6 +195,11 @@ _TORCH_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+def _files() -> frozenset[str]:
+    """Return the names in the directory where the session was started."""
+    return frozenset(name for name in os.listdir(ROOT) if not _FREE_FILES.fullmatch(name))
+
+
 def _torch_state() -> dict[str, Any]:
     return {what: read() for what, (read, _) in _TORCH_STATE.items()}
 
@@ -212,6 +222,7 @@ def look() -> State:
         shm_names=_shm_names(),
         environment=_environment(),
         directory=os.getcwd(),
+        files=_files(),
         torch_state=_torch_state(),
         strategy=_strategy(),
     )
@@ -292,6 +303,7 @@ def _changed(before: State) -> list[str]:
     if os.getcwd() != before.directory:
         found.append(f"working directory: was {before.directory}, is {os.getcwd()}")
         os.chdir(before.directory)
+    found.extend(f"file {name!r} in {ROOT}" for name in sorted(_files() - before.files))
     for what, is_now in _torch_state().items():
         was = before.torch_state[what]
         if was != is_now:

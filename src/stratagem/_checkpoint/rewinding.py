@@ -81,6 +81,8 @@ class RecoveryPoints:
                     yield step
                     step = self._rewind(step + 1, objects, restore) if self.is_mixed else step + 1
                 drain(objects)
+                for variables in self._points:
+                    variables.client.await_each_server()  # one may be lost, and not missed yet
                 if not self.is_mixed:
                     return
                 step = self._rewind(step, objects, restore)

@@ -168,36 +168,51 @@ class ServerGroup(Owner):
         """Send what was changed here; connect; return why a server cannot use the directory, or ""."""
         client = self.variables.client
         try:
-            for server in range(len(client.tasks)):
-                client.await_server(server)  # waits while one is restored
+            client.await_each_server()
             self.variables.flush()
             client.wait_for_writes()
             for server in range(len(client.tasks)):
                 self.connections[server] = client.replacement.connect_beside(server)
-            asked = messages.MakeCut(variables=(), directory=str(directory), probe=probe)
-            made = self.ask(dict.fromkeys(self.connections, asked))
         except (WireError, ParameterServerLost) as error:
             raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
+        asked = messages.MakeCut(variables=(), directory=str(directory), probe=probe)
+        made = self.ask(dict.fromkeys(self.connections, asked))
         for server, answer in made.items():
             if answer.refused:
                 return f"{client.tasks[server]}: {answer.refused}"
         return ""
 
     def map_everything(self) -> None:
-        """Map the memory of all variables: it outlives its server, and says what a lost one had done."""
-        for remote in list(self.variables._remotes):
-            self.variables.client.map(remote.places)
+        """Map the memory of all variables: it outlives its server, and says what a lost one had done.
+
+        Raises:
+            ServerLostInSave: a server did not answer.
+        """
+        try:
+            for remote in list(self.variables._remotes):
+                self.variables.client.map(remote.places)
+        except (WireError, ParameterServerLost) as error:
+            raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
 
     def ask(self, wanted: Mapping[int, Message]) -> dict[int, Any]:
-        """Send one request to each server, all at once; return the answers."""
+        """Send one request to each server, all at once; return the answers.
+
+        Raises:
+            ServerLostInSave: a server did not answer.
+        """
         calls = {}
-        for server, one in wanted.items():
-            calls[server] = self.connections[server].begin(one)
-            if faults.active is not None and isinstance(one, messages.MakeCut) and one.variables:
-                faults.active.at("coordinator.between_cuts")
-        return {
-            server: self.connections[server].collect(call).message for server, call in calls.items()
-        }
+        try:
+            for server, one in wanted.items():
+                calls[server] = self.connections[server].begin(one)
+                is_cut = isinstance(one, messages.MakeCut) and one.variables
+                if faults.active is not None and is_cut:
+                    faults.active.at("coordinator.between_cuts")
+            return {
+                server: self.connections[server].collect(call).message
+                for server, call in calls.items()
+            }
+        except (WireError, ParameterServerLost) as error:
+            raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
 
     def follow(self, server: int, progress: Progress | None = None) -> messages.Transfer:
         """Wait until a server has written or read its rows; return its report (see `follow`)."""

@@ -407,9 +407,14 @@ class PsClient(Owner):
         present = [server for server, one in enumerate(self._connections) if one.is_open]
         self._control.await_answers(options, of=present)
 
-    def await_server(self, server: int) -> None:
-        """Ask a server for a sign of life on the connection for data; waits while it is restored."""
-        self._ask(server, messages.Ping())
+    def await_each_server(self) -> None:
+        """Ping every server on the connection for data; wait while one is restored.
+
+        Raises:
+            ParameterServerLost: a server was lost and is not restored.
+        """
+        for server in range(len(self._connections)):
+            self._ask(server, messages.Ping())
 
     @property
     def tasks(self) -> list[str]:

@@ -245,13 +245,32 @@ def test_directories_that_cannot_be_used(tmp_path: Path, model: nn.Module) -> No
 
 def test_bad_arguments(tmp_path: Path, model: nn.Module) -> None:
     checkpoint = sg.Checkpoint(model=model)
-    for options in ({"max_to_keep": 0}, {"every_s": -1}, {"every_steps": 0}, {"best_to_keep": 0}):
-        with pytest.raises(ValueError, match="expected a positive number"):
+    for options in (
+        {"max_to_keep": 0},
+        {"every_s": -1},
+        {"every_steps": 0},
+        {"best_to_keep": 0},
+        {"max_to_keep": 2.5},
+        {"every_s": "60"},
+        {"keep_best": 5},
+        {"keep_best": "-"},
+        {"on_server_loss": "ignore"},
+    ):
+        with pytest.raises((TypeError, ValueError), match="expected"):
             sg.CheckpointManager(checkpoint, tmp_path, **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected an sg\.Checkpoint"):
+        sg.CheckpointManager(model, tmp_path)  # type: ignore[arg-type]
+    for directory in ("", None, 3):
+        with pytest.raises((TypeError, ValueError), match="expected a path"):
+            sg.CheckpointManager(checkpoint, directory)  # type: ignore[arg-type]
     with sg.CheckpointManager(checkpoint, tmp_path) as manager:
         for step in (-1, 1.5, True, "3"):
             with pytest.raises(ValueError, match="a whole number"):
                 manager.step(step)  # type: ignore[arg-type]
+        for metrics in (0.5, {"auc": "high"}):
+            with pytest.raises(TypeError, match="expected"):
+                manager.save(1, metrics)  # type: ignore[arg-type]
+        assert manager.all() == []
 
 
 def test_foreign_files_and_directories_are_left_alone(tmp_path: Path, model: nn.Module) -> None:

@@ -173,7 +173,8 @@ def killed_and_continued(directory: Path, point: str) -> None:
         saved.verify()
     continued = run("")
     assert continued.returncode == 0, continued.stderr
-    assert f"began at {left[-1].step}" in continued.stdout
+    first = left[-1].step if left else 0  # on a busy machine it may be killed before its first save
+    assert f"began at {first}" in continued.stdout
 
 
 @pytest.mark.process

@@ -6,6 +6,7 @@ row), and a layer with any optimizer.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -30,10 +31,17 @@ def trained_plainly(name: str, steps: int) -> torch.Tensor:
 
 
 class ConservedRun:
-    """The objects of a run, its step, and the check of its result."""
+    """The objects of a run, its step, and the check of its result.
 
-    def __init__(self, strategy: Any, name: str) -> None:
+    Args:
+        strategy: where it runs.
+        name: the optimizer of the layer.
+        pause_s: how much longer each step takes.
+    """
+
+    def __init__(self, strategy: Any, name: str, *, pause_s: float = 0.0) -> None:
         self.name = name
+        self._pause_s = pause_s
         with strategy.scope():
             self.first = sg.Variable(torch.zeros(3, dtype=torch.float64), name="first")
             self.second = sg.Variable(torch.zeros(3, dtype=torch.float64), name="second")
@@ -55,9 +63,10 @@ class ConservedRun:
 
     def schedule(self, coordinator: Any) -> None:
         first, second, table, rows = self.first, self.second, self.table, self.rows
-        layer, optimizer = self.layer, self.optimizer
+        layer, optimizer, pause_s = self.layer, self.optimizer, self._pause_s
 
         def step() -> None:
+            time.sleep(pause_s)
             first.assign_add(torch.ones(3, dtype=torch.float64))
             second.assign_add(torch.ones(3, dtype=torch.float64))
             rows.zero_grad()
@@ -68,6 +77,12 @@ class ConservedRun:
             optimizer.step()
 
         coordinator.schedule(step)
+
+    def values(self) -> list[float]:
+        """Return how often the counters and the rows of the table were updated: least and most of each."""
+        sums = self.rows.state_dict()["state"][0]["sum"]
+        found = [self.first.numpy(), self.second.numpy(), sums.numpy()]
+        return [float(end) for each in found for end in (each.min(), each.max())]
 
     def check(self, steps: int) -> None:
         """Raise if the variables differ from those of `steps` steps, each counted once."""

@@ -56,24 +56,34 @@ class JobPosition:
         objects: of the checkpoint; plain values in it are replaced by `resume`.
         strategy: the strategy of the job.
         allow_pickle: accept values of any class in states.
+        rewinds: see `NamedJob.rewinds`.
     """
 
     def __init__(
-        self, objects: MutableMapping[str, Any], strategy: Any, *, allow_pickle: bool
+        self,
+        objects: MutableMapping[str, Any],
+        strategy: Any,
+        *,
+        allow_pickle: bool,
+        rewinds: bool = False,
     ) -> None:
         self._objects = objects
         self._strategy = strategy
         self._group = ServerGroup(strategy)
         self._job: NamedJob = strategy._variables.job
+        self._job.rewinds = rewinds
         self._allow_pickle = allow_pickle
         self._lock = threading.Lock()
         self._marks: list[_Mark] = []
         self._is_established = False  # whether the servers have a record
+        self._caught_up = True  # see `is_behind`
         self._next_at = 0.0
         self._steps = 0  # since the last mark
 
     @classmethod
-    def of(cls, objects: MutableMapping[str, Any], *, allow_pickle: bool) -> JobPosition | None:
+    def of(
+        cls, objects: MutableMapping[str, Any], *, allow_pickle: bool, rewinds: bool = False
+    ) -> JobPosition | None:
         """Return the position of the job that holds some of the objects; None if no named job does.
 
         Raises:
@@ -86,12 +96,24 @@ class JobPosition:
                 f"the objects of one checkpoint belong to the jobs "
                 f"{', '.join(one._variables.job.name for one in named)}: use a checkpoint for each job."
             )
-        return cls(objects, named[0], allow_pickle=allow_pickle) if named else None
+        if not named:
+            return None
+        return cls(objects, named[0], allow_pickle=allow_pickle, rewinds=rewinds)
 
     @property
     def is_live(self) -> bool:
         """Whether the servers hold a job that this coordinator has not resumed yet."""
         return self._job.is_attaching
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the variables contain closures of an earlier coordinator that this one has not repeated yet.
+
+        A checkpoint would have them twice: in its variables, and again in the steps after it.
+        """
+        if self._caught_up or self._progress(went_on=False)[1] > self._job.last_closure:
+            self._caught_up = True
+        return not self._caught_up
 
     @property
     def predecessor(self) -> str:
@@ -106,10 +128,11 @@ class JobPosition:
         self._marks.clear()
         if self._is_established:
             self._is_established = False
-            self._job.note_and_wait(b"", timeout_s=config.wire_timeout_s())
+            self._job.suspend(timeout_s=config.wire_timeout_s())
 
     def establish(self, step: int) -> None:
         """Make the job one that can be adopted: send every value and this position to the servers."""
+        self._caught_up = True
         self._job.check()
         self._group.variables.flush()
         self._create_optimizers()
@@ -273,7 +296,7 @@ class JobPosition:
         if engine is not None:
             with engine.lock:
                 engine.closures.continue_at(content["closure"])
-        self._is_established = True
+        self._is_established, self._caught_up = True, False
         self._watch()
         step: int = content["step"]
         return step

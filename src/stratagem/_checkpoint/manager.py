@@ -16,20 +16,27 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from stratagem import metrics as counters
-from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot, restore_objects
+from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot
 from stratagem._checkpoint.checkpoint_writer import SaveOrder
 from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
 from stratagem._checkpoint.evaluations import known_checkpoints
 from stratagem._checkpoint.job_position import JobPosition
+from stratagem._checkpoint.manager_arguments import (
+    check_manager_arguments,
+    checked_directory,
+    checked_metrics,
+    checked_step,
+)
 from stratagem._checkpoint.manifest import NAME
+from stratagem._checkpoint.newest_checkpoint import restore_newest
 from stratagem._checkpoint.retention import Best, Due, to_delete
 from stratagem._checkpoint.rewinding import RecoveryPoints, drain
 from stratagem._checkpoint.save_handle import SAVE_LIMIT_S, SaveHandle
 from stratagem._checkpoint.server_group import ServerLostInSave
 from stratagem._checkpoint.sigterm import EXIT_CODE, SigtermNote
 from stratagem._owner import Owner
-from stratagem.errors import CheckpointCorrupt, CheckpointError, CheckpointTimeout
+from stratagem.errors import CheckpointError, CheckpointTimeout
 
 _log = logging.getLogger("stratagem.checkpoint")
 
@@ -100,19 +107,18 @@ class CheckpointManager(Owner):
         full_every: int = 1,
         on_server_loss: Literal["partial", "rewind", "raise"] = "partial",
     ) -> None:
-        if on_server_loss not in ("partial", "rewind", "raise"):
-            raise ValueError(
-                f"on_server_loss={on_server_loss!r}: expected 'partial', 'rewind' or 'raise'."
-            )
-        for name, value in (
-            ("max_to_keep", max_to_keep),
-            ("every_s", every_s),
-            ("every_steps", every_steps),
-            ("best_to_keep", best_to_keep),
-            ("full_every", full_every),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r}: expected a positive number, or None.")
+        check_manager_arguments(
+            checkpoint,
+            keep_best=keep_best,
+            on_server_loss=on_server_loss,
+            every_s=every_s,
+            counts={
+                "max_to_keep": max_to_keep,
+                "every_steps": every_steps,
+                "best_to_keep": best_to_keep,
+                "full_every": full_every,
+            },
+        )
         self._checkpoint = checkpoint
         self._max_to_keep = max_to_keep
         self._due = Due(every_s, every_steps)
@@ -122,12 +128,14 @@ class CheckpointManager(Owner):
         self._recovers = on_server_loss != "raise"
         self._rewinds = on_server_loss == "rewind"
         self._points = RecoveryPoints(is_active=on_server_loss == "partial")
-        path = Path(directory)
+        path = checked_directory(directory)
         if (path / NAME).exists():
             raise CheckpointError(
                 f"{path} is a checkpoint. Give the directory it is in: {path.parent}."
             )
-        self._position = JobPosition.of(checkpoint._objects, allow_pickle=allow_pickle)
+        self._position = JobPosition.of(
+            checkpoint._objects, allow_pickle=allow_pickle, rewinds=self._rewinds
+        )
         replaced = "" if self._position is None else self._position.predecessor
         self._lock = DirectoryLock(path, repr(checkpoint), replaced=replaced)
         try:
@@ -196,7 +204,7 @@ class CheckpointManager(Owner):
             SystemExit: SIGTERM had arrived; the state has been saved.
         """
         self._check_open()
-        self._seen_step = _checked_step(step)
+        self._seen_step = checked_step(step)
         if self._position is not None:
             self._position.take(step)
         if self._sigterm is not None and self._sigterm.arrived:
@@ -208,7 +216,7 @@ class CheckpointManager(Owner):
         self._raise_earlier_failure()
         if self._running is not None and not self._running.done:
             return None
-        if self._rewinds and self._points.is_mixed:
+        if (self._rewinds and self._points.is_mixed) or self._is_behind:
             return None
         since_s = time.monotonic() - self._last_time
         is_due = self._due.at(step=step, last_step=self._last_step, since_s=since_s)
@@ -246,10 +254,13 @@ class CheckpointManager(Owner):
         self._check_continues()
         if step is None:
             step = self._last_step + 1 if self._seen_step is None else self._seen_step
-        step = _checked_step(step)
-        numbers = {name: float(value) for name, value in metrics.items()}
+        step = checked_step(step)
+        numbers = checked_metrics(metrics)
         if quiet or self._rewinds:
             drain(self._checkpoint._objects)
+        if self._is_behind and not final:
+            why = "the servers already have steps after it, from the coordinator before this one"
+            return self._not_saved(step, why)
         for _ in range(_ATTEMPTS - 1 if self._recovers else 0):
             try:
                 return self._save_once(step, numbers, wait=wait, final=final)
@@ -272,10 +283,7 @@ class CheckpointManager(Owner):
         handle.paused_s = time.monotonic() - handle._began
         if self._rewinds and self._points.is_mixed:
             snapshot.discard()
-            why = f"step {step} is not saved: a parameter server was lost, and the loop goes back."
-            handle._seen = True
-            handle._end(None, CheckpointError(why))
-            return handle
+            return self._not_saved(step, "a parameter server was lost, and the loop goes back")
         self._serial += 1
         self._last_step, self._last_time, self._seen_step = step, time.monotonic(), None
         self._saves_soon = False
@@ -292,6 +300,20 @@ class CheckpointManager(Owner):
                 daemon=False,
             )
             self._thread.start()
+        return handle
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._position is not None and self._position.is_behind
+
+    def _not_saved(self, step: int, why: str) -> SaveHandle:
+        """Return the handle of a save that is left out; the checkpoint before it stands for it."""
+        handle = SaveHandle(step)
+        handle._seen = True
+        latest = self.latest
+        error = CheckpointError(f"step {step} is not saved: {why}.")
+        handle._end(latest, None if latest is not None else error)
+        _log.info("%s", error)
         return handle
 
     def _write(
@@ -369,39 +391,21 @@ class CheckpointManager(Owner):
         return step
 
     def _restore_newest(self, *, strict: bool) -> int:
-        failure: CheckpointCorrupt | None = None
-        found = self._directory.scan()
-        for unreadable in self._directory.damaged.values():
-            _log.warning("skipping a checkpoint: %s", unreadable)
-            failure = failure or unreadable
-        for saved in reversed(found):
-            points: list[Any] = []
-            try:
-                restored = restore_objects(
-                    self._checkpoint._objects,
-                    saved,
-                    strict=strict,
-                    allow_pickle=self._allow_pickle,
-                    points=points,
-                )
-            except CheckpointCorrupt as error:
-                self._damaged.add(saved.path.name)
-                _log.warning("skipping checkpoint %s: %s", saved.path, error)
-                failure = failure or error
-                continue
-            self._continues = True
-            self._points.set(points)
-            self._last_step, self._last_time = restored.step, time.monotonic()
-            _log.info("restored step %d from %s", restored.step, saved.path)
-            return restored.step
-        if failure is not None:
-            raise CheckpointCorrupt(
-                f"no checkpoint in {self.directory} can be read; the newest: {failure} To start anew, "
-                "use another directory.",
-                path=failure.path,
-            ) from failure
+        points: list[Any] = []
+        restored = restore_newest(
+            self._directory,
+            self._checkpoint._objects,
+            strict=strict,
+            allow_pickle=self._allow_pickle,
+            damaged=self._damaged,
+            points=points,
+        )
         self._continues = True
-        return 0
+        if restored is None:
+            return 0
+        self._points.set(points)
+        self._last_step, self._last_time = restored.step, time.monotonic()
+        return restored.step
 
     def steps(self, stop: int) -> Iterator[int]:
         """Restore the newest checkpoint, then yield the numbers of the steps to make.
@@ -492,9 +496,3 @@ class CheckpointManager(Owner):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"last save at step {self._last_step}"
         return f"<CheckpointManager of {self.directory}, {state}>"
-
-
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step={step!r}: expected the number of steps made, a whole number ≥ 0.")
-    return step

@@ -45,6 +45,7 @@ class JobState:
         optimizers: number → dotted name of the class.
         deleted: by server, ranges of freed variables.
         shards: with backups, by server, which processes have its variables.
+        last_closure: the largest number of a closure that has written.
     """
 
     epoch: int
@@ -57,6 +58,7 @@ class JobState:
     optimizers: Mapping[int, str] = field(default_factory=dict)
     deleted: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     shards: tuple[ShardPlace, ...] = ()
+    last_closure: int = 0
 
     @property
     def is_live(self) -> bool:
@@ -93,6 +95,7 @@ def state_of(reports: Sequence[JobReport]) -> JobState:
         },
         {number: name for one in reports for number, name in one.optimizers},
         {server: one.deleted for server, one in enumerate(reports)},
+        last_closure=max(one.last_closure for one in reports),
     )
 
 
@@ -137,6 +140,7 @@ def _state_of_shards(reports: Sequence[JobReport], anew: JobState) -> JobState:
         optimizers={number: name for one in found for number, name in one.optimizers},
         deleted={shard: one.deleted for shard, one in enumerate(found)},
         shards=tuple(places),
+        last_closure=max(one.last_closure for one in known),
     )
 
 

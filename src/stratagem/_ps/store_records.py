@@ -104,6 +104,12 @@ class LedgerRecord:
     counts: tuple[int, int, int]
     """Writes applied, repeated, refused."""
 
+    @property
+    def last_closure(self) -> int:
+        """Largest number of a closure that has written or is finished; 0 if none has."""
+        ends = [behind - 1 for _, behind in self.finished]
+        return max((*ends, *(closure for closure, _, _ in self.closures)), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class StoreManifest:

@@ -37,7 +37,8 @@ class JobReport(Message, frozen=True):
     """Answer to AskJob; `epoch` 0: the server does not know the job.
 
     `coordinator` describes its owner, which has owned it since `since` (seconds of the Unix epoch) and was heard
-    `silent_s` ago; `connected`: the owner's connection is open. `deleted`: ranges of freed variables.
+    `silent_s` ago; `connected`: the owner's connection is open. `deleted`: ranges of freed variables. `last_closure`: the
+    largest number of a closure that has written.
     """
 
     epoch: int = 0
@@ -53,6 +54,7 @@ class JobReport(Message, frozen=True):
     optimizers: tuple[tuple[int, str], ...] = ()
     deleted: tuple[tuple[int, int], ...] = ()
     shards: tuple[ShardReport, ...] = ()
+    last_closure: int = 0
 
 
 class ClaimJob(Message, frozen=True):

@@ -108,6 +108,8 @@ class JobConnection(Owner):
         self._record, self._serial = b"", 0
         self._known = [0] * len(servers)  # number of the record that each server has
         self._is_complete = [True] * len(servers)  # False while a server is being restored
+        self._restored = [0] * len(servers)  # how often a server was restored
+        self._restored_then = [0] * len(servers)  # the same when `_pending` was sent
         self._pending: list[Pending | None] = [None] * len(servers)
         self._changed = threading.Condition()
         self._has_work = False
@@ -119,8 +121,7 @@ class JobConnection(Owner):
             target=self._keep, name="stratagem-job-heartbeat", daemon=True
         )
         try:
-            connect_all(self._connections, timeout_s=wait_s, patient=True)
-            self.state = self._claim(limit_s, seed)
+            self.state = self._join(limit_s, seed, wait_s)
         except BaseException:
             self._disconnect()
             raise
@@ -129,6 +130,23 @@ class JobConnection(Owner):
         self._thread.start()
 
     # -- the claim ----------------------------------------------------------------------------
+
+    def _join(self, limit_s: float, seed: int, wait_s: float) -> JobState:
+        """Connect and claim the job, from the beginning if a server is restarted meanwhile."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                left_s = max(0.1, deadline - time.monotonic())
+                connect_all(self._connections, timeout_s=left_s, patient=True)
+                return self._claim(limit_s, seed)
+            except ParameterServerLost:
+                if time.monotonic() >= deadline - _PAUSE_S:
+                    raise
+                self._disconnect()  # the claims made so far count no more
+                self._connections = [
+                    ServerConnection(*one, self._membership) for one in self._servers
+                ]
+                time.sleep(_PAUSE_S)
 
     def _claim(self, limit_s: float, seed: int) -> JobState:
         began = time.monotonic()
@@ -228,10 +246,16 @@ class JobConnection(Owner):
                 f"{timeout_s:g} s"
             )
 
+    def server_lost(self, server: int) -> None:
+        """Note that a server is about to be restored: until then nobody may adopt what it has of the job."""
+        with self._changed:
+            self._is_complete[server], self._known[server] = False, 0
+
     def server_restored(self, server: int) -> None:
         """Note that a restarted server has its variables again."""
         with self._changed:
             self._is_complete[server], self._has_work = True, True
+            self._restored[server] += 1
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -265,7 +289,9 @@ class JobConnection(Owner):
     def _send(self, server: int, record: bytes, serial: int) -> None:
         if self._pending[server] is not None:
             return  # it has not answered the last one
-        is_new = self._is_complete[server] and serial > self._known[server]
+        with self._changed:
+            is_new = self._is_complete[server] and serial > self._known[server]
+            self._restored_then[server] = self._restored[server]
         message = messages.KeepJob(
             session=self.session,
             instance=self.instance,
@@ -282,7 +308,9 @@ class JobConnection(Owner):
         """Take in the answer of a server if it comes soon; else look again at the next turn."""
         pending, connection = self._pending[server], self._connections[server]
         deadline = time.monotonic() + HEARTBEAT_S / 2
-        while pending is not None and not connection.is_answered(pending):
+        while pending is not None and not (
+            connection.is_answered(pending) or connection.is_cut_off
+        ):
             if time.monotonic() > deadline or self._closed:
                 return
             time.sleep(0.002)
@@ -292,7 +320,12 @@ class JobConnection(Owner):
         try:
             answer = connection.collect(pending, timeout_s=RETRY_S).message
         except NotFoundError:  # it was restarted
-            self._known[server], self._is_complete[server] = 0, False
+            with self._changed:
+                self._known[server] = 0
+                if self._restored_then[server] == self._restored[server]:
+                    self._is_complete[server] = False
+                else:  # and restored since: say it again
+                    self._has_work = True
         except (WireError, ParameterServerLost):
             self._connect_again(server)
         else:

@@ -235,6 +235,11 @@ class ServerConnection:
             return True
         return self._channel is not None and self._channel.has_reply(pending.call)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the server has closed the connection; the next request connects again."""
+        return self._channel is not None and not self._channel.is_open
+
     def notify(self, message: Message) -> None:
         """Send a message that needs no reply if that is possible at once; else do nothing."""
         if self._channel is not None and self._channel.is_open:

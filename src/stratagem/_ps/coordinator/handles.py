@@ -439,9 +439,11 @@ class ObjectHandles:
             names = self._variables.client.replacement.names_on(server)
             raise lost_error(self._variables.client.tasks[server], why, names)
         wait_s = config.server_wait_s()
+        if self.job is not None:
+            self.job.server_lost(server)
         restored = restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
         if self.job is not None:
-            self.job.server_restored(server)
+            self.job.server_restored(server, is_older=restored.step >= 0)
         return restored
 
     def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:

@@ -33,6 +33,7 @@ class NamedJob(Owner):
     Attributes:
         is_attaching: the variables of a live job are being adopted, until `resumed`.
         first_closure: number of the next closure, at the start of this coordinator.
+        rewinds: after a server was restored, all of them return to the checkpoint; until then the job cannot be adopted.
     """
 
     def __init__(self, connection: JobConnection) -> None:
@@ -40,6 +41,8 @@ class NamedJob(Owner):
         self._state = connection.state
         self.is_attaching = self._state.is_live
         self.first_closure = 1
+        self.rewinds = False
+        self._is_mixed = False
         self._deleted: dict[int, NumberRanges] = {}
         for server, ranges in self._state.deleted.items():
             self._deleted[server] = NumberRanges()
@@ -89,6 +92,11 @@ class NamedJob(Owner):
     def record(self) -> bytes:
         """Position of the live job, as the coordinator before this one noted it."""
         return self._state.record
+
+    @property
+    def last_closure(self) -> int:
+        """The largest number of a closure that wrote under an earlier coordinator of the live job."""
+        return self._state.last_closure
 
     @property
     def first_incarnation(self) -> int:
@@ -194,14 +202,28 @@ class NamedJob(Owner):
 
     def note(self, record: bytes) -> None:
         """Send the position to the servers soon; never wait."""
-        self._connection.note(record)
+        if not self._is_mixed:
+            self._connection.note(record)
 
     def note_and_wait(self, record: bytes, *, timeout_s: float) -> None:
         """Send the position and wait until every server has it."""
-        self._connection.note_and_wait(record, timeout_s=timeout_s)
+        if not self._is_mixed:
+            self._connection.note_and_wait(record, timeout_s=timeout_s)
 
-    def server_restored(self, server: int) -> None:
-        """Note that a restarted server has its variables again."""
+    def suspend(self, *, timeout_s: float) -> None:
+        """Make the job one that cannot be adopted, and wait until every server knows."""
+        self._is_mixed = False  # the caller is about to restore all servers
+        self._connection.note_and_wait(b"", timeout_s=timeout_s)
+
+    def server_lost(self, server: int) -> None:
+        """Note that a server is about to be restored."""
+        self._connection.server_lost(server)
+
+    def server_restored(self, server: int, *, is_older: bool) -> None:
+        """Note that a server has its variables again, or older ones (`is_older`)."""
+        if is_older and self.rewinds:
+            self._is_mixed = True
+            self._connection.note(b"")
         self._connection.server_restored(server)
 
     @override

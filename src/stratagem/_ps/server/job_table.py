@@ -77,6 +77,13 @@ class JobTable:
             optimizers=optimizers,
             deleted=deleted,
             shards=shards,
+            last_closure=max(
+                (
+                    one.store.describe().ledger.last_closure
+                    for one in self._sessions.shards(session).values()
+                ),
+                default=0,
+            ),
         )
 
     def claim(self, message: messages.ClaimJob, owner: Hashable, now: float) -> Session:

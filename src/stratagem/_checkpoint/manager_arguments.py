@@ -1,0 +1,89 @@
+"""Checks of the arguments of `CheckpointManager`, with errors that say what was expected."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratagem._checkpoint.checkpoint import Checkpoint
+
+
+def check_manager_arguments(
+    checkpoint: object,
+    *,
+    keep_best: object,
+    on_server_loss: object,
+    every_s: object,
+    counts: Mapping[str, object],
+) -> None:
+    """Refuse arguments of a wrong type or value.
+
+    Raises:
+        TypeError: a wrong type.
+        ValueError: a wrong value.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"checkpoint={checkpoint!r} is a {type(checkpoint).__name__}: expected an sg.Checkpoint, such as "
+            "sg.Checkpoint(model=model, optimizer=optimizer)."
+        )
+    if on_server_loss not in ("partial", "rewind", "raise"):
+        raise ValueError(
+            f"on_server_loss={on_server_loss!r}: expected 'partial', 'rewind' or 'raise'."
+        )
+    if keep_best is not None and not isinstance(keep_best, str):
+        raise TypeError(
+            f"keep_best={keep_best!r}: expected the name of a metric, such as 'auc' or '-loss', or None. "
+            "best_to_keep is the number of checkpoints."
+        )
+    if keep_best is not None and not keep_best.lstrip("-"):
+        raise ValueError(f"keep_best={keep_best!r}: expected the name of a metric, such as 'auc'.")
+    for name, value in counts.items():
+        _check_positive(name, value, numbers.Integral, "a whole number ≥ 1, or None")
+    _check_positive("every_s", every_s, numbers.Real, "a positive number of seconds, or None")
+
+
+def _check_positive(name: str, value: object, kind: type, expected: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected {expected}.")
+    if not value > 0:  # type: ignore[operator]
+        raise ValueError(f"{name}={value!r}: expected {expected}.")
+
+
+def checked_directory(directory: object) -> Path:
+    """Return the directory of the checkpoints.
+
+    Raises:
+        TypeError, ValueError: it is no path, or empty.
+    """
+    if not isinstance(directory, str | Path):
+        raise TypeError(
+            f"directory={directory!r} is a {type(directory).__name__}: expected a path, such as 'runs/ctr-v3'."
+        )
+    if not str(directory):
+        raise ValueError("directory='': expected a path, such as 'runs/ctr-v3'.")
+    return Path(directory)
+
+
+def checked_step(step: Any) -> int:
+    """Return a number of steps."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step={step!r}: expected the number of steps made, a whole number ≥ 0.")
+    return step
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics={metrics!r}: expected numbers by name, such as {{'auc': 0.71}}.")
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"metric {name!r} is {value!r}: expected a number.") from error
+    return found

@@ -108,11 +108,16 @@ GATES: dict[str, set[str]] = {
         "_wire/server_messages.py",
         "_wire/codec.py",
     },
-    "cloudpickle": {"_wire/codec.py", "_wire/data_values.py"},  # the second asks for sent classes
+    "cloudpickle": {
+        "_wire/codec.py",
+        "_wire/data_values.py",  # asks for sent classes
+        "_wire/object_bytes.py",
+    },
     # Checkpoints write pickles (torch's format); they read one only as torch.load does.
     "pickle": {
         "_wire/codec.py",
         "_wire/data_values.py",  # PickleBuffer
+        "_wire/object_bytes.py",
         "_checkpoint/torch_archive.py",
         "_checkpoint/dcp_metadata.py",
         "_checkpoint/encoding.py",

@@ -290,10 +290,13 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
         examples=(
             "  TF_CONFIG='{...}' stratagem server\n"
             "  stratagem server --job ps --index 0 \\\n"
-            '    --cluster \'{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}\''
+            '    --cluster \'{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}\'\n'
+            "  stratagem server --job evaluator --evaluator my_evaluation.py:make_evaluator"
         ),
     )
-    parser.add_argument("--job", choices=("worker", "ps"), help="default: TF_CONFIG's task type")
+    parser.add_argument(
+        "--job", choices=("worker", "ps", "evaluator"), help="default: TF_CONFIG's task type"
+    )
     parser.add_argument("--index", type=int, help="default: TF_CONFIG's task index")
     parser.add_argument(
         "--cluster", help="JSON object of jobs and addresses; default: TF_CONFIG's cluster"
@@ -310,6 +313,11 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
         type=positive,
         help="threads of torch (default: the cores divided by the cluster's tasks on this host)",
     )
+    parser.add_argument(
+        "--evaluator",
+        metavar="FILE.py:NAME",
+        help="for --job evaluator: an sg.Evaluator, or a function that returns one; also module:NAME",
+    )
 
 
 def _server(options: argparse.Namespace) -> int:
@@ -321,6 +329,7 @@ def _server(options: argparse.Namespace) -> int:
         cluster=options.cluster,
         checkpoint_directories=options.checkpoint_dir,
         threads=options.threads,
+        evaluator=options.evaluator,
     )
 
 

@@ -6,6 +6,7 @@ It needs the directory only: no cluster, no lock, no connection to the training 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import threading
@@ -91,6 +92,11 @@ class Evaluator(Owner):
         self._results: list[Evaluation] = []
 
     @property
+    def directory(self) -> Path:
+        """Directory of the checkpoints."""
+        return self._directory.path
+
+    @property
     def results(self) -> tuple[Evaluation, ...]:
         """The evaluations made so far."""
         return tuple(self._results)
@@ -155,6 +161,10 @@ class Evaluator(Owner):
                 module.eval()
         with torch.no_grad():
             found = self._evaluate(built)
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"evaluate returned {found!r}: expected numbers by name, such as {{'auc': 0.71}}."
+            )
         metrics = {name: float(value) for name, value in found.items()}
         result = Evaluation(
             saved.manifest.identity, saved.step, metrics, time.monotonic() - began, time.time()
@@ -191,6 +201,18 @@ class Evaluator(Owner):
         for name, value in result.metrics.items():
             writer.add_scalar(f"evaluation/{name}", value, result.step, walltime=result.time)
         writer.close()
+
+    def __reduce__(self) -> Any:
+        """Travel to another process without results."""
+        options = {
+            "max_evaluations": self._max_evaluations,
+            "poll_s": self._poll_s,
+            "timeout_s": self._timeout_s,
+            "tensorboard": self._tensorboard,
+            "allow_pickle": self._allow_pickle,
+        }
+        make = functools.partial(type(self), **options)  # type: ignore[arg-type]
+        return make, (self._directory.path.absolute(), self._build, self._evaluate)
 
     def __repr__(self) -> str:
         return f"<Evaluator of {self._directory.path}, {len(self._results)} evaluations>"

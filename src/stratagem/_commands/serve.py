@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stratagem import config
 
-__all__ = ["cluster_from", "serve"]
+if TYPE_CHECKING:
+    from stratagem._checkpoint.evaluator import Evaluator
+
+__all__ = ["cluster_from", "evaluator_from", "serve"]
 
 
 def serve(
@@ -18,21 +25,26 @@ def serve(
     cluster: str | None,
     checkpoint_directories: Sequence[str] = (),
     threads: int | None = None,
+    evaluator: str | None = None,
 ) -> int:
-    """Run the task until it is stopped (Ctrl-C, SIGTERM)."""
+    """Run the task until it is stopped (Ctrl-C, SIGTERM); an evaluator until its last checkpoint."""
     from stratagem import _faults
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec
     from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
     from stratagem._cluster.launch.task_server import Server
 
     resolver = TFConfigClusterResolver()
-    spec = ClusterSpec(cluster_from(cluster))
     job = job or resolver.task_type
     index = resolver.task_id if index is None else index
+    if job == "evaluator":
+        return _evaluate(evaluator, threads)
+    if evaluator is not None:
+        raise ValueError(f"--evaluator is for --job evaluator, not for {job!r}")
     if job not in ("worker", "ps"):
         raise ValueError(
-            f"unknown task: job={job!r}. Give --job worker or --job ps, or set TF_CONFIG's task."
+            f"unknown task: job={job!r}. Give --job worker, ps or evaluator, or set TF_CONFIG's task."
         )
+    spec = ClusterSpec(cluster_from(cluster))
     _faults.activate_from_environment(f"/job:{job}/task:{index}")
     with Server(
         spec,
@@ -46,6 +58,58 @@ def serve(
         sys.stdout.flush()
         server.join()
     return 0
+
+
+def _evaluate(named: str | None, threads: int | None) -> int:
+    """Run an evaluator; it needs no cluster and no address."""
+    import torch
+
+    from stratagem import _faults
+    from stratagem._cluster.launch.task_process import name_process
+
+    evaluator = evaluator_from(named)
+    _faults.activate_from_environment("/job:evaluator/task:0")
+    name_process("sg evaluator 0")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    sys.stdout.write(f"evaluating the checkpoints in {evaluator.directory}\n")
+    sys.stdout.flush()
+    for result in evaluator.run():
+        shown = ", ".join(f"{name}={value:g}" for name, value in result.metrics.items())
+        sys.stdout.write(f"step {result.step}: {shown}\n")
+    return 0
+
+
+def evaluator_from(text: str | None) -> Evaluator:
+    """Return the evaluator that ``--evaluator`` names: ``FILE.py:NAME`` or ``package.module:NAME``.
+
+    NAME is an `Evaluator`, or a function without arguments that returns one.
+    """
+    from stratagem._checkpoint.evaluator import Evaluator
+
+    place, _, name = (text or "").rpartition(":")
+    if not place or not name:
+        raise ValueError(
+            f"--evaluator {text!r}: expected FILE.py:NAME or module:NAME, where NAME is an sg.Evaluator or a "
+            "function that returns one"
+        )
+    sys.path.insert(0, str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd()))
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise FileNotFoundError(f"no file {place!r} (current folder: {Path.cwd()})")
+        names = runpy.run_path(place, run_name=Path(place).stem)
+    else:
+        names = vars(importlib.import_module(place))
+    if name not in names:
+        raise ValueError(f"{place} has no {name!r}")
+    found = names[name]
+    if not isinstance(found, Evaluator) and callable(found):
+        found = found()
+    if not isinstance(found, Evaluator):
+        raise TypeError(
+            f"{text} is {found!r}: expected an sg.Evaluator, or a function that returns one"
+        )
+    return found
 
 
 def cluster_from(text: str | None) -> dict[str, list[str]]:

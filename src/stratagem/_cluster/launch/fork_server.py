@@ -202,8 +202,9 @@ class _Server:
                 self._selector.unregister(descriptor)
                 os.close(descriptor)
             del self._children[pid]
-            how = describe_status(status)
-            self._report(TaskEvent(kind="exited", task=child.order.task, pid=pid, text=how))
+            how, code = describe_status(status), os.waitstatus_to_exitcode(status)
+            task = child.order.task
+            self._report(TaskEvent(kind="exited", task=task, pid=pid, text=how, code=code))
 
     def _kill_stopped(self) -> None:
         now = time.monotonic()

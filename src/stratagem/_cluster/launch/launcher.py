@@ -24,11 +24,17 @@ class TaskOrder:
     any_optimizer: bool = False  # of any module: the coordinator is a program of the same user
     checkpoint_directories: Sequence[str] = ()  # below which a parameter server may write
     stopped_limit_s: float = 0.0  # kill the task when it was stopped (SIGSTOP) so long; 0: never
+    evaluator: str = ""  # file of a packed `Evaluator`, for the job "evaluator"
 
     @property
     def task(self) -> str:
         """Name of the task, such as ``worker:0``."""
         return f"{self.job}:{self.index}"
+
+    @property
+    def ends(self) -> bool:
+        """Whether the task ends by itself, and is replaced only if a signal killed it."""
+        return self.job == "evaluator"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,7 @@ class TaskEvent:
     - ``started``: the process `pid` exists.
     - ``ready``: the task listens at `address`.
     - ``output``: it printed the line `text`.
-    - ``exited``: the process is gone; `text` says how it ended.
+    - ``exited``: the process is gone; `text` says how it ended, `code` is its exit code (negative: the signal).
     - ``lost``: the launcher itself failed, and every task with it; `task` is empty.
     """
 
@@ -47,6 +53,7 @@ class TaskEvent:
     pid: int = 0
     address: str = ""
     text: str = ""
+    code: int | None = None
 
 
 EventHandler = Callable[[TaskEvent], None]

@@ -19,7 +19,7 @@ from stratagem import metrics
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.launch.launcher import EventHandler, Launcher, TaskEvent, TaskOrder
 from stratagem._owner import Owner
-from stratagem.errors import StartupError
+from stratagem.errors import ClusterError, StartupError
 
 _log = logging.getLogger("stratagem.cluster")
 
@@ -143,6 +143,22 @@ class TaskSupervisor(Owner):
                 raise StartupError(f"{task} was not replaced within {timeout_s:g} s: {state!r}.")
             return state.pid
 
+    def wait_ended(self, task: str, timeout_s: float) -> bool:
+        """Wait until a task has ended for good; return False after the limit.
+
+        Raises:
+            ClusterError: it failed; its last lines of output are in the text.
+        """
+        state = self._state(task)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: state.ended and state.code is not None and state.code >= 0, timeout_s
+            ):
+                return False
+            if state.code:
+                raise ClusterError(f"{state!r}{state.last_lines()}")
+            return True
+
     @override
     def close(self) -> None:
         """Stop every task. May be called again."""
@@ -189,6 +205,7 @@ class TaskSupervisor(Owner):
                 state = self._states.pop(event.task)
                 state.ready, state.ended = False, event.text
             elif event.kind == "exited":
+                self._states[event.task].code = event.code
                 again = self._locked_exited(self._states[event.task], event.text)
             else:
                 state = self._states[event.task]
@@ -210,11 +227,15 @@ class TaskSupervisor(Owner):
         was_ready, state.ready, state.ended = state.ready, False, how
         if self._closed:
             return None
+        if state.order.ends and state.code == 0:
+            return None
         metrics.event("task_ended", task=state.order.task, how=how)
         _log.warning("%r%s", state, state.last_lines())
         # A task that was never ready would fail again: its address may be taken, or its imports broken.
         # Replace only a task that was ready, or one whose old address may become free.
         if state.order.job not in self._restart or not (was_ready or state.retries > 0):
+            return None
+        if state.order.ends and not (state.code is not None and state.code < 0):
             return None
         state.retries = RETRIES if was_ready else state.retries - 1
         return replace(state.order, address=state.address)
@@ -235,6 +256,7 @@ class _TaskState:
         self.pid = 0
         self.ready = False
         self.ended = ""
+        self.code: int | None = None  # exit code, when it has ended
         self.removed = False  # not listed, not replaced; its process may be ending
         self.incarnation = 0
         self.retries = 0

@@ -1,4 +1,4 @@
-"""Make and run the task that a job name stands for: a parameter server or a worker.
+"""Make and run the task that a job name stands for: a parameter server, a worker or an evaluator.
 
 Used by `Server` and by every launcher, so that all of them run the same code.
 """
@@ -12,6 +12,7 @@ import torch
 
 from stratagem import _faults, config
 from stratagem._checkpoint.server_files import access_to
+from stratagem._cluster.launch.evaluator_task import EvaluatorTask
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.launch.task_process import name_process
 from stratagem._cluster.worker.worker import Worker
@@ -54,13 +55,15 @@ def make_task(
     any_optimizer: bool = False,
     checkpoint_directories: Sequence[str] = (),
     tls: TlsFiles | None = None,
+    evaluator: str = "",
 ) -> Task:
     """Make a task that listens on `address`; with `any_optimizer` a server imports any module for one.
 
-    A parameter server writes and reads checkpoints only below `checkpoint_directories`.
+    A parameter server writes and reads checkpoints only below `checkpoint_directories`. An evaluator does not
+    listen; it is read from the file `evaluator`.
 
     Raises:
-        ValueError: a job that is neither ``worker`` nor ``ps``.
+        ValueError: a job that is no task of a server.
         PermissionError: other machines can reach the address, and no key is set.
     """
     if job == "worker":
@@ -73,9 +76,11 @@ def make_task(
         )
         proof = _task_key(key, address, tls)
         return ParameterServer(address, task=f"/job:ps/task:{index}", key=proof, options=options)
+    if job == "evaluator" and evaluator:
+        return EvaluatorTask(evaluator)
     raise ValueError(
         f"job {job!r} needs no server: expected 'worker' or 'ps'. The chief runs your program, an "
-        f"evaluator reads checkpoints."
+        f"evaluator runs sg.Evaluator(...).run()."
     )
 
 
@@ -93,6 +98,7 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
         key=order.key or None,
         any_optimizer=order.any_optimizer,
         checkpoint_directories=order.checkpoint_directories,
+        evaluator=order.evaluator,
     ) as task:
         ready(task.address)
         task.serve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from typing import Final, final
 
 from typing_extensions import override
@@ -40,6 +41,7 @@ class ThreadLauncher(Owner):
             forward_output=False,
             any_optimizer=order.any_optimizer,
             checkpoint_directories=order.checkpoint_directories,
+            evaluator=order.evaluator,
         )
         thread = threading.Thread(
             target=self._serve,
@@ -56,13 +58,20 @@ class ThreadLauncher(Owner):
         )
 
     def _serve(self, order: TaskOrder, task: Task) -> None:
-        task.serve()
+        text, code = "retired", 0
+        try:
+            task.serve()
+        except Exception:  # noqa: BLE001 - reported as the output of a process is
+            for line in traceback.format_exc().splitlines():
+                self._on_event(TaskEvent(kind="output", task=order.task, text=line))
+            text, code = "failed", 1
         with self._lock:
             if task not in self._tasks:
                 return  # the launcher closes it
             del self._tasks[task]
         task.close()
-        self._on_event(TaskEvent(kind="exited", task=order.task, pid=os.getpid(), text="retired"))
+        pid = os.getpid()
+        self._on_event(TaskEvent(kind="exited", task=order.task, pid=pid, text=text, code=code))
 
     def stop(self, task: str, signal_number: int) -> None:
         """Refuse: a thread cannot be killed.

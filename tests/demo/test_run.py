@@ -13,7 +13,7 @@ from stratagem._demo.run import DemoOptions, run_demo
 pytestmark = pytest.mark.process
 
 
-def test_the_demonstration_trains_loses_a_worker_and_leaves_files(tmp_path, capsys):
+def test_the_demonstration_trains_loses_a_worker_and_a_server_and_leaves_files(tmp_path, capsys):
     """Everything README promises of `make demo`, in a few seconds and plain lines."""
     options = DemoOptions(seconds=8, output=str(tmp_path), plain=True, vocabulary=(2000, 500, 100))
     assert run_demo(options) == 0
@@ -21,6 +21,8 @@ def test_the_demonstration_trains_loses_a_worker_and_leaves_files(tmp_path, caps
     for wanted in (
         "worker 0 killed",
         "worker 0 restarted",
+        "parameter server 0 killed",
+        "parameter server 0 restarted and restored from step",
         "best possible",
         "a process without Stratagem loaded it",
         "all processes have ended",

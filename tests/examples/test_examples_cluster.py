@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import parameter_server, surviving_worker_loss
+from examples import parameter_server, surviving_anything, surviving_worker_loss
 
 pytestmark = pytest.mark.process
 
@@ -40,6 +40,18 @@ def test_killed_workers_change_no_sum():
     total, kills = surviving_worker_loss.main(additions=1500)
     assert total == 1500
     assert kills >= 0
+
+
+def test_a_run_survives_the_loss_of_every_role(capfd):
+    """A worker, a server and the coordinator are killed in turn; the model reaches its target."""
+    loss, killed = surviving_anything.main(steps=600)
+    assert killed == ["worker 0", "parameter server 0", "coordinator"]
+    assert loss < surviving_anything.TARGET
+    out, log = capfd.readouterr()
+    starts = [int(found) for found in re.findall(r"begins at step (\d+)", out)]
+    assert len(starts) == 2
+    assert 0 == starts[0] < starts[1]
+    assert "/job:ps/task:0 was lost and restored from step" in log
 
 
 def free_ports(count):

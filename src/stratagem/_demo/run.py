@@ -1,7 +1,7 @@
-"""Demonstration: a minute of training on this machine, and a killed worker.
+"""Demonstration: a minute of training on this machine, a killed worker and a killed parameter server.
 
-Steps: start a local cluster, train the click model asynchronously, kill a worker half way and watch it
-come back, compare the AUC with the best possible one, write the model as a plain PyTorch file, load that
+Steps: start a local cluster, train the click model asynchronously, kill a worker and watch it come back, kill a
+parameter server and watch its variables return from a checkpoint, compare the AUC with the best possible one, write the model as a plain PyTorch file, load that
 file in a process that cannot import Stratagem, draw the curves. Ctrl-C ends the training early; the files
 are written all the same.
 """
@@ -9,6 +9,7 @@ are written all the same.
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ import torch
 from torch import nn
 
 from stratagem import config, metrics
+from stratagem._checkpoint.checkpoint import Checkpoint
+from stratagem._checkpoint.manager import CheckpointManager
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.coordinator.remote_values import RemoteValue, RemoteValueStatus
 from stratagem._cluster.launch.local_cluster import LocalCluster
@@ -51,6 +54,8 @@ ROWS_EVALUATED = 5_000
 STEPS_AHEAD = 40
 LOOK_EVERY_S = 0.1
 EVALUATE_EVERY_S = 2.0
+# A lost server loses at most this much training; a save takes about a second.
+SAVE_EVERY_S = 8.0
 INTERRUPTED = 130
 
 
@@ -101,7 +106,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 class _Training:
-    """One run: model, data, live view, and the worker that is killed halfway."""
+    """One run: model, data, live view, and the tasks that are killed."""
 
     def __init__(
         self,
@@ -126,6 +131,7 @@ class _Training:
         with coordinator.strategy.scope():
             self._model = WideAndDeep(**self._sizes)
             optimizer = torch.optim.Adagrad(self._model.parameters(), lr=LEARNING_RATE)
+        self._checkpoint = Checkpoint(model=self._model, optimizer=optimizer)
         # Counted once: asking a model for its parameters fetches their values from the servers.
         self._size = sum(parameter.numel() for parameter in self._model.parameters())
         self._step = _make_step(self._model, optimizer)
@@ -134,7 +140,11 @@ class _Training:
         self._progress = Progress(started_at=time.monotonic())
         self._steps: list[RemoteValue] = []
         self._evaluations: list[RemoteValue] = []
-        self._killed = self._came_back = False
+        self._kills = [
+            (1 / 3, "worker 0", cluster.kill_worker, self._worker_is_back),
+            (2 / 3, "parameter server 0", cluster.kill_ps, self._server_is_back),
+        ]
+        self._awaited: Callable[[], str] | None = None
 
     def train(self) -> Progress:
         """Train for about ``options.seconds``, or until Ctrl-C."""
@@ -149,15 +159,27 @@ class _Training:
         for _ in range(10 * self._options.workers):  # the first steps also set up the workers
             self._coordinator.schedule(self._step, args=(iterators,))
         self._coordinator.join(timeout_s=300)
+        with (
+            tempfile.TemporaryDirectory(prefix="stratagem-demo-") as folder,
+            CheckpointManager(
+                self._checkpoint, folder, max_to_keep=1, every_s=SAVE_EVERY_S
+            ) as manager,
+        ):
+            self._view.say("saving a first checkpoint …")
+            manager.save(0, wait=True)
+            return self._train(iterators, manager)
+
+    def _train(self, iterators: Any, manager: CheckpointManager) -> Progress:
         progress = self._progress = Progress(started_at=time.monotonic())
         with self._watch() as monitor, self._view:
             try:
-                while progress.elapsed_s < self._options.seconds:
+                while progress.elapsed_s < self._options.seconds or self._awaited is not None:
                     while len(self._steps) < STEPS_AHEAD:
                         value = self._coordinator.schedule(self._step, args=(iterators,))
                         self._steps.append(value)
                     self._evaluate_now_and_then()
-                    self._kill_half_way()
+                    self._kill_now_and_then()
+                    manager.step(len(progress.losses))
                     self._view.show(self._picture(monitor.view))
                     time.sleep(LOOK_EVERY_S)
                     self._collect()
@@ -199,19 +221,32 @@ class _Training:
         if not self._evaluations and self._progress.elapsed_s > last + EVALUATE_EVERY_S:
             self._evaluations.append(self._coordinator.schedule(self._evaluate))
 
-    def _kill_half_way(self) -> None:
-        if not self._killed and self._progress.elapsed_s > self._options.seconds / 2:
-            self._killed = True
-            self._cluster.kill_worker(0)
-            self._mark("worker 0 killed (SIGKILL)")
-        elif self._killed and not self._came_back and self._has_restarted(0):
-            self._came_back = True
-            self._mark("worker 0 restarted and training again")
+    def _kill_now_and_then(self) -> None:
+        """Kill the next task when its time has come; say when the one before is back."""
+        if self._awaited is not None:
+            back = self._awaited()
+            if back:
+                self._awaited = None
+                self._mark(back)
+        elif self._kills and self._progress.elapsed_s > self._kills[0][0] * self._options.seconds:
+            _, task, kill, self._awaited = self._kills.pop(0)
+            kill(0)
+            self._mark(f"{task} killed (SIGKILL)")
 
-    def _has_restarted(self, index: int) -> bool:
-        """Return whether a worker was lost and is connected again."""
-        status = self._coordinator.workers[index]
-        return status.connected and status.incarnation > 1
+    def _worker_is_back(self) -> str:
+        status = self._coordinator.workers[0]
+        is_back = status.connected and status.incarnation > 1
+        return "worker 0 restarted and training again" if is_back else ""
+
+    def _server_is_back(self) -> str:
+        if not self._coordinator.recoveries:
+            return ""
+        found = self._coordinator.recoveries[0]
+        lost = sum(found.updates.values())
+        return (
+            f"parameter server 0 restarted and restored from step {found.step} in {found.seconds:.1f} s; "
+            f"lost: {found.lost_s:.1f} s of its variables ({lost} updates)"
+        )
 
     def _mark(self, what: str) -> None:
         """Record an event, for the picture and for the curves."""

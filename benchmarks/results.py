@@ -139,6 +139,11 @@ class Line:
         target: Target | None = self.row.target
         if target is None:
             return "none"
+        if target.against == "value":
+            mine = None if self.ours is None else self.ours.median
+            if mine is None:
+                return "missing"
+            return "reached" if mine <= target.factor else "missed"
         value = self.ratio if target.against == "peer" else self.fraction
         if value is None:
             return "missing"

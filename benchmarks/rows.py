@@ -25,12 +25,14 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of a row: a multiple of the fastest peer, or a fraction of the limit."""
+    """Target of a row: a multiple of the fastest peer, a fraction of the limit, or a largest value of ours."""
 
-    against: Literal["peer", "limit"]
+    against: Literal["peer", "limit", "value"]
     factor: float
 
     def __str__(self) -> str:
+        if self.against == "value":
+            return f"≤ {self.factor:g}"
         return f"≥ {self.factor:g} × {'TF' if self.against == 'peer' else 'limit'}"
 
 
@@ -71,6 +73,7 @@ PEER = Side(kind="peer", label="TensorFlow")
 LIMIT = Side(kind="limit", label="limit")
 PYARROW = Side(kind="limit", label="plain pyarrow")
 BOUND = Side(kind="bound", label="bound", size={"form": "every core"})
+START = Side(kind="limit", label="start of Python with torch")
 COPY = Side(kind="bound", label="memcpy", size={"form": "copy"})
 TRACED = Side(kind="peer", label="TF, tf.function", size={"form": "tf.function"})
 EAGER = Side(kind="peer", label="TF, eager", size={"form": "eager"})
@@ -220,6 +223,81 @@ TABLE = (
         points=(_point(_CHECKPOINT, place="/dev/shm"),),
         target=Target(against="limit", factor=0.5),
         checked=False,
+    ),
+    Row(
+        name="save_gap",
+        title="longest gap between two steps during a save of 1 GB on 2 servers",
+        unit="ms",
+        better="less",
+        sides=(OURS,),
+        points=(_point(_CLUSTER, _CHECKPOINT, place="/dev/shm", figure="gap_ms"),),
+        target=Target(against="value", factor=20),
+        checked=False,
+        repetitions=3,
+    ),
+    Row(
+        name="save_slowdown",
+        title="steps lost during such a save",
+        unit="%",
+        better="less",
+        sides=(OURS,),
+        points=(_point(_CLUSTER, _CHECKPOINT, place="/dev/shm", figure="slowdown_percent"),),
+        target=Target(against="value", factor=15),
+        checked=False,
+        repetitions=3,
+    ),
+    Row(
+        name="save_memory",
+        title="additional memory of the servers during such a save",
+        unit="%",
+        better="less",
+        sides=(OURS,),
+        points=(_point(_CLUSTER, _CHECKPOINT, place="/dev/shm", figure="memory_percent"),),
+        target=Target(against="value", factor=10),
+        checked=False,
+        repetitions=3,
+    ),
+    Row(
+        name="delta",
+        title="delta after 60 s of training on Zipf ids, as a part of a full save",
+        unit="× full",
+        better="less",
+        sides=(OURS,),
+        points=(_point(_CLUSTER, _CHECKPOINT, place="/dev/shm", delta_s=60),),
+        target=Target(against="value", factor=0.3),
+        checked=False,
+        repetitions=1,
+    ),
+    Row(
+        name="restore_servers",
+        title="restore 1 GB, saved on 2 servers, on 3 servers",
+        unit="GB/s",
+        sides=(OURS, LIMIT),
+        points=(_point(_CLUSTER, _CHECKPOINT, place="/dev/shm"),),
+        target=Target(against="limit", factor=0.5),
+        checked=False,
+        repetitions=3,
+    ),
+    Row(
+        name="server_recovery",
+        title="from a killed server (100 MB) to the next step, from a checkpoint",
+        unit="s",
+        better="less",
+        sides=(OURS,),
+        points=(_point(_CLUSTER, _CHECKPOINT, rows=800_000, place="/dev/shm"),),
+        target=Target(against="value", factor=3),
+        checked=False,
+        repetitions=3,
+    ),
+    Row(
+        name="coordinator_recovery",
+        title="from a killed coordinator to the next step of its successor",
+        unit="s",
+        better="less",
+        sides=(OURS, START),
+        points=(_point(_CLUSTER, place="/dev/shm"),),
+        checked=False,
+        repetitions=3,
     ),
     Row(
         name="input",
@@ -412,6 +490,7 @@ _TINY: dict[str, Any] = {
     "parts": 2,
     "test_rows": 64,
     "tiny": True,
+    "delta_s": 0.2,
 }
 
 

@@ -5,7 +5,9 @@ Run by the harness: ``python -m benchmarks.limits.side``.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from typing import Any
 
 import torch
@@ -138,6 +140,19 @@ class Adding(Traffic):
         super().__init__(size, Tensor.add_)
 
 
+class PythonStart(Work):
+    """Start Python and import torch."""
+
+    def steps(self, count: int) -> None:
+        raise NotImplementedError("the start is measured by sample()")
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        taken = time.perf_counter() - begin
+        return {"value": taken, "seconds": taken}
+
+
 def bound(row: str, size: dict[str, Any]) -> Work:
     """Return the bound of a row: all cores, no communication."""
     if row == "mlp":
@@ -175,7 +190,9 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return bytes_on_disk.Copy(size) if size.get("form") == "copy" else bytes_on_disk.Write(size)
     if row == "save_disk":
         return bytes_on_disk.Write(size)
-    if row == "restore":
+    if row == "coordinator_recovery":
+        return PythonStart()
+    if row in {"restore", "restore_servers"}:
         return bytes_on_disk.Read(size)
     if row == "read":
         return Traffic(size, Tensor.copy_)

@@ -294,9 +294,7 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
             "  stratagem server --job evaluator --evaluator my_evaluation.py:make_evaluator"
         ),
     )
-    parser.add_argument(
-        "--job", choices=("worker", "ps", "evaluator"), help="default: TF_CONFIG's task type"
-    )
+    parser.add_argument("--job", choices=("worker", "ps", "evaluator"), help="default: TF_CONFIG's")
     parser.add_argument("--index", type=int, help="default: TF_CONFIG's task index")
     parser.add_argument(
         "--cluster", help="JSON object of jobs and addresses; default: TF_CONFIG's cluster"
@@ -313,11 +311,7 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
         type=positive,
         help="threads of torch (default: the cores divided by the cluster's tasks on this host)",
     )
-    parser.add_argument(
-        "--evaluator",
-        metavar="FILE.py:NAME",
-        help="for --job evaluator: an sg.Evaluator, or a function that returns one; also module:NAME",
-    )
+    parser.add_argument("--evaluator", metavar="FILE.py:NAME", help="the evaluator, or its maker")
 
 
 def _server(options: argparse.Namespace) -> int:

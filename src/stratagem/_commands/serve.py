@@ -40,11 +40,11 @@ def serve(
         return _evaluate(evaluator, threads)
     if evaluator is not None:
         raise ValueError(f"--evaluator is for --job evaluator, not for {job!r}")
+    spec = ClusterSpec(cluster_from(cluster))
     if job not in ("worker", "ps"):
         raise ValueError(
             f"unknown task: job={job!r}. Give --job worker, ps or evaluator, or set TF_CONFIG's task."
         )
-    spec = ClusterSpec(cluster_from(cluster))
     _faults.activate_from_environment(f"/job:{job}/task:{index}")
     with Server(
         spec,

@@ -408,11 +408,7 @@ class PsClient(Owner):
         self._control.await_answers(options, of=present)
 
     def await_each_server(self) -> None:
-        """Ping every server on the connection for data; wait while one is restored.
-
-        Raises:
-            ParameterServerLost: a server was lost and is not restored.
-        """
+        """Ping every server on the connection for data; wait while one is restored."""
         for server in range(len(self._connections)):
             self._ask(server, messages.Ping())
 

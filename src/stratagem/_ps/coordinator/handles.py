@@ -429,7 +429,7 @@ class ObjectHandles:
             backups.release(self._variables)
             for process in backups.repair(self._variables):
                 if self.job is not None:
-                    self.job.server_restored(process)
+                    self.job.server_restored(process, is_older=False)
 
     def restore_server(
         self, server: int, *, stopped: Callable[[], bool], why: str = ""

@@ -94,7 +94,7 @@ def listener(address: str) -> int:
             ]
         except OSError:
             continue
-        if f"socket:[{inode}]" in links and Path(f"/proc/{entry}/comm").read_text()[:5] == "sg ps":
+        if f"socket:[{inode}]" in links:
             return int(entry)
     raise AssertionError(f"no process listens at {address}")
 

@@ -26,10 +26,11 @@ QUICK = {
 _STORE_BYTES = 100 << 20  # of each node's object store
 
 
-# No report to Ray's makers. With "0", processes without GPUs keep the devices that they see, the coming default.
+# No report to Ray's makers, and no token in the home directory. With "0", processes without GPUs keep the devices that they see, the coming default.
 _SET = {
     "RAY_TMPDIR": "",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")  # and left so after its shutdown
@@ -74,6 +75,7 @@ def ray_nodes(cpus: int = 4) -> Iterator[RayNodes]:
                 "include_dashboard": False,
                 "object_store_memory": _STORE_BYTES,
                 "resources": {"head": 100},
+                "memory": 64 << 30,  # a number that Ray counts with; no process needs it
                 "_system_config": QUICK,
             },
         )

@@ -59,11 +59,8 @@ class Closure:
 
     @property
     def part(self) -> tuple[int, ...] | None:
-        """The part of a shared dataset that the function reads; None if it reads none."""
-        if not self.leases:
-            return None
-        held = self.leases[0]
-        return held.dataset._resource, held.lease.epoch, held.lease.part
+        """The part of a shared dataset that the function reads; None if it reads none, or any worker may."""
+        return self.leases[0].part if self.leases else None
 
     @property
     def datasets(self) -> tuple[SharedDataset, ...]:

@@ -100,6 +100,13 @@ class HeldLease(NamedTuple):
     lease: Lease
 
     @property
+    def part(self) -> tuple[int, ...] | None:
+        """What a worker has to open; None for a dataset in one part, which all workers open."""
+        if len(self.dataset._dataset.parts) == 1:
+            return None
+        return self.dataset._resource, self.lease.epoch, self.lease.part
+
+    @property
     def message(self) -> LeasedElements:
         """The lease as it is sent to a worker."""
         order, (_, epoch, part, first, count) = self.dataset._ledger.order, self.lease
@@ -326,6 +333,8 @@ def prepared(datasets: Sequence[SharedDataset]) -> AbstractContextManager[object
     """Let this thread lease elements of these datasets."""
     if not datasets:
         return _NOTHING
+    if len(datasets) == 1:
+        return datasets[0]._prepared()
     stack = ExitStack()
     for dataset in sorted(datasets, key=lambda one: one._resource):  # one order for all threads
         stack.enter_context(dataset._prepared())

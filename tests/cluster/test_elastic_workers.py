@@ -113,10 +113,12 @@ def test_threads_join_and_leave() -> None:
     with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy, sg.ClusterCoordinator(strategy, options=QUICK) as coordinator:
-            view = strategy.cluster_resolver.cluster_spec()
-            assert view.num_tasks("worker") == 1
+            assert strategy.cluster_resolver.cluster_spec().num_tasks("worker") == 1
+            view = coordinator.workers
+            assert (len(view), view[0].index, view[:1][0].index) == (1, 0, 0)
             assert [cluster.add_worker(), cluster.add_worker()] == [1, 2]
             wait_until(lambda: connected(coordinator) == [0, 1, 2])
+            assert len(view) == 3, "a view that was kept does not show workers that joined"
             with pytest.raises(MisuseError, match="drain=True"):
                 cluster.remove_worker(1, drain=False)
             assert cluster.remove_worker(1) == 1

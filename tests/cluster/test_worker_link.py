@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class Events:
         self.name = "me"
         self.seen: list[tuple[str, Any]] = []
         self.incarnation = 0
+        self.hold = SimpleNamespace(job=None)
 
     def new_incarnation(self, link: WorkerLink) -> int:
         self.incarnation += 1

@@ -33,7 +33,7 @@ from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset, prepared
 from stratagem._cluster.coordinator.shared_ray_data import as_iterable, share_ray_data
 from stratagem._cluster.coordinator.startup import await_workers, make_engine
-from stratagem._cluster.coordinator.worker_status import WorkerStatus
+from stratagem._cluster.coordinator.worker_status import WorkerStatus, WorkersView
 from stratagem._owner import Owner
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._strategies.async_functions import refuse_async
@@ -169,25 +169,22 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         return list(self._engine.recoveries.done)
 
     @property
-    def workers(self) -> list[WorkerStatus]:
-        """Present state of every worker, in the order in which they joined.
+    def workers(self) -> WorkersView:
+        """Present state of every worker, in the order in which they joined: a live view.
 
         Workers that appear in the resolver join within ``membership_s``; workers that disappear from it leave
         when they have finished what they run.
         """
-        with self._engine.lock:
-            return [
-                WorkerStatus(
-                    index=link.task_index,
-                    task=link.task,
-                    connected=self._engine.queue.is_up(number),
-                    incarnation=self._engine.hold.sessions(link.incarnation),
-                    address=link.address,
-                    draining=self._engine.queue.is_draining(number),
-                    last_error=link.last_error,
-                )
-                for number, link in self._engine.links.items()
-            ]
+        engine = self._engine
+
+        def states() -> list[WorkerStatus]:
+            with engine.lock:
+                return [
+                    link.status(up=engine.queue.is_up(n), draining=engine.queue.is_draining(n))
+                    for n, link in engine.links.items()
+                ]
+
+        return WorkersView(states)
 
     @property
     def worker_metrics(self) -> metrics.Snapshot:

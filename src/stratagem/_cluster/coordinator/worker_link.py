@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem._cluster.coordinator.packer import Encoded
+from stratagem._cluster.coordinator.worker_status import WorkerStatus
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._snapshots import Snapshot
 from stratagem._wire import messages
@@ -346,6 +347,18 @@ class WorkerLink:
             _log.exception("%s: handling its messages failed", self.task)
             return error
         return self._end_reason or WireError("closed")
+
+    def status(self, *, up: bool, draining: bool) -> WorkerStatus:
+        """Return the worker's state for the user. `up`, `draining`: as the queue has it."""
+        return WorkerStatus(
+            index=self.task_index,
+            task=self.task,
+            connected=up,
+            incarnation=self._events.hold.sessions(self.incarnation),
+            address=self.address,
+            draining=draining,
+            last_error=self.last_error,
+        )
 
     @override
     def __repr__(self) -> str:

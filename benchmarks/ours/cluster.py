@@ -35,7 +35,9 @@ class ClusterWork(Work):
         )
         try:
             self.strategy = sg.ParameterServerStrategy(
-                self.cluster.resolver, variable_partitioner=self.partitioner()
+                self.cluster.resolver,
+                variable_partitioner=self.partitioner(),
+                backups=size.get("backups", 0),
             )
             self.coordinator = sg.ClusterCoordinator(self.strategy)
             self.step, self.arguments = self.build()
@@ -266,3 +268,36 @@ class Recovery(ClusterWork):
                 taken = time.perf_counter() - begin
                 return {"value": taken, "seconds": taken}
         raise TimeoutError(f"worker 0 did no step within {self.limit_s} s after it was killed")
+
+
+class Failover(ClusterWork):
+    """Kill a parameter server that has a backup, and wait for the next step, which writes to all servers."""
+
+    def partitioner(self) -> Any:
+        return sg.partitioners.FixedShardsPartitioner(self.size["servers"])
+
+    def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        elements = int(self.size["megabytes"] * (1 << 20)) // 4
+        with self.strategy.scope():
+            table = torch.nn.Embedding(elements // 16, 16)
+            optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        ids = torch.arange(0, elements // 16, max(1, elements // 16 // 1000))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            table(ids).sum().backward()
+            optimizer.step()
+
+        return step, ()
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        self.steps(20)
+        views, backups = self.strategy._cluster_views(), self.strategy._variables.backups
+        assert backups is not None
+        while views.servers_without_backup():  # after the sample before
+            time.sleep(0.05)
+        self.cluster.kill_ps(backups.holders.holders[0])
+        begin = time.perf_counter()
+        self.steps(1)
+        taken = time.perf_counter() - begin
+        return {"value": taken, "seconds": taken}

@@ -74,6 +74,11 @@ class RemoteVariable:
         return device_name(self._connections.tasks[self.places[0].server])
 
     @property
+    def is_released(self) -> bool:
+        """Whether the session has ended."""
+        return self._is_released
+
+    @property
     def client(self) -> PsClient:
         """The connections to the servers."""
         return self._connections

@@ -117,6 +117,11 @@ class DeferredTable:
         return self._local
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the servers have freed the rows."""
+        return self._remote is not None and self._remote.is_released
+
+    @property
     def keys(self) -> RemoteKeys:
         """Of a dynamic table: the rows of its keys. Creates the table on the servers first."""
         source = self._there()
@@ -194,6 +199,31 @@ class DeferredParameter(TableParameter):
         if special is not NotImplemented:
             return special
         return super().__torch_function__(func, types, args, kwargs)
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        source = cast("DeferredTable", self.source)
+        kind = (
+            "is a dynamic table"
+            if source.keyed is not None
+            else "is too large to be held in one piece"
+        )
+        text = (
+            f"table {source.name!r} {tuple(source.shape)} {kind}, so torch.save, pickle and copy.deepcopy cannot "
+            "write it: its rows are on parameter servers only. "
+        )
+        if source.is_gone:
+            raise TypeError(
+                text
+                + "The servers freed them when the strategy was closed. Save the model before that, with "
+                "sg.Checkpoint(model=model).save(path)."
+            )
+        more = ", and table.export() returns its ids and rows" if source.keyed is not None else ""
+        raise TypeError(
+            text
+            + "Save the model with sg.Checkpoint(model=model).save(path) while the strategy is open: servers "
+            f"write their own rows, and plain PyTorch reads the files{more}."
+        )
 
     @override
     def register_hook(self, hook: Any) -> Any:

@@ -308,4 +308,4 @@ def test_a_task_names_its_process_and_uses_its_share_of_the_cores(
         timeout=120,
         check=True,
     ).stdout
-    assert printed.split() == ["sg", "worker", "3", expected]
+    assert printed.split() == ["sg-worker-3", expected]

@@ -16,9 +16,9 @@ from stratagem._keras.model_strategies import strategy_of
 X, Y = rows()
 
 
-# Under one device Keras' own steps run, so that this part of the matrix is left to the long tests.
+# The whole matrix is left to the long tests: the strategies differ in their devices only.
 ALL = [
-    pytest.param(name, marks=pytest.mark.soak) if name == "one device" else name
+    name if name == "mirrored" else pytest.param(name, marks=pytest.mark.soak)
     for name in STRATEGIES
 ]
 
@@ -87,7 +87,10 @@ def test_every_input_gives_the_numbers_of_plain_keras(strategy: sg.Strategy, kin
     compare(lambda: dense(weighted_metrics=["accuracy"]), INPUTS[kind], strategy, kind)
 
 
-def test_a_dataset_of_ours_is_read_once_per_epoch(strategy: sg.Strategy) -> None:
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_dataset_of_ours_is_read_once_per_epoch(kind: str) -> None:
+    strategy = STRATEGIES[kind]()
+
     def use(model: Any) -> Any:
         if strategy_of(model) is None:
             return fit(model, loader(), None, shuffle=False, validation_data=loader())

@@ -422,8 +422,8 @@ def _refuse_writing(args: Sequence[Any], name: str) -> None:
     if args and isinstance(args[0], TableParameter):
         raise ForeignParameterError(
             f"{name} would write into a copy of table {args[0].source.name!r}, whose rows are on "
-            "parameter servers. Change it by optimizer.step(), by a sg.Variable's assign and "
-            "scatter methods, or on the coordinator."
+            "parameter servers. Change it by optimizer.step() (torch.optim.SGD for an update by hand), "
+            "by a sg.Variable's assign and scatter methods, or on the coordinator."
         )
 
 

@@ -205,7 +205,9 @@ class WorkerVariables:
                 "is not sent back. Let step() of an optimizer made inside `with strategy.scope():` "
                 "update it (not of one made in the function), use a sg.Variable's assign methods, "
                 "freeze it (requires_grad=False) if functions are to write it, or write it on the "
-                "coordinator."
+                "coordinator. An update by hand, parameter.add_(parameter.grad, alpha=-lr), is\n"
+                "    with strategy.scope(): optimizer = torch.optim.SGD(model.parameters(), lr=lr)\n"
+                "and optimizer.step() in the function."
             )
         if unknown is not None and succeeded:
             raise ValueError(unknown)

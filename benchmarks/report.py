@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 from rich.console import Console
@@ -13,8 +14,19 @@ from benchmarks.rows import Row
 
 BEGIN = "<!-- bench:begin -->"
 END = "<!-- bench:end -->"
-_HEAD = ("work", "TF 2.21", "limit", "bound", "Stratagem", "× TF", "of limit", "target")
-_VERDICTS = {"reached": "✓", "missed": "missed", "missing": "not measured", "none": ""}
+_HEAD = (
+    "work",
+    "TF 2.21",
+    "limit",
+    "bound",
+    "bare program",
+    "Stratagem",
+    "× TF",
+    "of limit",
+    "of bare",
+    "target",
+)
+_VERDICTS = {"reached": "✓", "missed": "missed", "missing": "not measured"}
 
 
 def number(value: float) -> str:
@@ -43,19 +55,19 @@ def cells(line: Line) -> tuple[str, ...]:
         cell(peer) + (f" {peer.label.removeprefix('TF, ')}" if len(line.peers) > 1 else "")
         for peer in line.peers
     ]
-    target = ""
-    if line.row.target is not None:
-        target = f"{line.row.target} {_VERDICTS[line.verdict]}".strip()
+    targets = [f"{one} {_VERDICTS[line.verdict(one)]}" for one in line.row.targets]
     return (
         title,
         ", ".join(peers) or "–",
         cell(line.limit),
         cell(line.bound)
         + ("" if line.highest_ratio is None else f" = {line.highest_ratio:.1f} × TF"),
+        cell(line.bare),
         cell(line.ours),
         "–" if line.ratio is None else f"{line.ratio:.1f}",
         "–" if line.fraction is None else f"{line.fraction:.2f}",
-        target,
+        "–" if line.of_bare is None else f"{line.of_bare:.2f}",
+        ", ".join(targets),
     )
 
 
@@ -82,15 +94,16 @@ def show(console: Console, rows: tuple[Row, ...], results: Results) -> None:
 
 
 def _show_processor(console: Console, results: Results) -> None:
-    table = Table(title="Processor seconds per 1,000 steps")
-    for name in ("row", "side", "processes"):
+    table = Table(title="Processor seconds per 1,000 steps, and bytes sent over TCP per step")
+    for name in ("row", "side", "processes", "bytes"):
         table.add_column(name)
     for measurement in results.measurements:
         used = measurement.processor_per_1000()
         if len(used) > 1:
             words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in used.items())
             where = f"{measurement.row} {measurement.point}".strip()
-            table.add_row(where, measurement.label, words)
+            sent = f"{statistics.median(measurement.wire):,.0f}" if measurement.wire else "–"
+            table.add_row(where, measurement.label, words, sent)
     if table.row_count:
         console.print(table)
 
@@ -104,7 +117,8 @@ def markdown(rows: tuple[Row, ...], results: Results) -> str:
     text.append(
         f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}) in one run of `make bench`. "
         "The systems in each row take turns. Figures: median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and "
-        "`add_`. *Bound*: the bare work on all cores at once, without communication. *Missing*: not measured."
+        "`add_`. *Bound*: the bare work on all cores at once, without communication. *Bare program*: the same processes or threads with plain "
+        "sockets, shared memory or barriers, and nothing else. *Missing*: not measured."
     )
     return "\n".join(text)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from benchmarks.rows import Row, Target
 
-Kind = Literal["ours", "peer", "limit", "bound"]
+Kind = Literal["ours", "peer", "limit", "bound", "bare"]
 
 
 @dataclass(kw_only=True)
@@ -24,6 +24,8 @@ class Measurement:
     missing: str | None = None
     #: processor seconds per 1,000 steps, by process, one entry for each sample
     processor: list[dict[str, float]] = field(default_factory=list)
+    #: bytes that the side's processes sent over TCP per step, one entry for each sample
+    wire: list[float] = field(default_factory=list)
     #: further facts of the samples (staleness, AUC curves, …)
     extra: list[dict[str, Any]] = field(default_factory=list)
 
@@ -108,6 +110,7 @@ class Line:
     peers: list[Measurement]
     limit: Measurement | None
     bound: Measurement | None = None
+    bare: Measurement | None = None
 
     @property
     def best_peer(self) -> Measurement | None:
@@ -134,17 +137,19 @@ class Line:
         return self._advantage(self.ours, self.limit)
 
     @property
-    def verdict(self) -> Literal["reached", "missed", "missing", "none"]:
-        """Whether the target is reached; *not measured* if a side is missing."""
-        target: Target | None = self.row.target
-        if target is None:
-            return "none"
+    def of_bare(self) -> float | None:
+        """Ratio of our result to the bare program's; None unless both were measured."""
+        return self._advantage(self.ours, self.bare)
+
+    def verdict(self, target: Target) -> Literal["reached", "missed", "missing"]:
+        """Return whether a target is reached; *missing* if a side was not measured."""
         if target.against == "value":
             mine = None if self.ours is None else self.ours.median
             if mine is None:
                 return "missing"
             return "reached" if mine <= target.factor else "missed"
-        value = self.ratio if target.against == "peer" else self.fraction
+        values = {"peer": self.ratio, "limit": self.fraction, "bare": self.of_bare}
+        value = values[target.against]
         if value is None:
             return "missing"
         return "reached" if value >= target.factor else "missed"
@@ -173,6 +178,7 @@ def lines(rows: tuple[Row, ...], results: Results) -> list[Line]:
                     peers=[m for m in group if m.kind == "peer"],
                     limit=next((m for m in group if m.kind == "limit"), None),
                     bound=next((m for m in group if m.kind == "bound"), None),
+                    bare=next((m for m in group if m.kind == "bare"), None),
                 )
             )
     return found

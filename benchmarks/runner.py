@@ -173,7 +173,7 @@ def _sample(row: Row, live: dict[str, SideProcess], measurement: Measurement) ->
     process = live.get(measurement.label)
     if process is None:
         return
-    before = process.processor_seconds()
+    before, sent_before = process.processor_seconds(), process.wire_bytes()
     try:
         answer = process.ask(
             "sample", timeout_s=SAMPLE_TIMEOUT_S + row.seconds, seconds=row.seconds
@@ -184,10 +184,12 @@ def _sample(row: Row, live: dict[str, SideProcess], measurement: Measurement) ->
         measurement.samples.clear()
         live.pop(measurement.label)
         return
-    after = process.processor_seconds()
+    after, sent = process.processor_seconds(), process.wire_bytes()
     measurement.samples.append(answer.pop("value"))
     steps = answer.get("steps")
     if steps:
         used = {name: after[name] - before.get(name, 0.0) for name in after if name in before}
         measurement.processor.append({name: s * 1000 / steps for name, s in used.items()})
+        if sent is not None and sent_before is not None:
+            measurement.wire.append((sent - sent_before) / steps)
     measurement.extra.append(answer)

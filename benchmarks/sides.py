@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from typing import IO, Any, Self
 ROOT = Path(__file__).resolve().parent.parent
 CLOSE_TIMEOUT_S = 20.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_MODULES = {"ours": "ours", "peer": "peer", "limit": "limits", "bound": "limits"}
+_MODULES = {"ours": "ours", "peer": "peer", "limit": "limits", "bound": "limits", "bare": "limits"}
 
 
 class SideFailed(Exception):
@@ -30,7 +31,7 @@ class SideProcess:
     """Program of one side, and the connection to it.
 
     Args:
-        kind: ``ours``, ``peer``, ``limit`` or ``bound``.
+        kind: ``ours``, ``peer``, ``limit``, ``bound`` or ``bare``.
         python: the interpreter that runs it.
         log: where its standard error goes.
     """
@@ -92,6 +93,27 @@ class SideProcess:
             fields = stat.rpartition(")")[2].split()
             used[name] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
         return used
+
+    def wire_bytes(self) -> int | None:
+        """Return the bytes that the side's processes have sent over their TCP connections; None if that is not known.
+
+        A connection between two processes of the side counts both directions.
+        """
+        command = ["ss", "-Htinp", "state", "established"]
+        try:
+            listed = subprocess.run(
+                command, capture_output=True, text=True, timeout=CLOSE_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        pids = {str(pid) for pid in self._processes.values()}
+        total, is_ours = 0, False
+        for line in listed.stdout.splitlines():
+            if not line[:1].isspace():
+                is_ours = any(pid in pids for pid in re.findall(r"pid=(\d+)", line))
+            elif is_ours:
+                total += sum(int(count) for count in re.findall(r"bytes_sent:(\d+)", line))
+        return total
 
     def _read_line(self, operation: str, timeout_s: float) -> bytes:
         assert self._process.stdout is not None

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from benchmarks import models, work
 from benchmarks.limits import bytes_on_disk
+from benchmarks.limits.bare_memory import BareMemory
+from benchmarks.limits.bare_sockets import ROWS, BareSockets
+from benchmarks.limits.bare_threads import BareThreads
 from benchmarks.limits.cores import EveryCore
 from benchmarks.protocol import Work, serve
 
@@ -166,10 +169,23 @@ def bound(row: str, size: dict[str, Any]) -> Work:
     raise ValueError(f"row {row!r} has no bound; do not list it among its sides")
 
 
+def bare(row: str, size: dict[str, Any]) -> Work:
+    """Return the bare program of a row."""
+    if size.get("sockets"):
+        return BareSockets(ROWS[row.removesuffix("_sockets")], size)
+    if row == "mlp":
+        return BareMemory(size)
+    if row == "central":
+        return BareThreads(size)
+    raise ValueError(f"row {row!r} has no bare program; do not list it among its sides")
+
+
 def make(row: str, size: dict[str, Any]) -> Work:
     """Return the limit of a row, or its bound."""
     if size.get("form") == "every core":
         return bound(row, size)
+    if size.get("form") == "bare":
+        return bare(row, size)
     if row in {"mlp", "one_device", "central", "workers", "servers"}:
         return Mlp(size)
     if row == "keras_fit":

@@ -165,8 +165,16 @@ class Read(ClusterWork):
             made = [sg.Variable(torch.ones(shape)) for shape in work.byte_shapes(self.size)]
         # A tuple: a captured list could change between two steps and would be packed for each.
         variables = tuple(made)
+        changed = self.size.get("changed", False)
+        nothing = tuple(
+            torch.sparse_coo_tensor([[0]], torch.zeros(1), shape)
+            for shape in work.byte_shapes(self.size)
+        )
 
         def step() -> float:
+            if changed:  # a new version of each variable: its bytes must be sent
+                for variable, rows in zip(variables, nothing, strict=True):
+                    variable.scatter_add(rows)
             return sum(float(sg.convert_to_tensor(variable).sum()) for variable in variables)
 
         return step, ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -53,7 +54,9 @@ WORK = {
 
 def make(row: str, size: dict[str, Any]) -> Work:
     """Return our work of a row."""
-    module, name = WORK[row].split(":")
+    if size.get("sockets"):
+        os.environ["STRATAGEM_SHARED_MEMORY"] = "0"
+    module, name = WORK[row.removesuffix("_sockets")].split(":")
     path = module if "." in module else f"benchmarks.ours.{module}"
     made: Work = getattr(importlib.import_module(path), name)(size)
     return made

@@ -188,9 +188,13 @@ class Read(ClusterWork):
         with self.strategy.scope():
             self.variables = [tf.Variable(tf.ones(shape)) for shape in work.byte_shapes(self.size)]
         variables = self.variables
+        changed = self.size.get("changed", False)
 
         @tf.function
         def step() -> Any:
+            if changed:
+                for variable in variables:
+                    variable.scatter_add(tf.IndexedSlices(tf.zeros([1]), tf.constant([0])))
             return tf.add_n([tf.reduce_sum(v.read_value()) for v in variables])
 
         return step, ()

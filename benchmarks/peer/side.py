@@ -37,7 +37,7 @@ WORK: dict[str, type[Any]] = {
 
 def make(row: str, size: dict[str, Any]) -> Work:
     """Return the peer's work of a row."""
-    made: Work = WORK[row](size)
+    made: Work = WORK[row.removesuffix("_sockets")](size)
     return made
 
 

@@ -263,6 +263,22 @@ def shared_memory_allowed() -> bool:
     return _switch("STRATAGEM_SHARED_MEMORY", "share memory wherever tasks run on one host")
 
 
+def wire_dtype() -> str:
+    """Return the dtype of gradients and table rows on sockets (``STRATAGEM_WIRE_DTYPE``); empty: as they are.
+
+    Example:
+        >>> from stratagem import config
+        >>> config.wire_dtype()
+        ''
+    """
+    text = environment("STRATAGEM_WIRE_DTYPE", "") or ""
+    if text not in ("", "bfloat16", "float16"):
+        raise ValueError(
+            f"STRATAGEM_WIRE_DTYPE={text!r} is not known: expected bfloat16, float16, or nothing."
+        )
+    return text
+
+
 def _switch(name: str, purpose: str) -> bool:
     """Return whether a switch of the environment is on, which is the default."""
     text = environment(name, "1")

@@ -34,7 +34,7 @@ class PlainOnWorker:
         return {}, ()
 
     def closure(
-        self, number: int, *, exactly_once: bool, quick: bool
+        self, number: int, *, exactly_once: bool, quick: bool, arrived: float
     ) -> AbstractContextManager[object]:
         return nullcontext()
 

@@ -10,7 +10,7 @@ from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.server import loop as server_module
-from stratagem._ps.server import session
+from stratagem._ps.server import value_replies
 from stratagem._ps.server.loop import ParameterServer
 from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.types import GroupSpec, StateEntry
@@ -26,7 +26,7 @@ def test_many_values_of_one_server_are_read_in_several_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(types, "TRANSFER_BYTES", 3 * 4 * ROWS)
-    monkeypatch.setattr(session, "REPLY_LIMIT_BYTES", 4 * 4 * ROWS)
+    monkeypatch.setattr(value_replies, "REPLY_LIMIT_BYTES", 4 * 4 * ROWS)
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with (
         ParameterServer("127.0.0.1:0").start() as server,

@@ -170,11 +170,12 @@ class StrategyOnWorker(Protocol):
         """Apply changes of the coordinator's objects."""
 
     def closure(
-        self, number: int, *, exactly_once: bool, quick: bool
+        self, number: int, *, exactly_once: bool, quick: bool, arrived: float
     ) -> AbstractContextManager[object]:
         """Return the context of one closure. Its writes may be unacknowledged when it is left.
 
-        `quick`: the function usually takes less than a millisecond, so its writes may be batched.
+        `quick`: the function usually takes less than a millisecond, so its writes may be batched. `arrived`: when the
+        closure arrived at the worker (`time.perf_counter`); it sees every write that had finished by then.
         """
 
     def advances(self) -> tuple[int, Sequence[object]] | None:

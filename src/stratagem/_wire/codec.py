@@ -106,10 +106,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor of any dtype, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    flat = tensor.detach().reshape(-1)
-    # A conjugate or negative view has other bytes than its values; resolve makes them real.
-    flat = flat.resolve_conj().resolve_neg()
-    array: Any = flat.view(torch.uint8).numpy()
+    if tensor.is_complex() or tensor.is_neg():
+        # A conjugate or negative view has other bytes than its values; resolve makes them real.
+        tensor = tensor.resolve_conj().resolve_neg()
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 

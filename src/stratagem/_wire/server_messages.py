@@ -114,12 +114,18 @@ class Located(Message, frozen=True):
 
 
 class ReadItem(Record, frozen=True):
-    """Read one variable: whole, `count` rows from `start`, or the rows `ids` in their order."""
+    """Read one variable: whole, `count` rows from `start`, or the rows `ids` in their order.
+
+    `known`: the version that the client has. If it is the current one, the value is left out: its TensorRef names no buffer.
+    `dtype`: a narrower type in which rows are sent.
+    """
 
     variable: int
     start: int = 0
     count: int = -1
     ids: TensorRef | None = None
+    known: int = -1
+    dtype: str = ""
 
 
 class Read(Message, frozen=True):
@@ -228,18 +234,23 @@ class Write(Message, frozen=True):
     """All writes of one step to this server, applied in order and at most once.
 
     `operations` are encoded by `encode_operations`: steps of one model repeat the same bytes, so that both sides can
-    cache them.
+    cache them. `read`: what to read after the write.
     """
 
     origin: WriteId
     operations: Operations
+    read: tuple[ReadItem, ...] = ()
 
 
 class Written(Message, frozen=True):
-    """Answer to Write: new versions of the variables. `duplicate`: the write had been applied before."""
+    """Answer to Write: new versions of the variables. `duplicate`: the write had been applied before.
+
+    `values`: answer to the write's `read`.
+    """
 
     versions: Mapping[int, int]
     duplicate: bool = False
+    values: Values | None = None
 
 
 class OpenSegments(Message, frozen=True):

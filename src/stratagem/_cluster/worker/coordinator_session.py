@@ -247,7 +247,10 @@ class CoordinatorSession:
                 _set_default_dtype(message.dtype)
             function = objects.function(message.function)
             with views.closure(
-                message.closure, exactly_once=message.exactly_once, quick=run_s < QUICK_S
+                message.closure,
+                exactly_once=message.exactly_once,
+                quick=run_s < QUICK_S,
+                arrived=arrived,
             ):
                 args, kwargs = objects.arguments(frame, message)
                 if self._worker.owns_process:

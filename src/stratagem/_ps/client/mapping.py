@@ -52,13 +52,21 @@ class MappedVariable:
     of the server to that page until `refresh`.
     """
 
-    __slots__ = ("_changes", "_offset", "segment", "tensor")
+    __slots__ = ("_changes", "_memory", "_offset", "segment", "tensor")
 
     def __init__(self, segment: shm.MappedSegment, offset: int, tensor: Tensor) -> None:
         self.segment = segment
         self._offset = offset
         self._changes = tensor._version
+        self._memory: memoryview | None = None
         self.tensor = tensor
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of the tensor."""
+        if self._memory is None:
+            self._memory = codec.bytes_of(self.tensor)
+        return self._memory
 
     @property
     def version(self) -> int:

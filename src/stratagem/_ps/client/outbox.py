@@ -13,15 +13,17 @@ client, and its place among the writes of its closure. Not thread-safe: `PsClien
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 from typing_extensions import override
 
 from stratagem._ps.client.send_buffers import SendBuffers
 from stratagem._ps.client.server_connection import Pending, ServerConnection
+from stratagem._ps.client.value_reads import Newer, narrow_dtype, newer_values
 from stratagem._ps.client.write_batch import Destination, ServerPart, WriteBatch
 from stratagem._wire import messages
+from stratagem._wire.messages import ReadItem
 from stratagem.errors import NotFoundError, ParameterServerLost, ProtocolError
 
 HALF_BYTES: Final = 1 << 22
@@ -68,7 +70,8 @@ class Outbox:
         self._incarnation = incarnation
         self._may_share = may_share
         self.destinations = [
-            Destination(one.task, False, one.frame_bytes, one.names) for one in connections
+            Destination(one.task, False, one.frame_bytes, one.names, narrow_dtype())
+            for one in connections
         ]
         self.buffers = SendBuffers()
         self.duplicates = 0
@@ -79,6 +82,8 @@ class Outbox:
         """Errors of writes whose closures had ended; the worker takes them out and reports them."""
         self.is_deferring = False
         """Whether the caller of a write need not wait for it."""
+        self.values: dict[tuple[int, int], Newer] = {}
+        """Values that came with acknowledgements, by server and variable; the caller takes them out."""
         self._gathers = False
         self._has_gathered = False  # writes that are not on their way
         self._closure: int | None = None
@@ -118,8 +123,10 @@ class Outbox:
             buffers.switch()
         return WriteBatch(buffers, self.destinations)
 
-    def send(self, batch: WriteBatch) -> None:
-        """Send a batch to its servers."""
+    def send(
+        self, batch: WriteBatch, reads: Mapping[int, Sequence[ReadItem]] | None = None
+    ) -> None:
+        """Send a batch to its servers. `reads`, by server: read these after the write."""
         batch.copy_in()
         gathered = self._gathers and batch.nbytes <= GATHERED_BYTES
         self._has_gathered |= gathered
@@ -128,17 +135,26 @@ class Outbox:
             if self.destinations[server].shares_memory:
                 self._announce(server)
             for nth, part in enumerate(parts, first):
-                self._send_one(server, part, nth, gathered=gathered)
+                read = reads.get(server, ()) if reads and part is parts[-1] else ()
+                self._send_one(server, part, nth, tuple(read), gathered=gathered)
             self._next_nth = max(self._next_nth, first + len(parts))
 
-    def _send_one(self, server: int, part: ServerPart, nth: int, *, gathered: bool) -> None:
+    def _send_one(
+        self,
+        server: int,
+        part: ServerPart,
+        nth: int,
+        read: tuple[ReadItem, ...],
+        *,
+        gathered: bool,
+    ) -> None:
         connection = self._connections[server]
         connection.sequence += 1
         closure = self._closure if self._is_numbered else None
         write_id = messages.WriteId(
             self._writer, self._incarnation, connection.sequence, closure, nth
         )
-        message = messages.Write(origin=write_id, operations=part.encoded())
+        message = messages.Write(origin=write_id, operations=part.encoded(), read=read)
         write = _Write(server, Pending(message, part.buffers), self._closure, self.buffers.current)
         # Noted first: if anything interrupts the sending, its memory is not used again before the server
         # has answered.
@@ -176,6 +192,11 @@ class Outbox:
                     self.failures.setdefault(write.closure, error)
             self._remove_oldest()
 
+    def keep_unacknowledged(self) -> None:
+        """Copy what unacknowledged writes would send again, so that callers may change their tensors."""
+        for write in self._unacknowledged:
+            write.pending.buffers = [bytes(buffer) for buffer in write.pending.buffers]
+
     @property
     def acknowledged(self) -> int:
         """How many writes, counted from the first, were acknowledged or failed."""
@@ -197,7 +218,11 @@ class Outbox:
                 # Another host, container or user: bytes go over the connection.
                 allowed = False
         self.destinations[server] = Destination(
-            connection.task, allowed and self._may_share, connection.frame_bytes, connection.names
+            connection.task,
+            allowed and self._may_share,
+            connection.frame_bytes,
+            connection.names,
+            narrow_dtype(),
         )
 
     def close(self) -> None:
@@ -268,13 +293,19 @@ class Outbox:
         self, write: _Write, versions: dict[tuple[int, int], int], timeout_s: float | None
     ) -> None:
         server = write.server
-        reply = self._connections[server].collect(write.pending, timeout_s=timeout_s).message
+        frame = self._connections[server].collect(write.pending, timeout_s=timeout_s)
+        reply = frame.message
         if not isinstance(reply, messages.Written):
             raise ProtocolError(f"a write was answered by {type(reply).__name__}")
         if reply.duplicate:
             self._count_duplicate(write.pending)
         for variable, version in reply.versions.items():
             versions[server, variable] = version
+        if reply.values is not None:
+            assert isinstance(write.pending.message, messages.Write)
+            read = write.pending.message.read
+            for item, value in zip(read, newer_values(reply.values, frame), strict=True):
+                self.values[server, item.variable] = value
 
     def _after(self, error: Exception) -> None:
         """Give up memory that a server which did not answer may still read."""
@@ -286,6 +317,7 @@ class Outbox:
 
         Servers recognise the ones they have applied. Until then their memory is not used again.
         """
+        self.keep_unacknowledged()
         for index, connection in enumerate(self._connections):
             kept = [one.pending for one in self._unacknowledged if one.server == index]
             connection.interrupted(kept)

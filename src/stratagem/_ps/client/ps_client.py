@@ -34,12 +34,12 @@ from stratagem._ps.client.session_end import end_session
 from stratagem._ps.client.shard_holders import Failover, ShardHolders, connections_of
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.number_ranges import NumberRanges
+from stratagem._ps.optimizer_settings import sequences_as_tuples
 from stratagem._ps.rows import take_rows
 from stratagem._ps.types import (
     GroupSpec,
     Hyperparameters,
     InitOp,
-    Setting,
     StateEntry,
 )
 from stratagem._wire import codec, messages
@@ -250,6 +250,12 @@ class PsClient(Owner):
                 found[index] = value
             return [one for one in found if one is not None]
 
+    def read_newer(self, wanted: value_reads.Known) -> dict[tuple[int, int], value_reads.Newer]:
+        """Return values, by server and variable, whose versions differ from the given ones; None for the others."""
+        with self._lock:
+            self.wait_for_writes()
+            return value_reads.read_newer(self._connections, wanted)
+
     def read_rows(self, wanted: Sequence[tuple[ShardLocation, Tensor]]) -> list[tuple[Tensor, int]]:
         """Return rows of variables in the order asked, with versions; one request per server at most."""
         with self._lock:
@@ -283,11 +289,13 @@ class PsClient(Owner):
         with self._lock:
             return self.outbox.batch()
 
-    def send(self, batch: WriteBatch) -> None:
-        """Send a batch to its servers and return; `wait_for_writes` waits for the acknowledgements."""
+    def send(
+        self, batch: WriteBatch, reads: Mapping[int, Sequence[messages.ReadItem]] | None = None
+    ) -> None:
+        """Send a batch and return; `wait_for_writes` waits. `reads`, by server: go into `Outbox.values`."""
         with self._lock:
             if not self.discards_writes:
-                self.outbox.send(batch)
+                self.outbox.send(batch, reads)
 
     def wait_for_writes(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
         """Wait until every write is acknowledged.
@@ -352,8 +360,8 @@ class PsClient(Owner):
             optimizer=optimizer,
             class_name=class_name,
             groups=tuple(groups),
-            defaults=_settings(defaults),
-            attributes=_settings(attributes),
+            defaults=sequences_as_tuples(defaults),
+            attributes=sequences_as_tuples(attributes),
         )
         self._ask(server, message)
         self.replacement.note_optimizer(server, message)
@@ -490,10 +498,3 @@ class PsClient(Owner):
                 for one, message in wanted.items()
             ]
             collect_all(calls)
-
-
-def _settings(values: Hyperparameters) -> dict[str, Setting]:
-    return {
-        key: tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[misc]
-        for key, value in values.items()
-    }

@@ -23,6 +23,7 @@ from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
 from stratagem._ps.rows import as_pieces, take_from_shards, take_rows
 from stratagem._ps.types import InitOp
+from stratagem._wire import codec
 from stratagem.errors import ConnectionLost
 
 _read_time = metrics.timer("ps.read")
@@ -156,16 +157,36 @@ class RemoteVariable:
             self.mapped[0].undo_writes()
             self.seen = (self.mapped[0].version,)
             return self.mapped[0].tensor
-        self._client.wait_for_writes()
-        now = self.versions()
-        if self._assembled is None or now != self._assembled_from:
-            if self._assembled is None:
-                self._assembled = torch.empty(self.shape, dtype=self.dtype)
-            # Through `.data`: writes of other workers between two uses of the table are no mistake of the
-            # function that autograd should report.
-            self.read_into(self._assembled.data)
-            self._assembled_from = self.seen
+        if self.mapped is not None:
+            self._client.wait_for_writes()
+            if self._assembled is None or self.versions() != self._assembled_from:
+                self.read_into(self._room())
+                self._assembled_from = self.seen
+            assert self._assembled is not None
+            return self._assembled
+        room = self._room()
+        known = self._assembled_from or (-1,) * len(self.places)
+        newer = self._client.read_newer(list(zip(self.places, known, strict=True)))
+        for place, part in zip(self.places, self.cut(room), strict=True):
+            value = newer[place.server, place.variable][0]
+            if value is not None:
+                codec.bytes_of(part)[:] = value
+        self.seen = self._assembled_from = tuple(
+            newer[place.server, place.variable][1] for place in self.places
+        )
+        assert self._assembled is not None
         return self._assembled
+
+    def _room(self) -> Tensor:
+        """Return the memory in which the shards are put together.
+
+        Through `.data`: writes of other workers between two uses of the table are no mistake of the function that
+        autograd should report.
+        """
+        if self._assembled is None:
+            self._assembled = torch.empty(self.shape, dtype=self.dtype)
+            self._assembled_from = ()
+        return self._assembled.data
 
     def read_into(self, target: Tensor) -> None:
         """Read all rows into the caller's memory."""

@@ -79,7 +79,7 @@ class GradientSlot:
         address: where it begins in this process.
     """
 
-    __slots__ = ("_dtype", "_in_use", "_memory", "_shape", "address", "place", "ref", "view")
+    __slots__ = ("_dtype", "_in_use", "_shape", "address", "memory", "place", "ref", "view")
 
     def __init__(
         self, segment: shm.Segment, offset: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -89,7 +89,8 @@ class GradientSlot:
         """Tensor over the memory, for copying into it."""
         self.address = self.view.data_ptr()
         self.ref = _ref(segment, offset, shape, dtype)
-        self._memory = segment.buffer(offset, self.view.nbytes)
+        self.memory = segment.buffer(offset, self.view.nbytes)
+        """The bytes, for sending them to a server that does not map them."""
         self._shape = shape
         self._dtype = dtype
         self._in_use: weakref.ref[memoryview] | None = None
@@ -101,7 +102,7 @@ class GradientSlot:
 
     def take(self) -> Tensor:
         """Return a tensor over the memory; the slot is not free until the tensor is gone."""
-        memory = self._memory[:]  # the tensor alone keeps this object alive
+        memory = self.memory[:]  # the tensor alone keeps this object alive
         self._in_use = weakref.ref(memory)
         return torch.frombuffer(memory, dtype=self._dtype).view(self._shape)
 

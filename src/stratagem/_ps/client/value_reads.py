@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from stratagem import config
 from stratagem._ps import types
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.server_connection import Pending, ServerConnection
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
+from stratagem._wire.messages import Frame
 
 _Reads = dict[int, list[tuple[int, messages.ReadItem]]]
 """Items to read by server, each with its index in the answer."""
@@ -44,14 +46,103 @@ def read_rows(
     while_waiting: Callable[[], object],
 ) -> list[tuple[Tensor, int]]:
     """Return rows of variables with versions; `while_waiting` is called when all requests are sent."""
+    narrow = config.wire_dtype()
     items: _Reads = {}
     outgoing: dict[int, Outgoing] = {}
     for index, (place, ids) in enumerate(wanted):
         ref = outgoing.setdefault(place.server, Outgoing()).add(ids)
-        item = messages.ReadItem(place.variable, ids=ref)
+        item = messages.ReadItem(place.variable, ids=ref, dtype=narrow)
         items.setdefault(place.server, []).append((index, item))
     found = _collect(connections, items, outgoing, while_waiting)
+    if narrow:
+        return [
+            (found[index][0].to(place.dtype), found[index][1])
+            for index, (place, _) in enumerate(wanted)
+        ]
     return [found[index] for index in range(len(wanted))]
+
+
+def narrow_dtype() -> torch.dtype | None:
+    """Return the type in which gradients and rows are sent over connections; None: their own."""
+    name = config.wire_dtype()
+    return codec.dtype_from(name) if name else None
+
+
+Known = Sequence[tuple[ShardLocation, int]]
+"""Variables, and the versions that a client has."""
+
+Newer = tuple[memoryview | None, int]
+"""The bytes of a value that differs from the one a client has, or None; and its version."""
+
+
+def newer_items(wanted: Known) -> dict[int, list[messages.ReadItem]]:
+    """Return what to ask each server for: values whose version is not the known one."""
+    items: dict[int, list[messages.ReadItem]] = {}
+    for place, known in wanted:
+        item = messages.ReadItem(place.variable, known=known)
+        items.setdefault(place.server, []).append(item)
+    return items
+
+
+def newer_values(values: messages.Values, frame: Frame) -> list[Newer]:
+    """Return the answer to `newer_items` of one server: the received memory."""
+    return [
+        (frame.buffer(ref.buffer) if ref.buffer >= 0 else None, version)
+        for ref, version in zip(values.values, values.versions, strict=True)
+    ]
+
+
+def read_newer(
+    connections: Sequence[ServerConnection], wanted: Known
+) -> dict[tuple[int, int], Newer]:
+    """Return values, by server and variable, that differ from the versions the caller has; all servers at once.
+
+    A value that is larger than a transfer is not asked for at once, but version by version and piece by piece.
+    """
+    found: dict[tuple[int, int], Newer] = {}
+    small: list[tuple[ShardLocation, int]] = []
+    for place, known in wanted:
+        pieces = place.pieces()
+        if len(pieces) == 1:
+            small.append((place, known))
+            continue
+        connection = connections[place.server]
+        reply = connection.request(messages.AskVersions(variables=(place.variable,))).message
+        assert isinstance(reply, messages.Versions)
+        now = reply.versions[place.variable]
+        if now == known:
+            found[place.server, place.variable] = (None, now)
+        else:
+            value, version = _read_pieces(connection, place, pieces)
+            found[place.server, place.variable] = (codec.bytes_of(value), version)
+    calls = []
+    for server, items in newer_items(small).items():
+        sizes = {one.variable: one.nbytes for one, _ in small if one.server == server}
+        for some in _in_transfers(items, sizes):
+            pending = connections[server].begin(messages.Read(items=tuple(some)))
+            calls.append((server, some, pending))
+    for server, some, pending in calls:
+        frame = connections[server].collect(pending)
+        assert isinstance(frame.message, messages.Values)
+        for item, newer in zip(some, newer_values(frame.message, frame), strict=True):
+            found[server, item.variable] = newer
+    return found
+
+
+def _in_transfers(
+    items: Sequence[messages.ReadItem], sizes: Mapping[int, int]
+) -> Iterator[list[messages.ReadItem]]:
+    """Divide items so that the values of each part are at most one transfer."""
+    some: list[messages.ReadItem] = []
+    size = 0
+    for item in items:
+        if some and size + sizes[item.variable] > types.TRANSFER_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += sizes[item.variable]
+    if some:
+        yield some
 
 
 def _read_pieces(

@@ -38,12 +38,21 @@ class Destination(NamedTuple):
         shares_memory: whether it reads this process's shared memory.
         message_bytes: how many bytes of tensors it takes in one message.
         names: names of its variables, for errors.
+        narrow: the type in which gradients are sent over the connection; None: their own.
     """
 
     task: str
     shares_memory: bool
     message_bytes: int
     names: Mapping[int, str]
+    narrow: torch.dtype | None = None
+
+    def dtype_of(self, gradient: torch.dtype) -> torch.dtype:
+        """Return the type in which a gradient is sent."""
+        is_wide = gradient.is_floating_point and gradient.itemsize > 2  # not complex numbers
+        if self.narrow is None or self.shares_memory or not is_wide:
+            return gradient
+        return self.narrow
 
 
 @final
@@ -122,6 +131,7 @@ class WriteBatch:
         """Add one step of the server's optimizer; `settings`, by group number, hold for this step alone.
 
         `joined`: gradients of tables that travel together.
+        Gradients must not change until the step is acknowledged (`Outbox.keep_unacknowledged` ends that).
         """
         changed = {group: dict(values) for group, values in (settings or {}).items()}
         refs: list[GradientRef] = []
@@ -146,10 +156,10 @@ class WriteBatch:
                 refs, together = [], []
             part = into
             if isinstance(one, SlotGradient):
-                refs.append(GradientRef(one.variable, one.slot.ref))
+                refs.append(GradientRef(one.variable, self._slot_ref(server, part, one.slot)))
                 continue
-            values = self._put(server, part, one.values)
-            rows = None if one.ids is None else self._put(server, part, one.ids)
+            values = self._put(server, part, one.values, lent=True)
+            rows = None if one.ids is None else self._put(server, part, one.ids, lent=True)
             refs.append(GradientRef(one.variable, values, rows, one.sparse, one.clock))
         if part is None:
             part = self._part_for(server, 0)
@@ -203,13 +213,30 @@ class WriteBatch:
         self.nbytes += size
         return part
 
-    def _put(self, server: int, part: ServerPart, tensor: Tensor) -> TensorRef:
+    def _slot_ref(self, server: int, part: ServerPart, slot: GradientSlot) -> TensorRef:
+        if self._destinations[server].shares_memory:
+            return slot.ref
+        part.buffers.append(slot.memory)
+        return TensorRef(slot.ref.dtype, slot.ref.shape, len(part.buffers) - 1)
+
+    def _put(
+        self, server: int, part: ServerPart, tensor: Tensor, *, lent: bool = False
+    ) -> TensorRef:
+        """Place a tensor: `lent`, it is sent from where it is, and must not change until it is acknowledged."""
         if tensor.layout != torch.strided:
             raise ValueError(
                 f"a tensor with layout {tensor.layout} cannot be written as it is: give rows (ids "
                 f"and values) instead"
             )
         shape = tuple(tensor.shape)
+        if (
+            lent
+            and (dtype := self._destinations[server].dtype_of(tensor.dtype)) is not tensor.dtype
+        ):
+            tensor = tensor.detach().to(dtype)
+        if lent and tensor.is_contiguous() and not self._destinations[server].shares_memory:
+            part.buffers.append(codec.bytes_of(tensor))
+            return TensorRef(codec.dtype_name(tensor.dtype), shape, len(part.buffers) - 1)
         view, ref = self._buffers.place(shape, tensor.dtype)
         if tensor.numel():
             self._to.append(view)

@@ -25,6 +25,7 @@ from stratagem._ps.server.checkpoint_parts import (
 from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.store import VariableStore
+from stratagem._ps.server.value_replies import ValueReplies
 from stratagem._ps.store_records import Block, StoreManifest
 from stratagem._ps.types import Gradient, StateEntry
 from stratagem._wire import codec, messages, shm
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from stratagem._ps.server.backup_link import BackupLink
 
 Reply: TypeAlias = tuple[Message, Sequence[Buffer]]
-
-REPLY_LIMIT_BYTES: Final = 1 << 28
-"""Largest reply; clients ask for larger values in pieces."""
 
 _OK: Final[Reply] = (messages.Ok(), ())
 
@@ -87,6 +85,7 @@ class Session:
         self.store = VariableStore(
             self._allocate, budget=budget, optimizer_modules=optimizer_modules
         )
+        self._replies = ValueReplies(self.store)
         self.deleted = NumberRanges()
         """Numbers of the variables that were freed."""
         self.view = 0
@@ -171,6 +170,7 @@ class Session:
         """Free everything. May be called again."""
         self._checkpoints.close()
         self._places.clear()
+        self._replies.clear()
         self.store.close()
         self._arena.close()
 
@@ -208,6 +208,7 @@ class Session:
         self._epoch = object()
         self.deleted.add(message.variables)
         for variable in message.variables:
+            self._replies.forget(variable)
             self.store.delete(variable)
             place = self._places.pop(variable, None)
             if place is not None:
@@ -228,28 +229,7 @@ class Session:
         return messages.Located(places=tuple(places), segments=tuple(segments.values())), ()
 
     def _read(self, message: messages.Read, frame: Frame, memory: ClientMemory) -> Reply:
-        outgoing = Outgoing()
-        found = []
-        size = 0
-        for item in message.items:
-            value = self.store.read(item.variable)
-            if item.ids is not None:
-                ids = memory.tensor(item.ids, frame)
-                _check_reply(size + ids.numel() * (value[:1].nbytes if value.dim() else 1))
-                value = self.store.read_rows(item.variable, ids)
-            elif item.count >= 0 and value.dim():
-                end = item.start + item.count
-                if item.start < 0 or end > value.shape[0]:
-                    raise ValueError(
-                        f"rows {item.start!r} to {end!r} of variable {item.variable!r} do not "
-                        f"exist: it has {value.shape[0]} rows"
-                    )
-                value = value[item.start : end]
-            size += value.nbytes
-            _check_reply(size)
-            found.append(outgoing.add(value))
-        versions = tuple(self.store.version(item.variable) for item in message.items)
-        return messages.Values(values=tuple(found), versions=versions), outgoing.buffers
+        return self._replies.values(message.items, frame, memory)
 
     def _resolve_keys(
         self, message: messages.ResolveKeys, frame: Frame, memory: ClientMemory
@@ -298,7 +278,8 @@ class Session:
                 f"incarnation was declared lost, and its work may have been given to another worker"
             )
         if admission is Admission.DUPLICATE:
-            return messages.Written(versions=self.store.versions(touched), duplicate=True), ()
+            versions = self.store.versions(touched)
+            return self._written(message, versions, frame, memory, duplicate=True)
         for segment, offset in prepared.places:
             segment.begin_write(offset)
         try:
@@ -310,7 +291,29 @@ class Session:
                 segment.publish(offset, version)
         if faults.active is not None:
             faults.active.at("server.after_apply")
-        return messages.Written(versions=versions), ()
+        return self._written(message, versions, frame, memory)
+
+    def _written(
+        self,
+        message: messages.Write,
+        versions: Mapping[int, int],
+        frame: Frame,
+        memory: ClientMemory,
+        *,
+        duplicate: bool = False,
+    ) -> Reply:
+        """Answer a write, and read what it asks for; without values if that is not possible.
+
+        The write was applied, so the answer is not an error. The client asks for the values again, and gets the error.
+        """
+        values: messages.Values | None = None
+        buffers: Sequence[Buffer] = ()
+        if message.read:
+            try:
+                values, buffers = self._replies.values(message.read, frame, memory)
+            except (NotFoundError, ProtocolError, ValueError):
+                pass
+        return messages.Written(versions=versions, duplicate=duplicate, values=values), buffers
 
     def _prepared(
         self, message: messages.Write, frame: Frame, memory: ClientMemory
@@ -340,7 +343,7 @@ class Session:
             gradients = [
                 Gradient(
                     variable=one.variable,
-                    values=memory.tensor(one.values, frame),
+                    values=self._widened(one.variable, memory.tensor(one.values, frame)),
                     ids=memory.tensor(one.ids, frame) if one.ids is not None else None,
                     sparse=one.sparse,
                     clock=one.clock,
@@ -363,6 +366,11 @@ class Session:
             return lambda: store.assign(variable, what, value)
         start = operation.start
         return lambda: store.write_rows(variable, start, value)
+
+    def _widened(self, variable: int, values: Tensor) -> Tensor:
+        """Return a gradient in its variable's type; clients may send it in a narrower one."""
+        is_narrow = values.element_size() == 2 and values.is_floating_point()
+        return values.to(self.store.read(variable).dtype) if is_narrow else values
 
     def _fence(self, message: messages.Fence, _: Frame, __: ClientMemory) -> Reply:
         self.store.fence(message.worker, message.incarnation)
@@ -473,14 +481,6 @@ class Session:
                 f"{ref.shape!r} is not the variable's"
             )
         return torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype), device="meta")
-
-
-def _check_reply(size: int) -> None:
-    if size > REPLY_LIMIT_BYTES:
-        raise ValueError(
-            f"a read of {size} bytes at once, expected at most {REPLY_LIMIT_BYTES}: ask for fewer "
-            f"rows or variables at a time"
-        )
 
 
 def _variables_of(operation: messages.Operation) -> list[int]:

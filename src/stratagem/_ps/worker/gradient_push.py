@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -27,13 +27,26 @@ from stratagem._ps.optimizer_settings import Settings, is_known_class
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.types import Gradient, JoinedGradient
 from stratagem._ps.worker.joined_gradients import JoinLayout, RawTable, join
+from stratagem._ps.worker.worker_copies import CopyMemory
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 IN_PLACE_BYTES: Final = 1 << 17
 """From this size on a gradient stays in its slot; a smaller one is copied in less time than the hook takes."""
 
 COMPARED: Final = 1 << 16
-"""Numbers up to which a copy is compared as a whole after a step (20 µs)."""
+"""Numbers up to which a copy that functions may write is compared as a whole after a step (20 µs)."""
+
+PROBED: Final = 256
+"""Numbers of a trained parameter's copy that are compared after a step (1 µs): functions must not write it."""
+
+_BITS: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""Types of numpy for the bits of any number, by its size in bytes."""
 
 _KEPT_BATCHES: Final = 4
 """Batches kept of every optimizer: steps of one model may alternate between a few sets of gradients."""
@@ -59,8 +72,11 @@ class DenseParameter:
         "_address",
         "_data",
         "_generation",
+        "_memory",
+        "_probe",
         "_slot",
         "_start",
+        "_trained",
         "is_live",
         "leaf",
         "remote",
@@ -80,7 +96,11 @@ class DenseParameter:
         self._address = self._data.data_ptr()
         self.leaf = nn.Parameter(self._data, requires_grad=requires_grad)
         self.version = self.leaf._version
-        self._start = None if self.is_live else self._sample().clone()
+        self._memory: CopyMemory | None = None
+        self._probe: Any = None
+        self._start = b""
+        self._trained: bool | None = None
+        self.begin_closure()
         self._slot: GradientSlot | None = None
         self._generation = -1
 
@@ -91,33 +111,47 @@ class DenseParameter:
         self._data = mapped[0].tensor if mapped is not None else self.remote.read()
         self.leaf.data = self._data
         self._address = self._data.data_ptr()
-        self.version = self.leaf._version
-        self._start = None if self.is_live else self._sample().clone()
+        self._memory = self._probe = self._trained = None
+        self.begin_closure()
         return self.is_live
 
-    def refresh(self) -> None:
-        """Read the servers' values if the leaf is a copy and they have changed."""
-        if not self.is_live and self.remote.versions() != self.remote.seen:
-            if self.is_written(thorough=False):
-                self.version = -1  # stays written until `undo_write`
-            if self.leaf.is_contiguous():
-                self.remote.read_into(self.leaf.data)
-            else:
-                self.leaf.data.copy_(self.remote.read())
-            self._start = self._sample().clone()
+    def begin_closure(self) -> None:
+        """Note the value that a function begins with: the servers'."""
+        self.version = self.leaf._version
+        if self.leaf.requires_grad is not self._trained and not self.is_live:
+            self._trained = self.leaf.requires_grad
+            self._probe = self._numbers_to_compare()
+            self._start = self._probe.tobytes()
 
-    def _sample(self) -> Tensor:
-        """Return bytes that show whether the leaf was written: writes through ``.data`` count no version."""
-        flat = self.leaf.detach().reshape(-1)
-        return flat[:: 1 + flat.numel() // COMPARED].contiguous().view(torch.uint8)
+    @property
+    def is_refreshable(self) -> bool:
+        """Whether `take` may replace the value."""
+        return not self.is_live
+
+    def take(self, parts: Sequence[memoryview | None]) -> None:
+        """Take over new values of the servers, one for each shard that has changed."""
+        if self.is_written(thorough=False):
+            self.version = -1  # stays written until `undo_write`
+        if self._memory is None:
+            self._memory = CopyMemory(self.remote, self._data)
+        self._memory.fill(parts)
+        if self._probe is not None:
+            self._start = self._probe.tobytes()
+
+    def _numbers_to_compare(self) -> Any:
+        """Return an array over the copy that shows whether it was written: writes through ``.data`` count no version."""
+        data = self._data
+        flat = data.as_strided((data.numel(),), (1,)).view(_BITS[data.element_size()])
+        compared = PROBED if self.leaf.requires_grad else COMPARED
+        return flat.numpy()[:: 1 + data.numel() // compared]
 
     def is_written(self, *, thorough: bool) -> bool:
         """Return whether the function wrote the leaf; `thorough` asks the kernel about writes through ``.data``."""
         leaf = self.leaf
         if leaf._version != self.version or leaf.data_ptr() != self._address:
             return True
-        if self._start is not None:
-            return not torch.equal(self._sample(), self._start)
+        if self._probe is not None:
+            return bool(self._probe.tobytes() != self._start)
         mapped = self.remote.mapped if thorough else None
         return mapped is not None and mapped[0].is_overwritten()
 
@@ -161,15 +195,14 @@ class DenseParameter:
         self.leaf.requires_grad_(needed)
 
     def slot(self) -> GradientSlot | None:
-        """Return the slot of the gradient; None if the variable is cut or its server maps no memory."""
+        """Return the slot of the gradient; None if the variable is cut."""
         outbox = self.remote.client.outbox
         if self._slot is None or self._generation != outbox.buffers.generation:
             places = self.remote.places
             if len(places) > 1 or not self.leaf.numel():
                 return None
-            if not outbox.destinations[places[0].server].shares_memory:
-                return None
-            self._slot = outbox.buffers.new_slot(tuple(self.leaf.shape), self.leaf.dtype)
+            dtype = outbox.destinations[places[0].server].dtype_of(self.leaf.dtype)
+            self._slot = outbox.buffers.new_slot(tuple(self.leaf.shape), dtype)
             self._generation = outbox.buffers.generation
         return self._slot
 
@@ -177,7 +210,7 @@ class DenseParameter:
         grad, slot = self.leaf.grad, self.slot()
         if grad is None or slot is None or slot.holds(grad):
             return
-        if slot.is_free and self.fits(grad):
+        if slot.is_free and slot.view.dtype is grad.dtype and self.fits(grad):
             into = slot.take()
             into.copy_(grad)
             self.leaf.grad = into

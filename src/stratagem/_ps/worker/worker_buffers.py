@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,28 @@ from stratagem._core.torch_patches.private_api import version_of
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.worker.gradient_push import COMPARED
+from stratagem._ps.worker.worker_copies import CopyMemory
 
 
 class WorkerBuffer:
     """Copy of one buffer on this worker."""
 
-    __slots__ = ("_replacement", "_sent_version", "counts", "remote", "start", "tensor", "version")
+    __slots__ = (
+        "_memory",
+        "_replacement",
+        "_sent_version",
+        "counts",
+        "remote",
+        "start",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, remote: RemoteVariable, *, counts: bool) -> None:
         # A tensor that the function assigned to the buffer's name: the tensor, the module's dict, the name.
         self._replacement: tuple[Tensor, dict[str, Tensor | None], str] | None = None
         self._sent_version: int | None = None  # of the replacement
+        self._memory: CopyMemory | None = None
         self.remote = remote
         self.counts = counts
         self.tensor = remote.read()
@@ -33,13 +44,21 @@ class WorkerBuffer:
         # buffers are compared by value.
         self.start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
 
-    def refresh(self) -> None:
-        """Read the server's value if it has changed."""
-        if self._replacement is None and self.remote.versions() != self.remote.seen:
-            # Through `.data`: a layer may have saved the buffer for its backward pass, as batch normalisation
-            # does, and new values of other workers are no mistake of the function.
-            self.remote.read_into(self.tensor.data)
-            self._note()
+    @property
+    def is_refreshable(self) -> bool:
+        """Whether `take` may replace the value: the function has not assigned another tensor."""
+        return self._replacement is None
+
+    def take(self, parts: Sequence[memoryview | None]) -> None:
+        """Take over new values of the servers, one for each shard that has changed.
+
+        This counts no version of the tensor: a layer may have saved the buffer for its backward pass, as batch
+        normalisation does, and new values of other workers are no mistake of the function.
+        """
+        if self._memory is None:
+            self._memory = CopyMemory(self.remote, self.tensor.data)
+        self._memory.fill(parts)
+        self._note()
 
     def take_back(self) -> None:
         """Discard what a failed function wrote: the next refresh reads the server's value."""

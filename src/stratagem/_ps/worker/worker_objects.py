@@ -175,11 +175,17 @@ class WorkerObjects:
         else:
             self._writer.set(obj, change)
 
-    def closure(self, number: int, *, exactly_once: bool, quick: bool) -> WorkerClosure:
+    def closure(
+        self, number: int, *, exactly_once: bool, quick: bool, arrived: float
+    ) -> WorkerClosure:
         """Return a context manager around one closure: fresh values, the strategy's scope."""
-        scope = self._strategy.scope()
         return self._variables.closure(
-            number, exactly_once=exactly_once, gathers=quick, scope=scope, recorder=self._recorder
+            number,
+            exactly_once=exactly_once,
+            gathers=quick,
+            arrived=arrived,
+            scope=self._strategy.scope(),
+            recorder=self._recorder,
         )
 
     def advances(self) -> tuple[int, Sequence[Advance]] | None:

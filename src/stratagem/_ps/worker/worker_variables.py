@@ -15,13 +15,14 @@ servers write them. There is one object per worker incarnation, used by one thre
 from __future__ import annotations
 
 import itertools
+import math
+import time
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,7 +36,8 @@ from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder
 from stratagem._ps.worker.gradient_push import COMPARED, DenseParameter, StepBuilder
 from stratagem._ps.worker.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
-from stratagem.errors import ForeignParameterError, NotFoundError
+from stratagem._ps.worker.worker_copies import WorkerCopies
+from stratagem.errors import ForeignParameterError
 
 WATCHED = 16
 """Number of variables by which staleness is measured: the variables of one step are written together."""
@@ -54,7 +56,7 @@ class WorkerVariables:
     def __init__(self, client: PsClient, registry: metrics.Registry | None = None) -> None:
         self.client = client
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
-        self._copies: list[DenseParameter] = []  # of these, those to refresh
+        self._copies = WorkerCopies(client)
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
         self._by_tensor: dict[int, WorkerBuffer] = {}
@@ -92,7 +94,7 @@ class WorkerVariables:
             self._has_moved = False
             for dense in self._dense.values():
                 if dense.is_live and not dense.lay_over_memory():
-                    self._copies.append(dense)
+                    self._copies.add(dense)
 
     def parameter(
         self,
@@ -111,7 +113,7 @@ class WorkerVariables:
         dense = DenseParameter(remote, requires_grad=requires_grad, channels_last=channels_last)
         self._dense[id(dense.leaf)] = dense
         if not dense.is_live:
-            self._copies.append(dense)
+            self._copies.add(dense)
         return dense.leaf
 
     def keep_gradient_in_slot(self, parameter: nn.Parameter) -> None:
@@ -127,6 +129,7 @@ class WorkerVariables:
         """Return a new copy of a buffer; `counts`: increases of several workers add up."""
         made = WorkerBuffer(self.remote(description), counts=counts)
         self._buffers.append(made)
+        self._copies.add(made)
         self._by_tensor[id(made.tensor)] = made
         return made.tensor
 
@@ -147,6 +150,7 @@ class WorkerVariables:
         *,
         exactly_once: bool = False,
         gathers: bool = False,
+        arrived: float = math.inf,
         scope: AbstractContextManager[Any] = _NO_SCOPE,
         recorder: AdvanceRecorder | None = None,
     ) -> WorkerClosure:
@@ -156,6 +160,7 @@ class WorkerVariables:
             number: number of the closure.
             exactly_once: servers recognise its writes if another worker repeats them.
             gathers: small writes may wait for others, because the function is short.
+            arrived: when the closure arrived here (`time.perf_counter`): copies that were read later are fresh.
             scope: entered around everything else, such as the strategy's.
             recorder: of changes of schedulers, scalers and settings.
 
@@ -164,10 +169,16 @@ class WorkerVariables:
             ValueError: at the end, if it registered a buffer that no server knows.
         """
         return WorkerClosure(
-            self, number, scope, recorder, exactly_once=exactly_once, gathers=gathers
+            self,
+            number,
+            scope,
+            recorder,
+            exactly_once=exactly_once,
+            gathers=gathers,
+            arrived=arrived,
         )
 
-    def _begin_closure(self) -> None:
+    def _begin_closure(self, arrived: float) -> None:
         for _, remote in self._tables.values():
             remote.keys.clocks.clear()  # of lookups without a step
         if self._dense or self._buffers:
@@ -175,10 +186,11 @@ class WorkerVariables:
                 with self._wait_time.measure():
                     self.client.wait_for_writes()
             self._follow_move()
-            self.refresh()
+            if not self._copies.are_fresh(arrived):
+                self.refresh()
             self._note_reads()
             for dense in self._dense.values():
-                dense.version = dense.leaf._version
+                dense.begin_closure()
 
     def _end_closure(self, *, succeeded: bool) -> None:
         written: list[DenseParameter] = []
@@ -240,24 +252,16 @@ class WorkerVariables:
 
     def refresh(self) -> None:
         """Update copies; parameters over shared memory are current."""
-        if not self._copies and not self._buffers:
-            return
-        with self._refresh_time.measure(), torch.no_grad():
-            for dense in tuple(self._copies):
-                if not self._refreshed(dense):
-                    self._copies.remove(dense)
-            for buffer in tuple(self._buffers):
-                if not self._refreshed(buffer):
-                    self._buffers.remove(buffer)
+        if self._copies:
+            with self._refresh_time.measure():
+                self._copies.refresh()
+            self._remove_deleted()
 
-    def _refreshed(self, copy: DenseParameter | WorkerBuffer) -> bool:
-        """Update one copy; return False if the coordinator has deleted the variable."""
-        try:
-            copy.refresh()
-        except NotFoundError:
-            self.client.versions(copy.remote.places[0].server)  # raises if the session is over
-            return False
-        return True
+    def _remove_deleted(self) -> None:
+        """Forget buffers that the coordinator has deleted."""
+        for copy in self._copies.take_deleted():
+            if isinstance(copy, WorkerBuffer):
+                self._buffers.remove(copy)
 
     # -------------------------------------------------------------- an optimizer's step
 
@@ -284,7 +288,9 @@ class WorkerVariables:
                 return
             generation = buffers.generation
             try:
-                client.send(step.batch)
+                client.outbox.values.clear()
+                asked = time.perf_counter()
+                client.send(step.batch, self._copies.reads())
                 with self._acknowledge_time.measure():
                     versions = client.wait_for_writes()
             except BaseException:
@@ -295,7 +301,11 @@ class WorkerVariables:
         for dense in frozen:
             dense.undo_write()
         self._follow_move()
-        self.refresh()
+        if self._copies:
+            with self._refresh_time.measure():
+                self._copies.refresh(client.outbox.values, asked)
+            client.outbox.values.clear()
+            self._remove_deleted()
         self._note_reads()
 
     def _leave_slots(self) -> None:
@@ -303,6 +313,7 @@ class WorkerVariables:
         for dense in self._dense.values():
             dense.leave_slot()
         self._steps.forget()
+        self.client.outbox.keep_unacknowledged()
         self.client.outbox.buffers.retire()
 
     def forget(self, tensor: Tensor) -> None:
@@ -310,11 +321,12 @@ class WorkerVariables:
         dense = self._dense.pop(id(tensor), None)
         if dense is not None:
             dense.release()
-            if dense in self._copies:
-                self._copies.remove(dense)
+            self._copies.remove(dense)
         self._tables.pop(id(tensor), None)
-        self._buffers = [buffer for buffer in self._buffers if buffer.tensor is not tensor]
-        self._by_tensor.pop(id(tensor), None)
+        buffer = self._by_tensor.pop(id(tensor), None)
+        if buffer is not None:
+            self._buffers.remove(buffer)
+            self._copies.remove(buffer)
         self._steps.forget()
 
     def close(self) -> None:
@@ -375,7 +387,15 @@ class WorkerClosure:
     Not an ``ExitStack``: it is used for every closure, and some take 50 µs.
     """
 
-    __slots__ = ("_exactly_once", "_gathers", "_number", "_recorder", "_scope", "_variables")
+    __slots__ = (
+        "_arrived",
+        "_exactly_once",
+        "_gathers",
+        "_number",
+        "_recorder",
+        "_scope",
+        "_variables",
+    )
 
     def __init__(
         self,
@@ -386,8 +406,10 @@ class WorkerClosure:
         *,
         exactly_once: bool,
         gathers: bool,
+        arrived: float,
     ) -> None:
         self._variables = variables
+        self._arrived = arrived
         self._number = number
         self._scope = scope
         self._recorder = recorder
@@ -401,7 +423,7 @@ class WorkerClosure:
             outbox.begin_closure(
                 self._number, exactly_once=self._exactly_once, gathers=self._gathers
             )
-            self._variables._begin_closure()
+            self._variables._begin_closure(self._arrived)
             if self._recorder is not None:
                 self._recorder.begin()
         except BaseException as error:  # Ctrl-C, too

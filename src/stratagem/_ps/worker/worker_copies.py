@@ -1,0 +1,213 @@
+"""Copies of variables on a worker, and how they are kept up to date.
+
+Parameters on other hosts, parameters in shards, and buffers are copies. One request per server asks for all of them, and the
+server sends only values that have changed. An optimizer's step asks in the same message as its write.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.client.value_reads import Newer, newer_items
+from stratagem._ps.types import TRANSFER_BYTES
+from stratagem._wire import codec
+from stratagem._wire.messages import ReadItem
+from stratagem.errors import NotFoundError
+
+FRESH_S: Final = 0.005
+"""How old copies may be that a closure uses without asking the servers; as long as a few steps of a small model."""
+
+
+class WorkerCopy(Protocol):
+    """A parameter or buffer that is a copy."""
+
+    remote: RemoteVariable
+
+    @property
+    def is_refreshable(self) -> bool:
+        """Whether `take` may replace the value now."""
+
+    def take(self, parts: Sequence[memoryview | None]) -> None:
+        """Take over the bytes of new values, one for each shard that has changed."""
+
+
+@final
+class CopyMemory:
+    """The memory of a copy, by shards.
+
+    Args:
+        remote: the variable.
+        target: the copy.
+    """
+
+    __slots__ = ("_parts", "_target")
+
+    def __init__(self, remote: RemoteVariable, target: Tensor) -> None:
+        self._target = None if target.is_contiguous() else target
+        self._parts = [codec.bytes_of(one) for one in remote.cut(target) if self._target is None]
+
+    def fill(self, parts: Sequence[memoryview | None]) -> None:
+        """Overwrite the shards that are given."""
+        if self._target is not None:  # another order of dimensions: the variable has one shard
+            for part in parts:
+                if part is not None and self._target.numel():
+                    given = torch.frombuffer(part, dtype=self._target.dtype)
+                    self._target.copy_(given.view(self._target.shape))
+            return
+        for target, part in zip(self._parts, parts, strict=True):
+            if part is not None:
+                target[:] = part
+
+
+@final
+class WorkerCopies:
+    """All copies of one worker."""
+
+    def __init__(self, client: PsClient) -> None:
+        self._client = client
+        self._copies: list[WorkerCopy] = []
+        self._deleted: list[WorkerCopy] = []
+        self._asked_at = -math.inf  # no later than the last read of all copies
+        self._received_at = -math.inf
+        self._sent = 0  # writes sent before it
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def add(self, copy: WorkerCopy) -> None:
+        """Keep a copy up to date from now on."""
+        self._copies.append(copy)  # its value has just been read
+
+    def remove(self, copy: WorkerCopy) -> None:
+        """Forget a copy."""
+        self._copies = [one for one in self._copies if one is not copy]
+
+    def clear(self) -> None:
+        """Forget all copies."""
+        self._copies.clear()
+
+    def are_fresh(self, arrived: float) -> bool:
+        """Return whether the last refresh serves a closure that arrived at this time.
+
+        The refresh was later, so it has all writes that had finished when the closure was scheduled. Writes of this worker and
+        values that a function changed are reasons to read again, and so is age: other workers go on.
+        """
+        return (
+            arrived <= self._asked_at
+            and time.perf_counter() - self._received_at < FRESH_S
+            and self._client.outbox.sent == self._sent
+            and all(one.remote.seen[0] >= 0 for one in self._copies)
+        )
+
+    def refresh(
+        self,
+        known: Mapping[tuple[int, int], Newer] | None = None,
+        asked: float | None = None,
+    ) -> None:
+        """Update all copies.
+
+        Args:
+            known: values that came with the acknowledgement of a write.
+            asked: when that write was sent (`time.perf_counter`).
+        """
+        asked = time.perf_counter() if asked is None else asked
+        self._update(dict(known or {}))
+        self._asked_at, self._sent = asked, self._client.outbox.sent
+        self._received_at = time.perf_counter()
+
+    def _update(self, found: dict[tuple[int, int], Newer]) -> None:
+        """Take over known values, and ask for the others."""
+        remote: list[WorkerCopy] = []
+        with torch.no_grad():
+            for copy in self._copies:
+                if copy.remote.mapped is None:
+                    if copy.is_refreshable:
+                        remote.append(copy)
+                elif copy.is_refreshable:
+                    _take_mapped(copy)
+            missing = [one for one in remote if not _is_known(one, found)]
+            try:
+                if missing:
+                    found.update(self._client.read_newer(_places(missing)))
+            except NotFoundError:
+                missing = self._remove_deleted(missing)
+                found.update(self._client.read_newer(_places(missing)))
+                remote = [one for one in remote if one in self._copies]
+            for copy in remote:
+                _take(copy, found)
+
+    def reads(self) -> dict[int, list[ReadItem]]:
+        """Return what to read, by server, together with a write; without very large values."""
+        wanted: list[tuple[ShardLocation, int]] = []
+        size = 0
+        for copy in self._copies:
+            if copy.remote.mapped is None and copy.is_refreshable:
+                size += sum(place.nbytes for place in copy.remote.places)
+                if size > TRANSFER_BYTES:
+                    break
+                wanted += _places([copy])
+        return newer_items(wanted)
+
+    def _remove_deleted(self, copies: Sequence[WorkerCopy]) -> list[WorkerCopy]:
+        """Forget the copies whose variables the coordinator has deleted; return the others.
+
+        Raises:
+            NotFoundError: the session is over.
+        """
+        kept = []
+        for copy in copies:
+            try:
+                for place in copy.remote.places:
+                    self._client.versions(place.server, (place.variable,))
+                kept.append(copy)
+            except NotFoundError:
+                self._client.versions(copy.remote.places[0].server)  # raises if the session is over
+                self.remove(copy)
+                self._deleted.append(copy)
+        return kept
+
+    def take_deleted(self) -> list[WorkerCopy]:
+        """Return, once, the copies whose variables the coordinator has deleted."""
+        found, self._deleted = self._deleted, []
+        return found
+
+    @override
+    def __repr__(self) -> str:
+        return f"<WorkerCopies {len(self._copies)} copies>"
+
+
+def _places(copies: Sequence[WorkerCopy]) -> list[tuple[ShardLocation, int]]:
+    return [
+        pair for copy in copies for pair in zip(copy.remote.places, copy.remote.seen, strict=True)
+    ]
+
+
+def _is_known(copy: WorkerCopy, found: Mapping[tuple[int, int], Newer]) -> bool:
+    return all((place.server, place.variable) in found for place in copy.remote.places)
+
+
+def _take(copy: WorkerCopy, found: Mapping[tuple[int, int], Newer]) -> None:
+    newer = [found[place.server, place.variable] for place in copy.remote.places]
+    if any(value is not None for value, _ in newer):
+        copy.take([value for value, _ in newer])
+        copy.remote.seen = tuple(version for _, version in newer)
+
+
+def _take_mapped(copy: WorkerCopy) -> None:
+    """Copy from shared memory if the server has written."""
+    mapped = copy.remote.mapped
+    assert mapped is not None
+    now = tuple(one.version for one in mapped)
+    if now != copy.remote.seen:
+        copy.remote.seen = now
+        copy.take([one.memory for one in mapped])

@@ -6,8 +6,10 @@ short path, because the paths of Ray's sockets have at most 107 characters.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +59,19 @@ class RayNodes:
         self._cluster.remove_node(node, allow_graceful=False)
 
 
+def _start_head(make: Any, arguments: dict[str, Any]) -> Any:
+    """Start the head; once more if it failed: two Rays that start at a time may choose the same port."""
+    before = police._children()
+    try:
+        return make(initialize_head=True, head_node_args=dict(arguments))
+    except (SystemExit, Exception):
+        for pid, _ in police._children() - before:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        return make(initialize_head=True, head_node_args=dict(arguments))
+
+
 @contextmanager
 def ray_nodes(cpus: int = 4) -> Iterator[RayNodes]:
     """Start a Ray with a head only, and connect this process to it."""
@@ -68,17 +83,15 @@ def ray_nodes(cpus: int = 4) -> Iterator[RayNodes]:
         import ray
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": cpus,
-                "include_dashboard": False,
-                "object_store_memory": _STORE_BYTES,
-                "resources": {"head": 100},
-                "memory": 64 << 30,  # a number that Ray counts with; no process needs it
-                "_system_config": QUICK,
-            },
-        )
+        head = {
+            "num_cpus": cpus,
+            "include_dashboard": False,
+            "object_store_memory": _STORE_BYTES,
+            "resources": {"head": 100},
+            "memory": 64 << 30,  # a number that Ray counts with; no process needs it
+            "_system_config": QUICK,
+        }
+        cluster = _start_head(Cluster, head)
         try:
             ray.init(address=cluster.address, log_to_driver=False)
             yield RayNodes(cluster)

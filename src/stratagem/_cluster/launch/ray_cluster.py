@@ -121,12 +121,12 @@ class RayCluster(SupervisedCluster):
         self._closing = threading.Event()
         self._growing: threading.Thread | None = None
         self._owns_ray = not self._ray.is_initialized()
-        deadline = time.monotonic() + start_timeout_s
+        began = time.monotonic()
         if self._owns_ray:
             self._ray.init()
         self._placement = RayPlacement(self._ray)
         try:
-            self._start(least, ps, placement_strategy, deadline)
+            self._start(least, ps, placement_strategy, began)
         except BaseException:  # Ctrl-C too: nothing else would return the resources
             self._release_ray()
             raise
@@ -136,7 +136,7 @@ class RayCluster(SupervisedCluster):
             )
             self._growing.start()
 
-    def _start(self, workers: int, ps: int, placement_strategy: str, deadline: float) -> None:
+    def _start(self, workers: int, ps: int, placement_strategy: str, began: float) -> None:
         self._address = self._ray.get_runtime_context().gcs_address
         orders = [
             self._order(job, index)
@@ -144,7 +144,8 @@ class RayCluster(SupervisedCluster):
             for index in range(count)
         ]
         sizes = {order.task: self._resources[order.job] for order in orders}
-        self._placement.reserve(sizes, placement_strategy, deadline - time.monotonic())
+        self._placement.reserve(sizes, placement_strategy, began, self._start_timeout_s)
+        deadline = began + self._start_timeout_s
         self._tasks = TaskSupervisor(
             functools.partial(self._make_launcher, deadline - time.monotonic()),
             orders,
@@ -185,12 +186,12 @@ class RayCluster(SupervisedCluster):
         Raises:
             StartupError: Ray has no room for it, or it was not ready, within the cluster's `start_timeout_s`.
         """
-        deadline = time.monotonic() + self._start_timeout_s
         with self._changing:
+            began = time.monotonic()
             order = self._next_order()
             sizes = {order.task: self._resources["worker"]}
-            self._placement.reserve(sizes, "PACK", self._start_timeout_s)
-            self._add(order, deadline)
+            self._placement.reserve(sizes, "PACK", began, self._start_timeout_s)
+            self._add(order, began + self._start_timeout_s)
             self._target += 1
             return order.index
 

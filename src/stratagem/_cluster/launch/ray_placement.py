@@ -57,15 +57,16 @@ class RayPlacement(Owner):
         self._spare: list[tuple[Any, int, Resources]] = []  # of removed tasks, in groups that go on
         self._sizes: dict[str, Resources] = {}
 
-    def reserve(self, tasks: Mapping[str, Resources], strategy: str, timeout_s: float) -> None:
-        """Reserve a bundle for each task, in one placement group.
+    def reserve(
+        self, tasks: Mapping[str, Resources], strategy: str, began: float, timeout_s: float
+    ) -> None:
+        """Reserve a bundle for each task, in one placement group, until `timeout_s` after `began`.
 
         Raises:
-            StartupError: not all of them were free within `timeout_s`; asked for and available resources.
+            StartupError: not all of them were free in time; asked for and available resources.
         """
         if len(tasks) == 1 and self._use_spare(*next(iter(tasks.items()))):
             return
-        began = time.monotonic()
         group = self.request(list(tasks.values()), strategy)
         told = False
         try:
@@ -73,7 +74,7 @@ class RayPlacement(Owner):
                 waited_s = time.monotonic() - began
                 if waited_s > timeout_s:
                     raise StartupError(
-                        f"Ray could not reserve the resources of the cluster within {timeout_s:.3g} s: "
+                        f"Ray could not reserve the resources of the cluster within {timeout_s:g} s: "
                         f"{self._shortage(tasks, strategy)} Free resources, add nodes, or ask for less."
                     )
                 if waited_s > NOTICE_S and not told:

@@ -9,7 +9,8 @@ from relay import Relay
 
 import stratagem as sg
 from stratagem import LocalCluster
-from stratagem._commands import top
+from stratagem._monitor.monitor import Monitor
+from stratagem._monitor.sample_sources import ClusterSource
 from stratagem._wire import messages
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import connect
@@ -85,9 +86,10 @@ def test_top_shows_tasks_behind_slow_paths(monkeypatch: pytest.MonkeyPatch) -> N
             ]
             for job in ("worker", "ps")
         }
-        picture = top.look(sg.ClusterSpec(jobs), elapsed_s=0.0)
-        assert [row.state for row in picture.workers] == ["idle"]
-        assert [row.state for row in picture.servers] == ["running"]
+        monitor = stack.enter_context(Monitor(ClusterSource(sg.ClusterSpec(jobs))))
+        view = monitor.look()
+        assert [worker.state for worker in view.workers] == ["idle"]
+        assert [server.state for server in view.servers] == ["running"]
 
 
 def _slow_servers(stack: ExitStack, *, delay_s: float, cut: str = "") -> SimpleClusterResolver:

@@ -132,6 +132,7 @@ class ServerBackups:
         for remote in list(variables._remotes):
             if any(place.server == shard for place in remote.places):
                 remote.forget_memory()
+        self._release_others(variables, lost)
         names = tuple(sorted({name for _, name in places.values()}))
         seconds = time.monotonic() - began
         report = ServerRecovery(
@@ -153,6 +154,16 @@ class ServerBackups:
                 self._decide(variables, shard, "")
             except _FAILURES as error:
                 _log.debug("%s cannot go on alone yet: %s", self._name(shard), error)
+
+    def _release_others(self, variables: CoordinatorVariables, lost: int) -> None:
+        """Let the primaries go on alone whose backup was on a lost process: it may hang, and never answer."""
+        for shard, process in enumerate(self.backups):
+            if process == lost and self.holders.holders[shard] != lost:
+                self._left_alone(shard)
+                try:
+                    self._decide(variables, shard, "")
+                except _FAILURES as error:
+                    _log.debug("%s cannot go on alone yet: %s", self._name(shard), error)
 
     def repair(self, variables: CoordinatorVariables) -> list[int]:
         """Give shards without a backup a new one, as far as that is possible now; return the processes."""
@@ -194,6 +205,8 @@ class ServerBackups:
             return ""
 
     def _link(self, variables: CoordinatorVariables, shard: int, process: int) -> None:
+        # The primary would wait for a process that hangs, and its clients with it.
+        variables.client.replacement.connect_process(process, timeout_s=answer_limit_s()).close()
         self._decide(variables, shard, self.holders.address(process))
         self.backups[shard] = process
 

@@ -13,9 +13,11 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import police
+from waiting import wait_until
 
 # A lost node is noticed in 2 s instead of 14.
 QUICK = {
@@ -57,6 +59,16 @@ class RayNodes:
     def remove(self, node: Any) -> None:
         """Kill a node's processes, like a machine that fails."""
         self._cluster.remove_node(node, allow_graceful=False)
+
+
+def _users_of(directory: str) -> list[int]:
+    """Return the processes whose command line names a directory."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if directory.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
+                found.append(int(entry))
+    return found
 
 
 def _start_head(make: Any, arguments: dict[str, Any]) -> Any:
@@ -104,4 +116,6 @@ def ray_nodes(cpus: int = 4) -> Iterator[RayNodes]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        shutil.rmtree(directory, ignore_errors=True)
+        # Ray's processes create directories for their logs again while they end.
+        wait_until(lambda: not _users_of(directory))
+        shutil.rmtree(directory)

@@ -133,6 +133,8 @@ class BackupLink:
         elif isinstance(message, messages.Write) and memory.number in self._unmapped:
             message, inlined = inline_write(message, frame, memory)
             buffers = list(inlined)
+        elif isinstance(message, messages.Write) and message.read:  # the backup only writes
+            message = messages.Write(origin=message.origin, operations=message.operations)
         if frame.kind == frames.NOTIFY:
             self.channel.enqueue(frames.NOTIFY, 0, message, buffers)
         else:

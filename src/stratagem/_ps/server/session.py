@@ -308,7 +308,8 @@ class Session:
         """
         values: messages.Values | None = None
         buffers: Sequence[Buffer] = ()
-        if message.read:
+        # A reply that waits for the backup carries no values.
+        if message.read and self.link is None:
             try:
                 values, buffers = self._replies.values(message.read, frame, memory)
             except (NotFoundError, ProtocolError, ValueError):

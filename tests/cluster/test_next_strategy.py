@@ -20,7 +20,7 @@ def test_after_close_the_cluster_serves_the_next_and_old_variables_are_freed() -
     """Issue 4, section 1."""
     with LocalCluster(workers=1, ps=1, in_process=True) as cluster:
         tasks = cluster._tasks.launcher._tasks
-        (server,) = (task for task, _ in tasks if "ParameterServer" in repr(task))
+        (server,) = (task for task in tasks if "ParameterServer" in repr(task))
         for expected in (3.0, 4.0):
             strategy = sg.ParameterServerStrategy(cluster.resolver)
             with strategy.scope():

@@ -13,7 +13,7 @@ from torch import nn
 import stratagem as sg
 
 CHROMIUM = Path("/usr/bin/chromium")
-# The README shows one of the screenshots; `STRATAGEM_SCREENSHOTS=docs/images` makes it again.
+# `STRATAGEM_SCREENSHOTS=DIRECTORY` keeps the screenshots.
 SCREENSHOTS = "STRATAGEM_SCREENSHOTS"
 
 pytestmark = [

@@ -130,11 +130,11 @@ class DenseParameter:
 
     def take(self, parts: Sequence[memoryview | None]) -> None:
         """Take over new values of the servers, one for each shard that has changed."""
-        if self.is_written(thorough=False):
-            self.version = -1  # stays written until `undo_write`
+        written = self.is_written(thorough=False)
         if self._memory is None:
             self._memory = CopyMemory(self.remote, self._data)
-        self._memory.fill(parts)
+        self._memory.fill(parts)  # counts a version of the leaf if the dimensions have another order
+        self.version = -1 if written else self.leaf._version  # -1: written until `undo_write`
         if self._probe is not None:
             self._start = self._probe.tobytes()
 

@@ -67,7 +67,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "kill", ["step:30", "unsent:25", "unnoted:5", "noting:2", "before the manifest:1"]
+    "kill", ["step:30", "unsent:25", "unnoted:5", "noting:1", "before the manifest:1"]
 )
 def test_a_killed_script_goes_on_bit_for_bit(
     tmp_path: Path, unbroken: dict[str, Any], kill: str

@@ -133,7 +133,9 @@ class DenseParameter:
         written = self.is_written(thorough=False)
         if self._memory is None:
             self._memory = CopyMemory(self.remote, self._data)
-        self._memory.fill(parts)  # counts a version of the leaf if the dimensions have another order
+        self._memory.fill(
+            parts
+        )  # counts a version of the leaf if the dimensions have another order
         self.version = -1 if written else self.leaf._version  # -1: written until `undo_write`
         if self._probe is not None:
             self._start = self._probe.tobytes()

@@ -23,7 +23,7 @@ from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Message
 from stratagem._wire.process_probe import LivenessCheck
-from stratagem._wire.round_trip import answer_limit_s, attempt_limit_s
+from stratagem._wire.round_trip import RoundTrip, answer_limit_s, attempt_limit_s
 from stratagem.config import ClusterOptions
 from stratagem.errors import (
     ConnectionLost,
@@ -172,7 +172,10 @@ class _Control:
         self._server = ""  # identity of the process that holds the variables
         self._ping: int | None = None  # the call that has not been answered
         self._asked_at = 0.0
-        self._answer_limit_s = answer_limit_s()  # until a round trip was measured
+        self._pings = (
+            RoundTrip()
+        )  # without that of the handshake, which may have begun in an outage
+        self._answer_limit_s = answer_limit_s()  # until a ping was answered
         self._is_connecting = False  # in order to ping
         self._connector: threading.Thread | None = None  # connects while checks go on
         self._connect_error: WireError | None = None  # of the last attempt of the connector
@@ -220,9 +223,10 @@ class _Control:
                 raise self._data.fail(f"{what}: {error}") from error
 
     def answers(self) -> bool:
-        """Return whether the last ping, or attempt to connect for one, was answered or still has time."""
-        waits = self._ping is not None or self._is_connecting
-        return not waits or time.monotonic() - self._asked_at < self._answer_limit_s
+        """Return whether the last ping was answered, or still has time. False while no connection is open."""
+        if self._is_connecting:
+            return False  # nothing shows that this process reaches the server
+        return self._ping is None or time.monotonic() - self._asked_at < self._answer_limit_s
 
     def check(self, options: ClusterOptions, *, every_s: float) -> None:
         """Take in the answer to the last ping, or judge its absence; ping again when it is time."""
@@ -249,7 +253,11 @@ class _Control:
                 pong = channel.collect(self._ping, timeout_s=0.0).message
                 self.unlinked = pong.unlinked if isinstance(pong, messages.Pong) else ()
                 channel.round_trip.measured(now - self._asked_at)
-                self._answer_limit_s = channel.round_trip.limit_s(2 * options.heartbeat_s)
+                # The answer came after the last check. One after the limit is an outage, not a round trip.
+                least_s = max(0.0, now - self._asked_at - every_s)
+                if least_s <= self._answer_limit_s:
+                    self._pings.measured(least_s)
+                self._answer_limit_s = self._pings.limit_s(2 * options.heartbeat_s)
                 self._ping, self.alive_at = None, self._asked_at
             elif self.is_open:  # looking for the reply may have found it broken
                 self._judge(options, now)

@@ -83,10 +83,13 @@ def inject(*faults: Fault) -> Iterator[Injection]:
 
     Example:
         >>> import torch, stratagem as sg
-        >>> kill = sg.testing.Fault(
-        ...     point="worker.after_closure", action="kill", task="/job:worker/*"
+        >>> slow = sg.testing.Fault(
+        ...     point="worker.after_closure", action="delay", seconds=0.001, times=3
         ... )
-        >>> with sg.testing.inject(kill) as faults, sg.LocalCluster(workers=2, ps=1) as cluster:
+        >>> with (
+        ...     sg.testing.inject(slow) as faults,
+        ...     sg.LocalCluster(workers=2, ps=1, in_process=True) as cluster,
+        ... ):
         ...     strategy = sg.ParameterServerStrategy(cluster.resolver)
         ...     with strategy.scope():
         ...         total = sg.Variable(torch.zeros(()))
@@ -94,8 +97,8 @@ def inject(*faults: Fault) -> Iterator[Injection]:
         ...         for _ in range(10):
         ...             _ = coordinator.schedule(lambda: total.assign_add(torch.ones(())) and None)
         ...         coordinator.join()
-        ...         print(float(total), faults.count(action="kill"))
-        10.0 1
+        ...         print(float(total), faults.count(action="delay"))
+        10.0 3
     """
     with tempfile.TemporaryDirectory(prefix="stratagem-faults-") as name:
         directory = Path(name)

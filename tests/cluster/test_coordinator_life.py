@@ -119,6 +119,7 @@ def test_threads_of_a_coordinator_and_their_end(cluster: sg.LocalCluster) -> Non
         assert sorted(thread.name for thread in running) == [
             "stratagem-watch-closures",
             "stratagem-watch-heartbeats",
+            "stratagem-watch-membership",
             "stratagem-watch-servers",
             "stratagem-worker-0-link",
             "stratagem-worker-1-link",

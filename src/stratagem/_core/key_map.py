@@ -41,7 +41,7 @@ def hash_keys(keys: Ints, seed: int = 0) -> Words:
 
     Example:
         >>> hash_keys(np.array([1, 2])) % np.uint64(10)
-        array([5, 8], dtype=uint64)
+        array([8, 9], dtype=uint64)
     """
     words = keys.astype(np.int64, copy=False).view(np.uint64) * _GOLDEN
     words += np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & ((1 << 64) - 1))

@@ -232,6 +232,7 @@ class ParameterServerStrategy(Strategy):
     def _cluster_views(self) -> ObjectHandles:
         """Return the strategy's interface for `ClusterCoordinator` (contract 7)."""
         if self._views is None:
+            variables = self._variables  # not `self`: threads hold the function
             setup = PsWorkerSetup(
                 servers=self._servers,
                 workers=self._workers,
@@ -244,8 +245,8 @@ class ParameterServerStrategy(Strategy):
             )
             self._views = ObjectHandles(
                 self,
-                self._variables,
-                lambda: replace(setup, **server_addresses(self._variables)),
+                variables,
+                lambda: replace(setup, **server_addresses(variables)),
             )
         return self._views
 

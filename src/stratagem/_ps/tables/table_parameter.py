@@ -50,6 +50,9 @@ class TableParameter(nn.Parameter):
         ...     def rows(self, ids):
         ...         return self.data[ids]
         ...
+        ...     def rows_as_asked(self, ids):
+        ...         return None
+        ...
         ...     def whole(self):
         ...         return self.data
         >>> table = TableParameter.over(Memory())

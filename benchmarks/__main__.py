@@ -11,15 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import plots, report, rows
+from benchmarks.curves import CURVES
 from benchmarks.peer import environment
 from benchmarks.results import Results
+from benchmarks.row import Row, tiny
 from benchmarks.runner import Plan, run
 
 ROOT = Path(__file__).resolve().parent.parent
-ALL = (*rows.TABLE, *rows.CURVES)
+ALL = (*rows.TABLE, *CURVES)
 
 
-def choose(only: str | None) -> tuple[rows.Row, ...]:
+def choose(only: str | None) -> tuple[Row, ...]:
     """Return the rows named in ``only``, or all rows.
 
     Raises:
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if given.tiny:
-        chosen = tuple(rows.tiny(row) for row in chosen)
+        chosen = tuple(tiny(row) for row in chosen)
     part = given.only is not None or given.tiny or given.no_peer
     peer = find_peer(console, wanted=not given.no_peer)
     plan = Plan(rows=chosen, peer=peer, budget_s=given.budget_s)

@@ -16,8 +16,10 @@ mpl.use("Agg")  # benchmarks run without a screen
 
 from matplotlib import pyplot as plt
 
-from benchmarks import report, rows
+from benchmarks import report
+from benchmarks.curves import CURVES
 from benchmarks.results import Measurement, Results
+from benchmarks.row import Row
 
 _COLOURS = {"ours": "#1f6feb", "peer": "#d97706", "limit": "#6b7280"}
 
@@ -26,7 +28,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     """Draw all curves that the results contain; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for row in rows.CURVES:
+    for row in CURVES:
         found = [m for m in results.of(row.name) if m.median is not None]
         if not found:
             continue
@@ -37,10 +39,10 @@ def draw(results: Results, folder: Path) -> list[Path]:
     return drawn
 
 
-def _picture(row: rows.Row, results: Results, path: Path) -> Path:
+def _picture(row: Row, results: Results, path: Path) -> Path:
     """Draw a row's curve, and next to it its processor time or related rows."""
     found = [m for m in results.of(row.name) if m.median is not None]
-    others = [other for other in rows.CURVES if other.beside == row.name and results.of(other.name)]
+    others = [other for other in CURVES if other.beside == row.name and results.of(other.name)]
     with_processor = row.name in {"workers", "servers"}
     panels = 1 + len(others) + with_processor
     width = 4.5 * panels if panels > 1 else 5.5
@@ -57,7 +59,7 @@ def _picture(row: rows.Row, results: Results, path: Path) -> Path:
     return _save(figure, path)
 
 
-def _curve(axes: Any, row: rows.Row, found: list[Measurement]) -> None:
+def _curve(axes: Any, row: Row, found: list[Measurement]) -> None:
     labels = [point.label for point in row.points]
     for kind in ("ours", "limit", "peer"):
         mine = {m.point: m for m in found if m.kind == kind}

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import Line, Measurement, Results, lines
-from benchmarks.rows import Row
+from benchmarks.row import Row
 
 BEGIN = "<!-- bench:begin -->"
 END = "<!-- bench:end -->"

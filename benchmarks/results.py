@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.rows import Row, Target
+from benchmarks.row import Row, Target
 
 Kind = Literal["ours", "peer", "limit", "bound", "bare"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.checks import Facts, compare
 from benchmarks.results import Measurement, Results
-from benchmarks.rows import Point, Row, Side
+from benchmarks.row import Point, Row, Side
 from benchmarks.sides import SideFailed, SideProcess
 
 SETUP_TIMEOUT_S = 180.0

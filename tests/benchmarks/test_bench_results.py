@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import plots, report, rows
 from benchmarks.results import Check, Measurement, Results, lines
+from benchmarks.row import Row
 
 MACHINE = {"name": "here", "processor": "a processor", "cores": 2}
 
@@ -28,7 +29,7 @@ def measured(
 EMPTY = next(row for row in rows.TABLE if row.name == "empty")
 
 
-def line_of(*measurements: Measurement, row: rows.Row = EMPTY):
+def line_of(*measurements: Measurement, row: Row = EMPTY):
     (line,) = lines((row,), results_with(*measurements))
     return line
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import report, rows, runner, work
+from benchmarks import plots, report, rows, runner, work
 from benchmarks.checks import compare
 from benchmarks.limits import side as limits
 from benchmarks.ours import side
 from benchmarks.peer import environment
 from benchmarks.results import Measurement, Results
+from benchmarks.row import Point, Row, tiny
 from benchmarks.runner import Plan, run
 from benchmarks.sides import SideFailed, SideProcess
 
@@ -24,8 +25,8 @@ ALL = {row.name: row for row in command.ALL}
 MLP = {"inputs": 12, "hidden": 8, "classes": 3, "batch": 6, "batches": 4, "check_steps": 4}
 
 
-def small(*names: str) -> tuple[rows.Row, ...]:
-    return tuple(rows.tiny(ALL[name]) for name in names)
+def small(*names: str) -> tuple[Row, ...]:
+    return tuple(tiny(ALL[name]) for name in names)
 
 
 @pytest.mark.soak
@@ -244,14 +245,14 @@ def three_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     made = small("read", "add", "input")
     monkeypatch.setattr(command, "ALL", made)
     monkeypatch.setattr(rows, "TABLE", made)
-    monkeypatch.setattr(rows, "CURVES", ())
+    monkeypatch.setattr(plots, "CURVES", ())
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr(command, "find_peer", lambda console, wanted: "no peer in the test suite")
     (tmp_path / "README.md").write_text(f"{report.BEGIN}\nold\n{report.END}\n")
     return tmp_path / "results"
 
 
-def measured(plan: Plan, row: rows.Row, point: rows.Point, results: Results) -> None:
+def measured(plan: Plan, row: Row, point: Point, results: Results) -> None:
     results.measurements.append(
         Measurement(row=row.name, point=point.label, kind="ours", label="x", samples=[1.0])
     )
@@ -287,7 +288,7 @@ def test_an_interrupted_run_keeps_the_rows_that_were_done(
     assert command.main(["--results", str(three_rows)]) == 0
     readme = (three_rows.parent / "README.md").read_text()
 
-    def interrupted(plan: Plan, row: rows.Row, point: rows.Point, results: Results) -> None:
+    def interrupted(plan: Plan, row: Row, point: Point, results: Results) -> None:
         if row.name == "input":
             raise KeyboardInterrupt
         measured(plan, row, point, results)

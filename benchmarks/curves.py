@@ -1,0 +1,184 @@
+"""Rows that ``make bench`` draws: the same work at several sizes, and further measurements of ours."""
+
+from __future__ import annotations
+
+from benchmarks.row import Row, point
+from benchmarks.rows import (
+    CLUSTER,
+    EMBEDDING,
+    HOT,
+    HOT_CHECK_STEPS,
+    HOT_LAST_LOSS,
+    LIMIT,
+    MLP,
+    ONE_WORKER,
+    OURS,
+    PEER,
+)
+
+_COUNTS = (1, 2, 4)
+_TABLES = (("10k", 10**4), ("100k", 10**5), ("1M", 10**6), ("10M", 10**7))
+_QUALITY = {"steps": 1200, "batch": 256, "test_rows": 20_000, "parts": 12}
+
+CURVES = (
+    Row(
+        name="workers",
+        title="MLP step, more workers",
+        unit="steps/s",
+        sides=(OURS,),
+        points=tuple(point(CLUSTER, MLP, label=str(n), workers=n) for n in _COUNTS),
+        checked=False,
+        repetitions=3,
+        seconds=0.8,
+        axis="workers",
+    ),
+    Row(
+        name="servers",
+        title="MLP step, more parameter servers",
+        unit="steps/s",
+        sides=(OURS,),
+        points=tuple(point(CLUSTER, MLP, label=str(n), servers=n) for n in _COUNTS),
+        checked=False,
+        repetitions=3,
+        seconds=0.8,
+        axis="parameter servers",
+    ),
+    Row(
+        name="mlp_backups",
+        title="MLP step, with backups of the servers",
+        unit="steps/s",
+        sides=(OURS,),
+        points=tuple(point(CLUSTER, MLP, label=str(n), backups=n) for n in (0, 1)),
+        checked=False,
+        axis="backups",
+    ),
+    Row(
+        name="embedding_backups",
+        title="embedding step, with backups of the servers",
+        unit="steps/s",
+        sides=(OURS,),
+        points=tuple(point(CLUSTER, EMBEDDING, label=str(n), backups=n) for n in (0, 1)),
+        checked=False,
+        axis="backups",
+        beside="mlp_backups",
+    ),
+    Row(
+        name="failover",
+        title="from a killed parameter server with a backup to the next step",
+        unit="s",
+        better="less",
+        sides=(OURS,),
+        points=(point(CLUSTER, backups=1, megabytes=100),),
+        checked=False,
+        repetitions=3,
+    ),
+    Row(
+        name="table",
+        title="embedding step, ids from the whole table",
+        unit="steps/s",
+        sides=(OURS, LIMIT),
+        points=tuple(
+            point(CLUSTER, EMBEDDING, label=label, rows=rows, same_start=False)
+            for label, rows in _TABLES
+        ),
+        checked=False,
+        repetitions=3,
+        seconds=0.8,
+        axis="rows of the table",
+    ),
+    Row(
+        name="hot_table",
+        title="embedding step, ids from 8,192 rows of it",
+        unit="steps/s",
+        sides=(OURS, PEER, LIMIT),
+        # Three sizes only, parameters compared at the smallest: TensorFlow's largest takes a minute to begin.
+        points=tuple(
+            point(
+                CLUSTER,
+                HOT,
+                {"check_steps": HOT_CHECK_STEPS} if label == "10k" else {},
+                label=label,
+                rows=rows,
+                fingerprints=label == "10k",
+            )
+            for label, rows in _TABLES
+            if label != "100k"
+        ),
+        parity=ONE_WORKER,
+        last_loss=HOT_LAST_LOSS,
+        repetitions=3,
+        seconds=0.5,
+        axis="rows of the table",
+        beside="table",
+    ),
+    Row(
+        name="variables",
+        title="4 MB of parameters in more variables, SGD",
+        unit="steps/s",
+        sides=(OURS, LIMIT),
+        points=tuple(
+            point(CLUSTER, label=str(n), variables=n, megabytes=4) for n in (1, 10, 100, 1000)
+        ),
+        checked=False,
+        repetitions=3,
+        seconds=0.8,
+        axis="variables",
+    ),
+    Row(
+        name="message",
+        title="add to one variable, larger messages",
+        unit="GB/s",
+        sides=(OURS, LIMIT),
+        points=tuple(
+            point(CLUSTER, label=label, variables=1, megabytes=size)
+            for label, size in (
+                ("4 KB", 2**-8),
+                ("64 KB", 2**-4),
+                ("1 MB", 1),
+                ("16 MB", 16),
+                ("64 MB", 64),
+            )
+        ),
+        checked=False,
+        repetitions=3,
+        seconds=0.8,
+        axis="bytes added in a step",
+    ),
+    Row(
+        name="loader",
+        title="the same pipeline, as a multiple of torch's DataLoader",
+        unit="×",
+        sides=(OURS,),
+        points=(point(tiny=False),),
+        checked=False,
+        repetitions=1,
+    ),
+    Row(
+        name="wire",
+        title="a small message there and back",
+        unit="µs",
+        better="less",
+        sides=(OURS,),
+        points=(point(),),
+        checked=False,
+        repetitions=1,
+    ),
+    Row(
+        name="quality",
+        title="click model, AUC at the end,",
+        unit="AUC",
+        sides=(OURS,),
+        points=tuple(
+            point(_QUALITY, label=label, workers=n)
+            for label, n in (
+                ("one device", 0),
+                ("async, 1 worker", 1),
+                ("async, 2 workers", 2),
+                ("async, 4 workers", 4),
+            )
+        ),
+        checked=False,
+        repetitions=1,
+        axis="examples",
+    ),
+)

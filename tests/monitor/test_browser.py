@@ -13,8 +13,9 @@ from torch import nn
 import stratagem as sg
 
 CHROMIUM = Path("/usr/bin/chromium")
-# `STRATAGEM_SCREENSHOTS=DIRECTORY` keeps the screenshots.
+# `STRATAGEM_SCREENSHOTS=docs/images` keeps the screenshots and waits for longer curves: README shows one of them.
 SCREENSHOTS = "STRATAGEM_SCREENSHOTS"
+SCRIPT = "script <script>window.pwned=1</script>"
 
 pytestmark = [
     pytest.mark.process,
@@ -47,7 +48,6 @@ class Training(threading.Thread):
             loss.backward()
             optimizer.step()
             sg.metrics.log("loss", loss)
-            sg.metrics.log("script <script>window.pwned=1</script>", 1.0)
 
         self._step = step
 
@@ -137,8 +137,8 @@ def test_the_page_moves_and_shows_a_killed_worker(training: Training, browser, t
         visit.page.locator("#events").get_by_text("worker lost").first.wait_for()
         visit.page.locator("#events").get_by_text("worker back").first.wait_for()
 
-        # The name with a script is drawn as text.
-        assert visit.page.evaluate("window.pwned") is None
+        kept = sg.config.environment(SCREENSHOTS)
+        visit.until(POINTS_ABOVE % (60 if kept else 4))
         for scheme, width in (("light", 1280), ("dark", 1280), ("dark", 400), ("light", 400)):
             visit.page.emulate_media(color_scheme=scheme)
             visit.page.set_viewport_size({"width": width, "height": 900})
@@ -154,10 +154,15 @@ def test_the_page_moves_and_shows_a_killed_worker(training: Training, browser, t
                 assert box["x"] >= 0
                 assert box["x"] + box["width"] <= width
                 assert box["height"] > 20
-            place = Path(sg.config.environment(SCREENSHOTS) or tmp_path)
+            place = Path(kept or tmp_path)
             shown = visit.page.screenshot(full_page=width == 400)
             (place / f"page-{scheme}-{width}.png").write_bytes(shown)
             assert len(shown) > 10_000
+
+        sg.metrics.log(SCRIPT, 1.0)  # the page draws the name as text
+        page.monitor.wait_for(lambda view: any(one.name == SCRIPT for one in view.scalars), 100)
+        visit.until(POINTS_ABOVE % (visit.points() + 2))
+        assert visit.page.evaluate("window.pwned") is None
         assert visit.errors == []
         visit.close()
 
@@ -169,7 +174,13 @@ POINTS_ABOVE = """() => { const plot = Bokeh.documents[0].roots().find(root => r
 def test_the_report_opens_without_a_server(training: Training, browser, tmp_path) -> None:
     """The saved file shows the run from disk, without any request to a network."""
     with sg.dashboard(training.coordinator, title="A run") as page:
-        page.monitor.wait_for(lambda view: bool(view.scalars) and len(view.series.times) > 2, 100)
+        sg.metrics.log(SCRIPT, 1.0)
+        page.monitor.wait_for(
+            lambda view: (
+                any(one.name == SCRIPT for one in view.scalars) and len(view.series.times) > 2
+            ),
+            100,
+        )
         report = page.save(tmp_path / "report.html")
     visit = Visit(browser)
     asked: list[str] = []

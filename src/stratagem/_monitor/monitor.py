@@ -81,9 +81,11 @@ class Monitor(Owner):
         """
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self._view), timeout_s):
+                last = self._view
                 raise DeadlineExceeded(
                     f"no view of the cluster fulfilled the condition within {timeout_s:g} s; the last "
-                    f"one: {self._view!r}"
+                    f"one: {last.health}, {last.steps} steps, {len(last.workers)} workers, "
+                    f"{len(last.servers)} servers, {len(last.scalars)} logged values, {len(last.events)} events"
                 )
             return self._view
 

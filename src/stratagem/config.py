@@ -431,7 +431,7 @@ class ClusterOptions:
     """Upper limit of that delay; 0 means none."""
 
     trust_workers: bool = False
-    """Whether workers may run code in the coordinator: results and exceptions may then be objects of any
+    """True if workers may run code in the coordinator: results and exceptions may then be objects of any
     class. By default they are data: tensors, arrays, built-in types, dataclasses, named tuples, enums."""
 
     close_timeout_s: float = 10.0

@@ -102,12 +102,12 @@ class JobPosition:
 
     @property
     def is_live(self) -> bool:
-        """Whether the servers hold a job that this coordinator has not resumed yet."""
+        """True if the servers hold a job that this coordinator has not resumed yet."""
         return self._job.is_attaching
 
     @property
     def is_behind(self) -> bool:
-        """Whether the variables contain closures of an earlier coordinator that this one has not repeated yet.
+        """True if the variables contain closures of an earlier coordinator that this one has not repeated yet.
 
         A checkpoint would have them twice: in its variables, and again in the steps after it.
         """

@@ -43,7 +43,7 @@ class Due:
 
     @property
     def is_ever(self) -> bool:
-        """Whether saves are ever due by themselves."""
+        """True if saves are ever due by themselves."""
         return self.every_s is not None or self.every_steps is not None
 
     def at(self, *, step: int, last_step: int, since_s: float) -> bool:

@@ -113,5 +113,5 @@ class RecoveryPoints:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether a server has older variables than the others."""
+        """True if a server has older variables than the others."""
         return self.restored != self._seen

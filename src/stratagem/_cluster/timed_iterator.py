@@ -30,7 +30,7 @@ class TimedIterator:
         self.calls = 0
         """Number of elements read so far, with the attempts to read beyond the end."""
         self.at_end = False
-        """Whether the last attempt to read has found no element."""
+        """True if the last attempt to read has found no element."""
 
     def __iter__(self) -> Self:
         return self

@@ -81,12 +81,12 @@ class KeyRule:
 
     @property
     def admits_at_once(self) -> bool:
-        """Whether a key gets a row when it is first seen."""
+        """True if a key gets a row when it is first seen."""
         return self.admit_after <= 1 and not self.admit_probability
 
     @property
     def tracks_use(self) -> bool:
-        """Whether every lookup counts, not only the first one of a key."""
+        """True if every lookup counts, not only the first one of a key."""
         return not self.admits_at_once or bool(self.max_age or self.evict)
 
     def numbers(self) -> tuple[float, ...]:

@@ -152,7 +152,7 @@ class ReplicaGroup:
 
     @property
     def aborted(self) -> bool:
-        """Whether a replica failed, so that the results of replicas still running are not used."""
+        """True if a replica failed, so that the results of replicas still running are not used."""
         return self.size > 1 and self._rendezvous.aborted
 
     def check_running(self) -> None:

@@ -25,7 +25,7 @@ class StrategyHooks(Protocol):
 
     _is_default: ClassVar[bool]
     _steps_here: ClassVar[bool]
-    """Whether optimizers step in this process, not on parameter servers."""
+    """True if optimizers step in this process, not on parameter servers."""
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -211,7 +211,7 @@ class Variable(Convertible):
 
     @property
     def trainable(self) -> bool:
-        """Whether it is trainable (True unless created with ``trainable=False``)."""
+        """True if it is trainable (True unless created with ``trainable=False``)."""
         return self._request.trainable is not False
 
     @property

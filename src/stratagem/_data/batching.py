@@ -25,7 +25,7 @@ class BatchCursor(StepCursor["BatchNode"]):
 
     @property
     def gathers(self) -> bool:
-        """Whether batches are gathered by row number."""
+        """True if batches are gathered by row number."""
         return self._rows is not None
 
     def next(self) -> Any:

@@ -43,7 +43,7 @@ class ChunkCursor(StepCursor[ChunkNodeT]):
 
     @property
     def _drops_remainder(self) -> bool:
-        """Whether a last batch with fewer rows is dropped."""
+        """True if a last batch with fewer rows is dropped."""
         return False
 
     @abstractmethod

@@ -146,7 +146,7 @@ class CsvColumns(ColumnFile):
 
     @property
     def _whole(self) -> bool:
-        """Whether the file can only be read from its beginning."""
+        """True if the file can only be read from its beginning."""
         return self._format.newlines_in_values or self._path.endswith(_COMPRESSED)
 
     def ranges(self) -> list[RowRange]:

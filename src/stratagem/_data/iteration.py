@@ -132,7 +132,7 @@ class EpochReader:
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be more elements."""
+        """True if there may be more elements."""
         return not (self._ended or self._closed)
 
     def _open(self, epoch: int) -> None:

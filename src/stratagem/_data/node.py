@@ -60,27 +60,27 @@ class Node(ABC):
 
     @property
     def endless(self) -> bool:
-        """Whether the elements never end. Reads nothing, unlike `cardinality`."""
+        """True if the elements never end. Reads nothing, unlike `cardinality`."""
         return any(node.endless for node in self.inputs)
 
     @property
     def rows_vary(self) -> bool:
-        """Whether the first dimension may differ from element to element."""
+        """True if the first dimension may differ from element to element."""
         return any(node.rows_vary for node in self.inputs)
 
     @property
     def replayable(self) -> bool:
-        """Whether a second cursor of the same context yields the same elements."""
+        """True if a second cursor of the same context yields the same elements."""
         return all(node.replayable for node in self.inputs)
 
     @property
     def wants_seed(self) -> bool:
-        """Whether this step or one before it uses the base seed of the run."""
+        """True if this step or one before it uses the base seed of the run."""
         return any(node.wants_seed for node in self.inputs)
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether a share of the input's rows gives the same share of the output (see autoshard)."""
+        """True if a share of the input's rows gives the same share of the output (see autoshard)."""
         return False
 
 
@@ -108,7 +108,7 @@ class Step(Node):
     """Class of its cursors."""
 
     KEEPS_ELEMENTS: ClassVar[bool] = False
-    """Whether its elements are elements of its input, unchanged."""
+    """True if its elements are elements of its input, unchanged."""
 
     input: Node
 

@@ -110,7 +110,7 @@ class CsvReader(Reader):
     columns: Sequence[str] | None = None
     """Names of the columns; by default those of the header line."""
     header: bool = True
-    """Whether the first line holds names."""
+    """True if the first line holds names."""
     delimiter: str = ","
     dtypes: Mapping[str, ColumnType] = field(default_factory=dict)
     """Types by column name."""
@@ -298,7 +298,7 @@ class TFRecordReader(Reader):
     """
 
     verify: bool = True
-    """Whether to check the checksums of the bytes; those of the lengths are always checked."""
+    """True if the checksums of the bytes are checked; those of the lengths always are."""
 
     def records(self, path: str, start: int) -> Iterator[Any]:
         with open_bytes(path) as file:

@@ -99,7 +99,7 @@ class ColumnFormat(ABC):
 
     @property
     def counts_rows(self) -> bool:
-        """Whether ranges tell how many rows a batch stream has."""
+        """True if ranges tell how many rows a batch stream has."""
         return False
 
 
@@ -141,7 +141,7 @@ class RangeSource(FileSource):
 
     @property
     def is_listed(self) -> bool:
-        """Whether `ranges` has to be listed before reading; else each file lists its own."""
+        """True if `ranges` has to be listed before reading; else each file lists its own."""
         return self.only is not None or self.share != (0, 1)
 
     def open_file(self, path: str) -> ColumnFile:

@@ -109,7 +109,7 @@ class PartedDataset:
 
     @property
     def shuffles(self) -> bool:
-        """Whether the parts are read in another order in each epoch."""
+        """True if the parts are read in another order in each epoch."""
         return any(isinstance(each, ShuffleNode) and each.each_epoch for each in walk(self.node))
 
     def over(self, part: int) -> Node:

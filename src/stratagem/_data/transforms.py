@@ -131,7 +131,7 @@ class ShardNode(SelectionStep):
 
     @property
     def is_hint(self) -> bool:
-        """Whether autosharding has to fill in the numbers."""
+        """True if autosharding has to fill in the numbers."""
         return self.num_shards < 0
 
     @override

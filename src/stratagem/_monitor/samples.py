@@ -38,7 +38,7 @@ class TaskSample:
 
     @property
     def answers(self) -> bool:
-        """Whether the task reported anything."""
+        """True if the task reported anything."""
         return self.state in ("running", "idle")
 
     @property

@@ -62,7 +62,7 @@ class JobState:
 
     @property
     def is_live(self) -> bool:
-        """Whether the job can be adopted."""
+        """True if the job can be adopted."""
         return bool(self.instance)
 
 

@@ -217,7 +217,7 @@ class ShardLayout:
 
     @property
     def follows_div_rule(self) -> bool:
-        """Whether the sizes follow the div rule (`shard_sizes`)."""
+        """True if the sizes follow the div rule (`shard_sizes`)."""
         return list(self.sizes) == shard_sizes(self.rows, len(self.sizes))
 
     def locate(self, row: int) -> tuple[int, int]:

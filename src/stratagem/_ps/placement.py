@@ -50,7 +50,7 @@ class Description:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there is more than one shard."""
+        """True if there is more than one shard."""
         return len(self.shards) > 1
 
     @property

@@ -74,7 +74,7 @@ class StateRecord:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether its rows are in blocks."""
+        """True if its rows are in blocks."""
         return bool(self.dtype)
 
 

@@ -285,7 +285,7 @@ class Channel(Owner):
 
     @property
     def wants_write(self) -> bool:
-        """Whether bytes are queued."""
+        """True if bytes are queued."""
         return bool(self._stream.outgoing)
 
     @property

@@ -153,7 +153,7 @@ class FrameParser:
 
     @property
     def is_between_frames(self) -> bool:
-        """Whether no frame is half received, so that the peer may close without loss."""
+        """True if no frame is half received, so that the peer may close without loss."""
         return self._partial is None and self._start == self._end
 
     def space(self) -> memoryview:

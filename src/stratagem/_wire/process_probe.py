@@ -44,7 +44,7 @@ class CpuProbe:
         mine = own_process().split(" ")
         theirs = process.split(" ")
         self.is_local = len(mine) == len(theirs) == 4 and mine[:2] == theirs[:2]
-        """Whether the process is on this host, under the process number that it has itself."""
+        """True if the process is on this host, under the process number that it has itself."""
         self._pid, self._started = (int(theirs[2]), theirs[3]) if self.is_local else (0, "")
         self._since: tuple[float, int] | None = None
         self._computes: bool | None = None

@@ -64,7 +64,7 @@ class StrategyExtended:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether variables are apart from the replicas (central storage, parameter servers)."""
+        """True if variables are apart from the replicas (central storage, parameter servers)."""
         return self._strategy._between_graph
 
     # -------------------------------------------------------------- running and reducing

@@ -34,7 +34,7 @@ class QueueWorker:
 
     @property
     def has_room(self) -> bool:
-        """Whether the worker may get another closure."""
+        """True if the worker may get another closure."""
         blocked = not self.up or self.draining or self.recalling or self.solo or self.aside
         return not blocked and len(self.in_flight) < self.window
 

@@ -33,7 +33,7 @@ class TaskOrder:
 
     @property
     def ends(self) -> bool:
-        """Whether the task ends by itself, and is replaced only if a signal killed it."""
+        """True if the task ends by itself, and is replaced only if a signal killed it."""
         return self.job == "evaluator"
 
 

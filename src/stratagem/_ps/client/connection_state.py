@@ -59,7 +59,7 @@ class ConnectionState:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a request may be sent, if need be on a new connection."""
+        """True if a request may be sent, if need be on a new connection."""
         return self.phase in (Phase.OPEN, Phase.BROKEN)
 
     def opened(self, server: str) -> None:

@@ -81,7 +81,7 @@ class Outbox:
         self.failures: dict[int, Exception] = {}
         """Errors of writes whose closures had ended; the worker takes them out and reports them."""
         self.is_deferring = False
-        """Whether the caller of a write need not wait for it."""
+        """True if the caller of a write need not wait for it."""
         self.values: dict[tuple[int, int], Newer] = {}
         """Values that came with acknowledgements, by server and variable; the caller takes them out."""
         self._gathers = False
@@ -204,7 +204,7 @@ class Outbox:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no write waits for its acknowledgement."""
+        """True if no write waits for its acknowledgement."""
         return not self._unacknowledged
 
     def share_memory(self, server: int, *, allowed: bool) -> None:

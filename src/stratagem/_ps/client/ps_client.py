@@ -123,9 +123,9 @@ class PsClient(Owner):
         self.failover = Failover.of(self._connections, holders, membership, self._mappings)
         self._closed = False
         self.keeps_session = False
-        """Whether `close` leaves the session to its lease: another coordinator may continue a named job."""
+        """True if `close` leaves the session to its lease: another coordinator may continue a named job."""
         self.discards_writes = False
-        """Whether writes have no effect: while a coordinator adopts the variables of a live job."""
+        """True if writes have no effect: while a coordinator adopts the variables of a live job."""
         try:
             limit_s = attempt_limit_s() if connect_timeout_s is None else connect_timeout_s
             connect_all(self._connections, timeout_s=limit_s, patient=membership.is_owner)

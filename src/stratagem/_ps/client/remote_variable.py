@@ -76,7 +76,7 @@ class RemoteVariable:
 
     @property
     def is_released(self) -> bool:
-        """Whether the session has ended."""
+        """True if the session has ended."""
         return self._is_released
 
     @property

@@ -160,7 +160,7 @@ class ServerConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection is open, as far as this process knows."""
+        """True if the connection is open, as far as this process knows."""
         return self._state.phase is Phase.OPEN
 
     def open(self, *, timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -237,7 +237,7 @@ class ServerConnection:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the server has closed the connection; the next request connects again."""
+        """True if the server has closed the connection; the next request connects again."""
         return self._channel is not None and not self._channel.is_open
 
     def notify(self, message: Message) -> None:

@@ -167,7 +167,7 @@ class WriteBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing would be written."""
+        """True if nothing would be written."""
         return not self.parts
 
     def copy_in(self) -> None:

@@ -62,7 +62,7 @@ class AdvanceLedger:
 
     @property
     def is_used(self) -> bool:
-        """Whether scheduled functions advance any object."""
+        """True if scheduled functions advance any object."""
         return bool(self._states)
 
     def watch(self, token: Token, obj: Stateful) -> None:

@@ -74,7 +74,7 @@ class CoordinatorParameter(ManagedParameter):
 
     @property
     def as_table(self) -> bool:
-        """Whether workers get a table of rows instead of a whole tensor."""
+        """True if workers get a table of rows instead of a whole tensor."""
         where = self.kept.description
         if self.kept.plan is not None and self.kept.plan.keyed is not None:
             return True

@@ -59,17 +59,17 @@ class DeferredTable:
 
     @property
     def is_local(self) -> bool:
-        """Whether the table was built in this process after all."""
+        """True if the table was built in this process after all."""
         return self._local is not None
 
     @property
     def may_be_local(self) -> bool:
-        """Whether no module has the table, so that it can become an ordinary tensor."""
+        """True if no module has the table, so that it can become an ordinary tensor."""
         return self._flush is None
 
     @property
     def is_unmade(self) -> bool:
-        """Whether the table is a parameter that the servers have not created yet."""
+        """True if the table is a parameter that the servers have not created yet."""
         return self._flush is not None and self._remote is None
 
     def place_on(self, remote: RemoteVariable) -> list[list[InitOp]]:
@@ -118,7 +118,7 @@ class DeferredTable:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the servers have freed the rows."""
+        """True if the servers have freed the rows."""
         return self._remote is not None and self._remote.is_released
 
     @property

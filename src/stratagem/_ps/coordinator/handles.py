@@ -86,7 +86,7 @@ class ObjectHandles:
 
     @property
     def has_advances(self) -> bool:
-        """Whether scheduled functions advance schedulers or scalers of the coordinator."""
+        """True if scheduled functions advance schedulers or scalers of the coordinator."""
         return self._ledger.is_used
 
     @property

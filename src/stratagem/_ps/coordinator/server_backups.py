@@ -64,7 +64,7 @@ class ServerBackups:
 
     @property
     def are_complete(self) -> bool:
-        """Whether every shard has a backup."""
+        """True if every shard has a backup."""
         return None not in self.backups
 
     def set_up(self, variables: CoordinatorVariables) -> None:

@@ -62,7 +62,7 @@ class BackupLink:
         self.backup_at = ""
         """Where the backup is, once it is complete."""
         self.sends_at_once = True
-        """Whether messages are sent when they are forwarded; else by the next `pump`, together."""
+        """True if messages are sent when they are forwarded; else by the next `pump`, together."""
         self.heard_at = time.monotonic()
         self._sent: deque[Forwarded] = deque()
         self._held: list[Forwarded] = []  # answered by none after a failure
@@ -74,7 +74,7 @@ class BackupLink:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the state is being sent."""
+        """True if the state is being sent."""
         return self._state is not None
 
     def silent_s(self, now: float) -> float:

@@ -117,7 +117,7 @@ class SessionCheckpoints(Owner):
 
     @property
     def is_active(self) -> bool:
-        """Whether a cut is open or a transfer runs."""
+        """True if a cut is open or a transfer runs."""
         return self._cut is not None or self._transfer is not None
 
     def make_cut(self, message: messages.MakeCut) -> messages.CutMade:

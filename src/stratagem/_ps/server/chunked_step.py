@@ -79,7 +79,7 @@ class RowsOfGradient:
 
     @property
     def is_rows(self) -> bool:
-        """Whether the gradient has only some of the rows."""
+        """True if the gradient has only some of the rows."""
         return self._ids is not None
 
     def between(self, start: int, end: int, like: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Cut(Owner):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the cut was given up."""
+        """True if the cut was given up."""
         return self._closed
 
     def _room(self) -> int | None:

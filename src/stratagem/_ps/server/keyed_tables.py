@@ -26,7 +26,7 @@ class TableStore(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """Whether `note_write` must be called before rows change."""
+        """True if `note_write` must be called before rows change."""
 
     def read(self, variable: int) -> Tensor:
         """Return the memory of a variable."""

@@ -96,7 +96,7 @@ class Session:
         self.link: BackupLink | None = None
         """To the backup."""
         self.was_read = False
-        """Whether rows were read from a checkpoint that the backup does not have."""
+        """True if rows were read from a checkpoint that the backup does not have."""
         self._checkpoints = SessionCheckpoints(self.store, access or CheckpointAccess())
         self._handlers: dict[type[Message], Callable[[Any, Frame, ClientMemory], Reply]] = {
             messages.Write: self._write,
@@ -128,12 +128,12 @@ class Session:
 
     @property
     def is_linked(self) -> bool:
-        """Whether there is a backup that answers."""
+        """True if there is a backup that answers."""
         return self.link is not None and not self.link.failure
 
     @property
     def is_checkpointing(self) -> bool:
-        """Whether rows are being written to a checkpoint, or read from one."""
+        """True if rows are being written to a checkpoint, or read from one."""
         return self._checkpoints.is_active
 
     def handle(self, frame: Frame, memory: ClientMemory) -> Reply:

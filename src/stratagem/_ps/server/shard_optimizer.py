@@ -247,7 +247,7 @@ class ServerOptimizer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no variable is left."""
+        """True if no variable is left."""
         return not self._parameters
 
     def adopt_state(self, previous: ServerOptimizer) -> None:

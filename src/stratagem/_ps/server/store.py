@@ -358,7 +358,7 @@ class VariableStore:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a cut or a record of changed rows must know of every write."""
+        """True if a cut or a record of changed rows must know of every write."""
         return self._cut is not None or self.changed_rows.is_active
 
     def note_write(self, variable: int, rows: Tensor) -> None:

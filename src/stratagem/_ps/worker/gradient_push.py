@@ -125,7 +125,7 @@ class DenseParameter:
 
     @property
     def is_refreshable(self) -> bool:
-        """Whether `take` may replace the value."""
+        """True if `take` may replace the value."""
         return not self.is_live
 
     def take(self, parts: Sequence[memoryview | None]) -> None:

@@ -46,7 +46,7 @@ class WorkerBuffer:
 
     @property
     def is_refreshable(self) -> bool:
-        """Whether `take` may replace the value: the function has not assigned another tensor."""
+        """True if `take` may replace the value: the function has not assigned another tensor."""
         return self._replacement is None
 
     def take(self, parts: Sequence[memoryview | None]) -> None:

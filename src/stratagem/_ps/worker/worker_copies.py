@@ -35,7 +35,7 @@ class WorkerCopy(Protocol):
 
     @property
     def is_refreshable(self) -> bool:
-        """Whether `take` may replace the value now."""
+        """True if `take` may replace the value now."""
 
     def take(self, parts: Sequence[memoryview | None]) -> None:
         """Take over the bytes of new values, one for each shard that has changed."""

@@ -218,7 +218,10 @@ version: Callable[[Tensor], int] = _find("torch.Tensor._version.__get__", "notic
 
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place; -1 for an inference tensor, which has no count."""
-    return -1 if tensor.is_inference() else version(tensor)
+    try:
+        return version(tensor)
+    except RuntimeError:  # asking `is_inference` first would double the price of each call
+        return -1
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -67,6 +67,7 @@ class PlainOnCoordinator:
         self.fences: list[tuple[int, int]] = []
         self.finished: list[int] = []
         self.job = None
+        self.staleness: int | None = None
 
     def describe(self, obj: object) -> Hashable | None:
         return None

@@ -56,6 +56,10 @@ class StrategyOnCoordinator(Protocol):
     def job(self) -> JobOnCoordinator | None:
         """The named job of the strategy, or None."""
 
+    @property
+    def staleness(self) -> int | None:
+        """How many updates of others a closure may miss; None: any number."""
+
     def describe(self, obj: object) -> Hashable | None:
         """Return the token of an object of the strategy, None for any other object."""
 

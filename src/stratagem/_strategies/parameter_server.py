@@ -39,6 +39,7 @@ from stratagem._strategies.base import GradientAggregation, Strategy
 from stratagem._strategies.job_session import check_job, join_job
 from stratagem._strategies.server_session import (
     check_backups,
+    check_staleness,
     connect_servers,
     server_addresses,
 )
@@ -70,9 +71,12 @@ class ParameterServerStrategy(Strategy):
         job_lease_s: how long they keep it; by default ``STRATAGEM_JOB_LEASE_S`` (600 seconds).
         backups: with 1, every write is applied on two servers before it is acknowledged, and nothing that was
             acknowledged is lost with one of them.
+        staleness: how many updates of other workers a function may miss between its read of the parameters and
+            its write; None: any number, no worker waits for another. The metric ``ps.staleness`` measures it.
 
     Raises:
-        ValueError: the cluster cannot be used, an address is invalid, or there are too few servers for backups.
+        ValueError: the cluster cannot be used, an address is invalid, there are too few servers for backups, or
+            `staleness` is no such number.
         JobInUse: a live coordinator has the job.
         ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds).
 
@@ -96,10 +100,12 @@ class ParameterServerStrategy(Strategy):
         job: str | None = None,
         job_lease_s: float | None = None,
         backups: int = 0,
+        staleness: int | None = None,
     ) -> None:
         spec = check_cluster(cluster_resolver)
         check_job(job, job_lease_s)
         check_backups(backups, spec.num_tasks("ps"))
+        check_staleness(staleness)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
                 f"variable_partitioner={variable_partitioner!r} is a "
@@ -117,6 +123,7 @@ class ParameterServerStrategy(Strategy):
         self._device_names = _worker_device_names(cluster_resolver, worker_devices)
         self._named = {} if job is None else {"job": job, "job_lease_s": job_lease_s}
         self._backups = backups
+        self._staleness = staleness
         self._cache = ReadCache()
         self._views: ObjectHandles | None = None
         self._cluster_coordinator: Any = None
@@ -159,6 +166,11 @@ class ParameterServerStrategy(Strategy):
     def variable_partitioner(self) -> Partitioner | None:
         """The partitioner given at construction."""
         return self._partitioner
+
+    @property
+    def staleness(self) -> int | None:
+        """The largest staleness, given at construction."""
+        return self._staleness
 
     @contextmanager
     def cache_variable_reads(self) -> Iterator[None]:
@@ -216,6 +228,7 @@ class ParameterServerStrategy(Strategy):
             "worker_devices": self._worker_devices,
             **self._named,
             **({"backups": self._backups} if self._backups else {}),
+            **({} if self._staleness is None else {"staleness": self._staleness}),
         }
 
     @override
@@ -247,6 +260,7 @@ class ParameterServerStrategy(Strategy):
                 self,
                 variables,
                 lambda: replace(setup, **server_addresses(variables)),
+                staleness=self._staleness,
             )
         return self._views
 

@@ -32,6 +32,17 @@ def check_backups(backups: object, servers: int) -> None:
         raise ValueError(f"backups={backups}: expected 0 or 1, since a server has one backup.")
 
 
+def check_staleness(staleness: object) -> None:
+    """Refuse a limit of the staleness that is no such number."""
+    if staleness is None:
+        return
+    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 1:
+        raise ValueError(
+            f"staleness={staleness!r}: expected 1 or more, the number of other workers' updates that a function "
+            "may miss; or None for no limit."
+        )
+
+
 def connect_servers(
     addresses: Sequence[tuple[str, Callable[[], str]]],
     membership: Membership,

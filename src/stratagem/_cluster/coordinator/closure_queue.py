@@ -41,8 +41,11 @@ from stratagem._cluster.coordinator.closure_actions import (
     SendClosures,
     SetAsideWorker,
 )
+from stratagem._cluster.coordinator.lost_closures import LostClosures
 from stratagem._cluster.coordinator.part_affinity import PartAffinity
-from stratagem._cluster.coordinator.queue_worker import MIN_WINDOW, QueueWorker
+from stratagem._cluster.coordinator.queue_worker import QueueWorker
+from stratagem._cluster.coordinator.reported_failures import ReportedFailures
+from stratagem._cluster.coordinator.start_rule import StartRule
 
 
 @final
@@ -55,6 +58,7 @@ class ClosureQueue:
         server_failures: reports about one parameter server at which its failure is raised (FLT-10).
         deadlines: missed deadlines at which one is raised (FLT-11); -1 means a tenth of the workers.
         affinity: chooses among the first closures, see `part_affinity.py`.
+        rule: says when closures may start; by default each worker gets closures ahead.
 
     Example:
         >>> queue = ClosureQueue()
@@ -77,22 +81,20 @@ class ClosureQueue:
         server_failures: int = 3,
         deadlines: int = -1,
         affinity: PartAffinity | None = None,
+        rule: StartRule | None = None,
     ) -> None:
         self.stopped = False  # an error waits to be raised: nothing is sent until `resume`
         self._workers: dict[int, QueueWorker] = {}
         self._limit = limit
-        self._poison_limit = poison_limit
-        self._failure_limit = server_failures
-        self._deadline_limit = deadlines
+        self._failures = ReportedFailures(server_failures=server_failures, deadlines=deadlines)
         self._queued: deque[int] = deque()
-        self._lost_with: dict[int, list[int]] = {}
+        self._lost = LostClosures(poison_limit)
         self._withdrawn: set[int] = set()  # cancelled by the user, but perhaps started already
         self._in_flight = 0
         self._fencing = 0
-        self._server_failures: dict[str, int] = {}
-        self._not_reaching: dict[str, set[int]] = {}  # workers without a path, by server
-        self._deadlines = 0
         self._affinity = affinity or PartAffinity(lambda _: None)
+        self._rule = rule
+        self._starts = 0  # under a rule
 
     # ------------------------------------------------------------------ questions
 
@@ -109,7 +111,8 @@ class ClosureQueue:
     @property
     def quiet(self) -> bool:
         """True if no shared closure runs or may still run."""
-        return self._in_flight == 0 and self._fencing == 0
+        waits = self._rule is not None and self._rule.is_open
+        return self._in_flight == 0 and self._fencing == 0 and not waits
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -135,8 +138,7 @@ class ClosureQueue:
 
     def servers_out_of_reach(self) -> list[str]:
         """Return the servers that a majority of the workers does not reach."""
-        half = len(self._workers) / 2
-        return [task for task, workers in self._not_reaching.items() if len(workers) > half]
+        return self._failures.out_of_reach(self._workers)
 
     @property
     def waits_for_workers(self) -> bool:
@@ -179,11 +181,15 @@ class ClosureQueue:
         free = worker.window - len(worker.in_flight)
         if self.stopped or not worker.has_room:
             free = 0
+        rule = self._rule
+        choices: Sequence[int] = self._queued
         while self._queued and free > 0:
-            if (place := self._affinity.choose(number, self._queued)) is None:
+            if rule is not None and not (choices := rule.choices(number, self._queued)):
+                break
+            if (place := self._affinity.choose(number, choices)) is None:
                 break
             closure = self._queued[place]
-            if self._lost_with and closure in self._lost_with:
+            if closure in self._lost:
                 # It was lost with a worker before. If it runs alone, the next loss shows whether it
                 # is the cause; beside others a loss would incriminate them all.
                 if worker.in_flight:
@@ -195,6 +201,10 @@ class ClosureQueue:
             self._in_flight += 1
             taken.append(closure)
             free -= 1
+            if rule is not None:
+                rule.started(closure, number)
+                self._starts += 1
+                worker.started_at = self._starts
         return taken
 
     def finished(self, number: int, closures: Sequence[int], run_s: float) -> list[Action]:
@@ -209,7 +219,9 @@ class ClosureQueue:
         if not counted:
             return []
         worker.measured(run_s)
-        return [DeliverResults(counted), *self._drained(number), *self._send_next(number)]
+        rule = self._rule
+        results = [DeliverResults(counted)] if rule is None else rule.deliver(counted)
+        return [*results, *self._drained(number), *self._send_next(number)]
 
     def failed(
         self,
@@ -234,7 +246,7 @@ class ClosureQueue:
             return []
         aside: list[Action] = []
         if blame == "path" and not forgiven:
-            self._not_reaching.setdefault(task, set()).add(number)
+            self._failures.no_path(number, task)
             if others_reach and not worker.aside:
                 worker.aside = True
                 aside.append(SetAsideWorker(number, task))
@@ -246,7 +258,9 @@ class ClosureQueue:
                 and self._affinity.ended.can_run(other, closure)
                 for other, one in self._workers.items()
             )
-        if shared and (forgiven or blame == "path" or self._is_transient(blame, task)):
+        forgiven = forgiven or blame == "path"
+        transient = self._failures.is_transient
+        if shared and (forgiven or transient(blame, task, workers=self._workers)):
             actions = [*self._requeue([closure], lost=False), *aside]
         else:
             actions = [ResolveClosure(closure, "failed"), *aside]
@@ -264,6 +278,8 @@ class ClosureQueue:
         for closure in back:
             del worker.in_flight[closure]
         self._in_flight -= len(back)
+        if self._rule is not None:
+            self._rule.returned(back)
         if back:
             worker.solo = False
         if worker.in_flight:
@@ -287,7 +303,7 @@ class ClosureQueue:
         """Add a worker. It is down until `worker_up`."""
         if number in self._workers:
             raise RuntimeError(f"worker {number} was added twice.")
-        self._workers[number] = QueueWorker()
+        self._workers[number] = QueueWorker(sends_ahead=self._rule is None)
 
     def drain_worker(self, number: int) -> list[Action]:
         """Give the worker nothing more; `ReleaseWorker` follows when it has finished."""
@@ -304,14 +320,13 @@ class ClosureQueue:
             raise RuntimeError(f"worker {number} came up before its last incarnation was fenced.")
         worker.up = True
         worker.incarnation = incarnation
-        for workers in self._not_reaching.values():
-            workers.discard(number)
+        self._failures.forget(number)
         return self._send_next(number)
 
     def worker_without_path(self, number: int, task: str) -> None:
         """Note that a worker, which is down, does not reach this server."""
         if number in self._workers:
-            self._not_reaching.setdefault(task, set()).add(number)
+            self._failures.no_path(number, task)
 
     def worker_lost(self, number: int) -> list[Action]:
         """Handle the loss of a worker. Its closures wait until `worker_fenced`."""
@@ -321,13 +336,7 @@ class ClosureQueue:
         self._affinity.forget_worker(number)
         self._in_flight -= len(worker.in_flight)
         self._fencing += len(worker.in_flight)
-        self._workers[number] = QueueWorker(
-            incarnation=worker.incarnation,
-            draining=worker.draining,
-            window=worker.window,
-            fencing=list(worker.in_flight),
-            blameless=worker.aside,
-        )
+        self._workers[number] = worker.lost()
         aborted = self._resolve_all([*worker.resources, *worker.waiting_resources], "aborted")
         return [FenceWorker(number, worker.incarnation), *aborted]
 
@@ -341,15 +350,17 @@ class ClosureQueue:
             return []
         closures, worker.fencing = worker.fencing, None
         self._fencing -= len(closures)
-        for closure in () if innocent or worker.blameless else closures:
-            self._lost_with.setdefault(closure, []).append(number)
-        lost_with = self._lost_with
-        poisoned = [one for one in closures if len(lost_with.get(one, ())) >= self._poison_limit]
+        if self._rule is not None:
+            self._rule.lost(closures)
+        suspects = () if innocent or worker.blameless else closures
+        poisoned = self._lost.note(suspects, worker=number)
         actions = self._requeue([one for one in closures if one not in poisoned], lost=True)
         for closure in poisoned:
             actions += [*self._resolve_all([closure], "poisoned"), *self._stop(closure)]
         actions += self._drained(number)
-        if self._queued:
+        if self._rule is not None:
+            actions += self._send_next()
+        elif self._queued:
             actions += [SendClosures(other) for other, one in self._workers.items() if one.has_room]
         return actions
 
@@ -393,23 +404,13 @@ class ClosureQueue:
             del worker.in_flight[closure]
             self._in_flight -= 1
             worker.solo = False
-            worker.window = max(worker.window, MIN_WINDOW)
-            if self._lost_with:
-                self._lost_with.pop(closure, None)
+            worker.window = max(worker.window, worker.least)
+            if self._rule is not None:
+                self._rule.ended(closure)
+            self._lost.forget(closure)
             self._withdrawn.discard(closure)
             return True
         return worker.resources.pop(closure, 0) is None
-
-    def _is_transient(self, blame: str, task: str) -> bool:
-        """Count a failure of a server or a deadline; return whether to ignore it (FLT-10, FLT-11)."""
-        if blame == "server":
-            self._server_failures[task] = self._server_failures.get(task, 0) + 1
-            return self._server_failures[task] < self._failure_limit
-        if blame == "deadline":
-            self._deadlines += 1
-            limit = self._deadline_limit
-            return self._deadlines < (limit if limit >= 0 else len(self._workers) // 10)
-        return False
 
     def _stop(self, closure: int | None) -> list[Action]:
         if self.stopped:
@@ -421,7 +422,10 @@ class ClosureQueue:
 
     def _requeue(self, closures: Sequence[int], *, lost: bool) -> list[Action]:
         kept, actions = self._without_cancelled(closures)
-        self._queued.extend(kept)
+        if self._rule is not None and self._rule.requeued(kept):
+            self._queued.extendleft(reversed(kept))
+        else:
+            self._queued.extend(kept)
         return [*actions, *(RequeueClosure(closure, lost) for closure in kept)]
 
     def _without_cancelled(self, closures: Sequence[int]) -> tuple[Sequence[int], list[Action]]:
@@ -434,12 +438,16 @@ class ClosureQueue:
 
     def _resolve_all(self, closures: Iterable[int], fate: Fate) -> list[Action]:
         closures = list(closures)
+        if self._rule is not None:
+            self._rule.resolved(closures)
         self._withdrawn.difference_update(closures)
-        lost_with = self._lost_with
-        return [ResolveClosure(one, fate, tuple(lost_with.pop(one, ()))) for one in closures]
+        return [ResolveClosure(one, fate, self._lost.forget(one)) for one in closures]
 
     def _send_next(self, number: int | None = None) -> list[Action]:
         """Send closures to the worker that reads their part, or has fewest, and to worker `number`."""
+        if self._rule is not None:
+            free = [(one.started_at, other) for other, one in self._workers.items() if one.has_room]
+            return self._rule.next(self._queued, [other for _, other in sorted(free)])
         if not self._queued or self.stopped:
             return []
         best, fewest = self._affinity.reader(self._queued[0]), 0
@@ -475,8 +483,7 @@ class ClosureQueue:
         del self._workers[number]
         self._affinity.forget_worker(number)
         self._affinity.ended.forget_all()
-        for workers in self._not_reaching.values():
-            workers.discard(number)
+        self._failures.forget(number)
         return [ReleaseWorker(number)]
 
     @override

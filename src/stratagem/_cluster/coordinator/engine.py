@@ -17,8 +17,6 @@ import logging
 import threading
 import time
 import uuid
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -27,20 +25,18 @@ from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator import closure_actions as actions
 from stratagem._cluster.coordinator.closure_actions import SENDING, Action, Sending
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.closure_table import Cause, aborted
+from stratagem._cluster.coordinator.closure_table import Cause
 from stratagem._cluster.coordinator.ended_inputs import EndedInputs
 from stratagem._cluster.coordinator.job_hold import JobHold
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.coordinator.part_affinity import PartAffinity
-from stratagem._cluster.coordinator.remote_values import (
-    PerWorkerValues,
-    RemoteValue,
-    ResultCondition,
-)
+from stratagem._cluster.coordinator.remote_values import PerWorkerValues, ResultCondition
 from stratagem._cluster.coordinator.reported_advances import reported_advances
+from stratagem._cluster.coordinator.resource_table import ResourceTable
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
+from stratagem._cluster.coordinator.start_rule import start_rule
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
 from stratagem._cluster.coordinator.worker_membership import WorkerMembership
@@ -87,6 +83,7 @@ class Engine:
                 lambda number: self.closures[number].part,
                 EndedInputs(lambda number: self.closures[number].inputs),
             ),
+            rule=start_rule(views.staleness),
         )
         self.hold = JobHold(self)
         self.closures = self.hold.closure_table()
@@ -99,9 +96,7 @@ class Engine:
         self._incarnations: dict[int, int] = {}  # the last one of each task index
         self._released_links: list[WorkerLink] = []
         self._worker_numbers = itertools.count()
-        self._resources: dict[int, tuple[weakref.ref[PerWorkerValues], Call]] = {}
-        self._resource_numbers = itertools.count(1)
-        self._collected: deque[int] = deque()  # resources that nothing refers to any more
+        self._resources = ResourceTable(self.result_condition)
         self._path_errors: dict[str, ParameterServerLost] = {}  # the last report about each server
         self._workers_lost = metrics.counter("coordinator.workers_lost")
         self.membership: WorkerMembership | None = None  # follows the resolver
@@ -149,9 +144,8 @@ class Engine:
             self.queue.add_worker(number)
             self.links[number] = link
             self._tasks[number] = link.task
-            for _, values in self._locked_resources():
-                values._by_worker[number] = RemoteValue(self.result_condition, values._name)
-            self._locked_abort_values(number, WorkerLost(f"{link.task} is new", task=link.task))
+            new = WorkerLost(f"{link.task} is new", task=link.task)
+            self._resources.worker_joined(number, new)
         if self._started:
             link.start()
 
@@ -181,15 +175,10 @@ class Engine:
 
     def add_resource(self, call: Call) -> PerWorkerValues:
         """Build a value on every worker, now and whenever a worker joins or returns."""
-        number, collected = next(self._resource_numbers), self._collected
-        values = PerWorkerValues._make(f"resource {call.function.name}", number)
-        # The callback may run in any thread at any time, so it only notes the number (CCO-32).
-        reference = weakref.ref(values, lambda _: collected.append(number))
         pending: list[Sending] = []
         with self.changed:
-            self._resources[number] = (reference, call)
-            for worker, link in self.links.items():
-                values._by_worker[worker] = RemoteValue(self.result_condition, values._name)
+            number, values = self._resources.add(call, self.links)
+            for link in self.links.values():
                 pending += self._locked_build(link, number, values)
         self.execute(pending)
         return values
@@ -223,7 +212,7 @@ class Engine:
                 return
             up = self.queue.worker_up(link.number, incarnation=link.incarnation)
             pending = self._locked_execute(up)
-            for resource, values in self._locked_resources():
+            for resource, values in self._resources.live():
                 pending += self._locked_build(link, resource, values)
             self.changed.notify_all()
         self.execute(pending)
@@ -269,7 +258,9 @@ class Engine:
         lost = WorkerLost(f"{link.task} was lost: {reason}", task=link.task)
 
         def event() -> list[Action]:
-            self._locked_abort_values(link.number, lost)
+            if link.number in self.links:
+                self.links[link.number].metrics = metrics.Snapshot()
+            self._resources.worker_lost(link.number, lost)
             return self.queue.worker_lost(link.number)
 
         self.handle(event, Cause(lost))
@@ -307,9 +298,7 @@ class Engine:
         """Let the queue rebalance, and free objects that are no longer referenced. May wait for a worker."""
         self.handle(self.queue.tick)
         with self.lock:
-            released = [self._collected.popleft() for _ in range(len(self._collected))]
-            for number in released:
-                del self._resources[number]
+            released = self._resources.take_collected()
             ended, self.closures.ended = self.closures.ended, []
             links = list(self.links.values())
         self.sender.forget(links, released)
@@ -473,28 +462,15 @@ class Engine:
     def _locked_release(self, link: WorkerLink) -> None:
         link.leave()
         self._released_links.append(link)
-        self._locked_abort_values(link.number, WorkerLost(f"{link.task} has left", task=link.task))
-        for _, values in self._locked_resources():
-            values._by_worker.pop(link.number, None)
+        left = WorkerLost(f"{link.task} has left", task=link.task)
+        self._resources.worker_left(link.number, left)
 
     def _locked_build(
         self, link: WorkerLink, resource: int, values: PerWorkerValues
     ) -> list[Sending]:
         """Queue the closure that builds one worker's part of a per-worker value."""
-        call, value = self._resources[resource][1], values._by_worker[link.number]
+        call, value = self._resources.call(resource), values._by_worker[link.number]
         closure = Closure(0, call, value, time.perf_counter(), resource=resource)
         down = WorkerLost(f"{link.task} is down", task=link.task)
         found = self.queue.add_resource(self.closures.add(closure), link.number)
         return self._locked_execute(found, Cause(down))
-
-    def _locked_resources(self) -> list[tuple[int, PerWorkerValues]]:
-        """Return the per-worker values that are still referenced, by number."""
-        found = [(number, reference()) for number, (reference, _) in self._resources.items()]
-        return [(number, values) for number, values in found if values is not None]
-
-    def _locked_abort_values(self, worker: int, lost: WorkerLost) -> None:
-        if worker in self.links:
-            self.links[worker].metrics = metrics.Snapshot()
-        for _, values in self._locked_resources():
-            if worker in values._by_worker:
-                values._by_worker[worker]._abort(aborted(lost))

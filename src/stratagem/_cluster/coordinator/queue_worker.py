@@ -31,6 +31,17 @@ class QueueWorker:
     aside: bool = False  # its session is being ended, because it does not reach a server
     blameless: bool = False  # its last session was ended so: its closures did not cause the loss
     solo: bool = False  # runs a closure that was lost before, and nothing beside it
+    sends_ahead: bool = True  # else the worker gets its next closure when the last one has ended
+    started_at: int = 0  # under a `StartRule`: number of its last closure, in order of starts
+
+    def __post_init__(self) -> None:
+        if not self.sends_ahead:
+            self.window = 1
+
+    @property
+    def least(self) -> int:
+        """The smallest window of a worker that runs no long closure."""
+        return MIN_WINDOW if self.sends_ahead else 1
 
     @property
     def has_room(self) -> bool:
@@ -43,4 +54,16 @@ class QueueWorker:
         mean = self.mean_run_s
         self.mean_run_s = run_s if mean == 0.0 else 0.75 * mean + 0.25 * run_s
         window = int(AHEAD_S / max(self.mean_run_s, 1e-6))
-        self.window = min(MAX_WINDOW, max(MIN_WINDOW, window))
+        self.window = min(MAX_WINDOW, max(MIN_WINDOW, window)) if self.sends_ahead else 1
+
+    def lost(self) -> QueueWorker:
+        """Return the state after a loss: its closures wait for the fence."""
+        return QueueWorker(
+            incarnation=self.incarnation,
+            draining=self.draining,
+            window=self.window,
+            sends_ahead=self.sends_ahead,
+            started_at=self.started_at,
+            fencing=list(self.in_flight),
+            blameless=self.aside,
+        )

@@ -58,11 +58,18 @@ class ObjectHandles:
         strategy: the strategy whose objects these are.
         variables: the strategy's variables.
         setup: returns the object that a worker needs to connect.
+        staleness: how many updates of others a closure may miss; None: any number.
     """
 
     def __init__(
-        self, strategy: StrategyHooks, variables: CoordinatorVariables, setup: Callable[[], object]
+        self,
+        strategy: StrategyHooks,
+        variables: CoordinatorVariables,
+        setup: Callable[[], object],
+        *,
+        staleness: int | None = None,
     ) -> None:
+        self.staleness = staleness
         self._strategy = weakref.ref(strategy)
         self._variables = variables
         self._setup = setup

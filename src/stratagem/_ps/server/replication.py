@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import selectors
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, final
 
 from typing_extensions import override
@@ -24,6 +24,7 @@ from stratagem._ps.server.session_table import SessionTable
 from stratagem._wire import frames, messages
 from stratagem._wire.connecting import connect
 from stratagem._wire.failures import failure_from
+from stratagem._wire.frames import Buffer
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.round_trip import answer_limit_s
@@ -236,10 +237,24 @@ class Replication:
                 assert one.connection is not None
                 assert one.frame is not None
                 assert one.reply is not None
-                one.connection.channel.enqueue_reply(one.frame, one.reply)
+                self._reply(one.connection, one.frame, one.reply)
         for connection in {one.connection for one in answers}:
             if connection is not None and connection in self._connections:
                 self._resume(connection)
+
+    def _reply(self, connection: DataConnection, frame: Frame, reply: Message) -> None:
+        """Send a reply that was held, with the values that its write asks for, as they are now."""
+        buffers: Sequence[Buffer] = ()
+        if connection.session is not None:
+            memory = connection.sender_memory()
+            reply, buffers = connection.session.with_values(reply, frame, memory)
+        connection.channel.enqueue_reply(frame, reply, buffers)
+        if buffers:  # memory of variables, which the next write changes
+            try:
+                connection.channel.flush()
+            except WireError:
+                return  # the next turn of the connection finds out
+            connection.channel.keep_unsent()
 
     def _resume_clients(self, session: Session) -> None:
         for connection in list(self._connections):

@@ -279,7 +279,7 @@ class Session:
             )
         if admission is Admission.DUPLICATE:
             versions = self.store.versions(touched)
-            return self._written(message, versions, frame, memory, duplicate=True)
+            return self._written(versions, frame, memory, duplicate=True)
         for segment, offset in prepared.places:
             segment.begin_write(offset)
         try:
@@ -291,30 +291,34 @@ class Session:
                 segment.publish(offset, version)
         if faults.active is not None:
             faults.active.at("server.after_apply")
-        return self._written(message, versions, frame, memory)
+        return self._written(versions, frame, memory)
 
     def _written(
         self,
-        message: messages.Write,
         versions: Mapping[int, int],
         frame: Frame,
         memory: ClientMemory,
         *,
         duplicate: bool = False,
     ) -> Reply:
-        """Answer a write, and read what it asks for; without values if that is not possible.
+        """Answer a write; a reply that waits for the backup gets its values when it is sent."""
+        reply = messages.Written(versions=versions, duplicate=duplicate)
+        return (reply, ()) if self.link is not None else self.with_values(reply, frame, memory)
+
+    def with_values(self, reply: Message, frame: Frame, memory: ClientMemory) -> Reply:
+        """Return a reply, with the values that its write asks for; without them if that is not possible.
 
         The write was applied, so the answer is not an error. The client asks for the values again, and gets the error.
         """
-        values: messages.Values | None = None
-        buffers: Sequence[Buffer] = ()
-        # A reply that waits for the backup carries no values.
-        if message.read and self.link is None:
-            try:
-                values, buffers = self._replies.values(message.read, frame, memory)
-            except (NotFoundError, ProtocolError, ValueError):
-                pass
-        return messages.Written(versions=versions, duplicate=duplicate, values=values), buffers
+        message = frame.message
+        reads = message.read if isinstance(message, messages.Write) else ()
+        if not reads or not isinstance(reply, messages.Written):
+            return reply, ()
+        try:
+            values, buffers = self._replies.values(reads, frame, memory)
+        except (NotFoundError, ProtocolError, ValueError):
+            return reply, ()
+        return messages.Written(reply.versions, reply.duplicate, values), buffers
 
     def _prepared(
         self, message: messages.Write, frame: Frame, memory: ClientMemory

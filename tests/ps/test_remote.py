@@ -42,6 +42,25 @@ def remote(client, request):
     made.release()
 
 
+def test_a_server_is_replaced_during_a_read(remote, client, monkeypatch):
+    """The memory that was being filled is not returned: the new server may give a version to another value."""
+    remote.whole()
+    called, replaced = "wait_for_writes" if remote.mapped else "read_newer", []
+    call = getattr(client, called)
+
+    def interrupted(*args, **limits):
+        found = call(*args, **limits)
+        if not replaced:
+            replaced.append(called)
+            remote.forget_memory()
+        return found
+
+    monkeypatch.setattr(client, called, interrupted)
+    torch.testing.assert_close(remote.whole(), VALUE)
+    assert replaced
+    torch.testing.assert_close(remote.whole(), VALUE)
+
+
 def test_reading_and_writing(remote):
     torch.testing.assert_close(remote.read(), VALUE)
     torch.testing.assert_close(remote.whole(), VALUE)

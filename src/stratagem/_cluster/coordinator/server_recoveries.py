@@ -56,7 +56,8 @@ class ServerRecoveries:
                 return True  # the server was restored while the error was on its way
             self._lost[error.task] = time.monotonic()
             self._locked_start()
-        _log.warning("%s; restoring it", error)
+        # The text, not the error: a kept log record would keep frames, and so memory of servers.
+        _log.warning("%s; restoring it", str(error))
         return True
 
     def repair_backups(self) -> None:

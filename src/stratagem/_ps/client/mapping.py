@@ -133,8 +133,9 @@ class Mappings:
     def forget_server(self, server: int) -> None:
         """The server was replaced: its memory is unmapped when nothing here uses it any more."""
         for known in (self._variables, self._segments):
-            for key in [key for key in known if key[0] == server]:
-                del known[key]
+            for key in list(known):  # a copy: another thread may map something
+                if key[0] == server:
+                    known.pop(key, None)
 
     def close(self) -> None:
         """Unmap everything that no tensor uses. May be called again."""

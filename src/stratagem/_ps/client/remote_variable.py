@@ -7,8 +7,7 @@ rows again. It is the `RowSource` of tables and the storage of variables.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,11 @@ from stratagem._wire import codec
 from stratagem.errors import ConnectionLost
 
 _read_time = metrics.timer("ps.read")
+
+
+class _Mapping(NamedTuple):
+    life: object
+    shards: tuple[MappedVariable, ...] | None
 
 
 class RemoteVariable:
@@ -63,6 +67,9 @@ class RemoteVariable:
         self.seen: tuple[int, ...] = (0,) * len(self.places)
         self.bindings: list[list[InitOp]] = []
         self.keys = RemoteKeys(self.places, self.layout, client)
+        self._life = object()  # replaced with every server
+        self._mapping: _Mapping | None = None
+        self._arrays: tuple[tuple[MappedVariable, ...], list[Any]] | None = None
         self._assembled: Tensor | None = None
         self._assembled_from: tuple[int, ...] = ()
         for index, shard in enumerate(description.shards):
@@ -94,23 +101,30 @@ class RemoteVariable:
             )
         return self._connections
 
-    @cached_property
+    @property
     def mapped(self) -> tuple[MappedVariable, ...] | None:
         """The shards in shared memory; None if any of them cannot be mapped."""
-        found = self._client.map(self.places)
-        shared = tuple(one for one in found if one is not None)
-        return shared if len(shared) == len(found) else None
+        known = self._mapping
+        if known is None or known.life is not self._life:
+            # Another thread may replace a server meanwhile; what was mapped then is not used again.
+            life = self._life
+            found = self._client.map(self.places)
+            shared = tuple(one for one in found if one is not None)
+            known = _Mapping(life, shared if len(shared) == len(found) else None)
+            self._mapping = known
+        return known.shards
 
-    @cached_property
-    def _pieces(self) -> list[Any]:
-        """The mapped shards as arrays with one item per row; none if their rows are not contiguous."""
-        found = [as_pieces(one.tensor) for one in self.mapped or ()]
-        return [] if any(one is None for one in found) else found
+    def _pieces(self, mapped: tuple[MappedVariable, ...]) -> list[Any]:
+        """Return the mapped shards as arrays with one item per row; none if their rows are not contiguous."""
+        if self._arrays is None or self._arrays[0] is not mapped:
+            found = [as_pieces(one.tensor) for one in mapped]
+            self._arrays = mapped, [] if any(one is None for one in found) else found
+        return self._arrays[1]
 
     def _let_go(self) -> None:
         """Let go of the servers' memory."""
-        for name in ("mapped", "_pieces"):
-            self.__dict__.pop(name, None)
+        self._life = object()
+        self._mapping = self._arrays = None
         self._assembled = None
 
     def forget_seen(self) -> None:
@@ -152,41 +166,47 @@ class RemoteVariable:
 
         The caller must not write to them. The next call may use the memory again.
         """
-        if self.mapped is not None and len(self.mapped) == 1:
-            self._client.wait_for_writes()
-            self.mapped[0].undo_writes()
-            self.seen = (self.mapped[0].version,)
-            return self.mapped[0].tensor
-        if self.mapped is not None:
-            self._client.wait_for_writes()
-            if self._assembled is None or self.versions() != self._assembled_from:
-                self.read_into(self._room())
+        while True:
+            if self.mapped is not None:
+                self._client.wait_for_writes()
+            mapped = self.mapped  # a shard may have moved meanwhile
+            if mapped is not None and len(mapped) == 1:
+                mapped[0].undo_writes()
+                self.seen = (mapped[0].version,)
+                return mapped[0].tensor
+            room = self._room()
+            self._refresh(room, mapped)
+            if self._assembled is room:
+                return room
+            # A server was replaced meanwhile, and its values and versions are outdated.
+
+    def _room(self) -> Tensor:
+        """Return the memory in which the shards are put together."""
+        if self._assembled is None:
+            self._assembled = torch.empty(self.shape, dtype=self.dtype)
+            self._assembled_from = ()
+        return self._assembled
+
+    def _refresh(self, room: Tensor, mapped: tuple[MappedVariable, ...] | None) -> None:
+        """Read the shards that have changed into the memory in which they are put together.
+
+        Through `.data`: writes of other workers between two uses of the table are no mistake of the function that
+        autograd should report.
+        """
+        if mapped is not None:
+            if self.versions() != self._assembled_from:
+                self.read_into(room.data)
                 self._assembled_from = self.seen
-            assert self._assembled is not None
-            return self._assembled
-        room = self._room()
+            return
         known = self._assembled_from or (-1,) * len(self.places)
         newer = self._client.read_newer(list(zip(self.places, known, strict=True)))
-        for place, part in zip(self.places, self.cut(room), strict=True):
+        for place, part in zip(self.places, self.cut(room.data), strict=True):
             value = newer[place.server, place.variable][0]
             if value is not None:
                 codec.bytes_of(part)[:] = value
         self.seen = self._assembled_from = tuple(
             newer[place.server, place.variable][1] for place in self.places
         )
-        assert self._assembled is not None
-        return self._assembled
-
-    def _room(self) -> Tensor:
-        """Return the memory in which the shards are put together.
-
-        Through `.data`: writes of other workers between two uses of the table are no mistake of the function that
-        autograd should report.
-        """
-        if self._assembled is None:
-            self._assembled = torch.empty(self.shape, dtype=self.dtype)
-            self._assembled_from = ()
-        return self._assembled.data
 
     def read_into(self, target: Tensor) -> None:
         """Read all rows into the caller's memory."""
@@ -230,16 +250,19 @@ class RemoteVariable:
 
         `ids` are in range.
         """
-        mapped = self.mapped
-        if mapped is None or not ids.numel() or (len(mapped) > 1 and not self._pieces):
+        is_shared = self.mapped is not None
+        if not is_shared or not ids.numel():
             return None
         with _read_time.measure(), self._client.lock:
             self._client.wait_for_writes()
+            mapped = self.mapped  # a shard may have moved meanwhile
+            if mapped is None or (len(mapped) > 1 and not self._pieces(mapped)):
+                return None
             self.seen = tuple(one.version for one in mapped)
             if len(mapped) == 1:
                 return take_rows(mapped[0].tensor, ids)
             rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-            return take_from_shards(self._pieces, self.layout.offsets, ids, rows)
+            return take_from_shards(self._pieces(mapped), self.layout.offsets, ids, rows)
 
     # -------------------------------------------------------------- writing
 

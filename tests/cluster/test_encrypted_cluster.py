@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conserved import STEP_LIMIT_S, ConservedRun
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem.cli import main
@@ -21,6 +23,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     optimizer.step()
 
 
+def encrypt(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Make certificates, and set the environment of all tasks."""
+    assert main(["certificates", str(directory)]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        if "export " in line:
+            name, _, value = line.strip().removeprefix("export ").partition("=")
+            monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("shared", ["0", "1"])
 def test_a_cluster_trains_over_tls(
     tmp_path: Path,
@@ -29,11 +42,7 @@ def test_a_cluster_trains_over_tls(
     shared: str,
 ) -> None:
     """The files come from the command; all tasks use them through the environment."""
-    assert main(["certificates", str(tmp_path)]) == 0
-    for line in capsys.readouterr().out.splitlines():
-        if "export " in line:
-            name, _, value = line.strip().removeprefix("export ").partition("=")
-            monkeypatch.setenv(name, value)
+    encrypt(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 1))
@@ -80,3 +89,34 @@ def test_servers_with_and_without_tls_refuse_each_other(tmp_path: Path) -> None:
         )
         with pytest.raises(ProtocolError, match="STRATAGEM_TLS_CERT"):
             sg.ParameterServerStrategy(resolver)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_backups_over_tls(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shared: str,
+) -> None:
+    """The links between servers are encrypted, too; two servers are lost, and every step counts once."""
+    encrypt(tmp_path, monkeypatch, capsys)
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
+    with (
+        sg.LocalCluster(workers=2, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        sg.ClusterCoordinator(strategy) as coordinator,
+    ):
+        mine = ConservedRun(strategy, "Adam")
+        for turn, killed in enumerate((1, 0)):
+            for _ in range(8):
+                mine.schedule(coordinator)
+            coordinator.join(timeout_s=STEP_LIMIT_S)
+            wait_until(
+                lambda: not strategy._cluster_views().servers_without_backup(), timeout_s=60.0
+            )
+            cluster.kill_ps(killed)
+            mine.check(8 * (turn + 1))
+        assert len(coordinator.recoveries) >= 2 and all(
+            one.backup for one in coordinator.recoveries
+        )

@@ -13,6 +13,7 @@ The coordinator is a fork of a process that has imported torch: a restart takes 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -38,12 +39,13 @@ STEPS = 600
 EVERY_STEPS = 40
 STEP_S = 0.004
 ROUND_LIMIT_S = 300.0
+"""How long a job may go without a step; a busy machine may take longer for the whole job."""
 NAMES = ("SGD", "Adagrad", "Adam")
 RESULT = "result.json"
 LOSSES = "losses.jsonl"
 PROGRESS = "progress"
 PROGRESS_S = 15.0
-"""How long a kill waits for steps since the last one, so that a busy machine gets anywhere."""
+"""How long a kill waits for steps since the last one. The next kill waits for steps without a limit."""
 
 
 def train(cluster: Path, folder: Path, mode: str, name: str) -> None:
@@ -90,6 +92,10 @@ def train(cluster: Path, folder: Path, mode: str, name: str) -> None:
 
 def forks() -> None:
     """Fork one coordinator per input line; say its process number, then how it ended."""
+    # Imported once: on a busy machine each coordinator would else need more time for this than for its steps.
+    for name in sg.__all__:
+        getattr(sg, name)
+    faulthandler.register(signal.SIGUSR1)  # say where all threads are
     print("ready", flush=True)
     for line in sys.stdin:
         cluster, folder, mode, name = json.loads(line)
@@ -213,10 +219,11 @@ class Soak:
         words = (str(path), str(folder), mode, name)
         key = cluster.resolver.cluster_key_text() or ""
         coordinator.start(*words)
-        deadline = time.monotonic() + ROUND_LIMIT_S
         code: int | None = None
         seen, since = 0, time.monotonic()
-        while time.monotonic() < deadline:
+        steps, moved = 0, time.monotonic()
+        was_stuck = False
+        while time.monotonic() < moved + ROUND_LIMIT_S:
             file.write(cluster.cluster_spec, key)
             code = coordinator.ended(self.chance.uniform(0.05, 0.8))
             ended_early = not (folder / f"safe-{coordinator.pid}").exists()
@@ -228,15 +235,19 @@ class Soak:
                 continue
             if code is not None:
                 break
-            steps = progress(folder)
-            is_stuck = steps <= seen + 25 and time.monotonic() < since + PROGRESS_S
-            if sum(self.kills.values()) < wanted and not is_stuck:
-                seen, since = steps, time.monotonic()
+            if progress(folder) > steps:
+                steps, moved = progress(folder), time.monotonic()
+            is_stuck = steps <= seen + 25
+            may_kill = not is_stuck or (not was_stuck and time.monotonic() > since + PROGRESS_S)
+            if sum(self.kills.values()) < wanted and may_kill:
+                seen, since, was_stuck = steps, time.monotonic(), is_stuck
                 chiefs += "chief" in self.kill_some(
                     cluster, coordinator, two=self.chance.random() < doubles
                 )
         if code is None:
-            self.failures.append(f"{folder.name} ({mode}, {name}): not done in {ROUND_LIMIT_S:g} s")
+            self.failures.append(f"{folder.name} ({mode}, {name}): no step in {ROUND_LIMIT_S:g} s")
+            os.kill(coordinator.pid, signal.SIGUSR1)
+            time.sleep(1.0)
             os.kill(coordinator.pid, signal.SIGKILL)
             coordinator.ended(30.0)
             return

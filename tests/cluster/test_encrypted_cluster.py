@@ -117,6 +117,5 @@ def test_backups_over_tls(
             )
             cluster.kill_ps(killed)
             mine.check(8 * (turn + 1))
-        assert len(coordinator.recoveries) >= 2 and all(
-            one.backup for one in coordinator.recoveries
-        )
+        assert len(coordinator.recoveries) >= 2
+        assert all(one.backup for one in coordinator.recoveries)

@@ -28,7 +28,7 @@ from stratagem.errors import ConnectionLost
 _read_time = metrics.timer("ps.read")
 
 
-class _Mapping(NamedTuple):
+class _MappedLife(NamedTuple):
     life: object
     shards: tuple[MappedVariable, ...] | None
 
@@ -68,7 +68,7 @@ class RemoteVariable:
         self.bindings: list[list[InitOp]] = []
         self.keys = RemoteKeys(self.places, self.layout, client)
         self._life = object()  # replaced with every server
-        self._mapping: _Mapping | None = None
+        self._mapping: _MappedLife | None = None
         self._arrays: tuple[tuple[MappedVariable, ...], list[Any]] | None = None
         self._assembled: Tensor | None = None
         self._assembled_from: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class RemoteVariable:
             life = self._life
             found = self._client.map(self.places)
             shared = tuple(one for one in found if one is not None)
-            known = _Mapping(life, shared if len(shared) == len(found) else None)
+            known = _MappedLife(life, shared if len(shared) == len(found) else None)
             self._mapping = known
         return known.shards
 

@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
 from conserved import ConservedRun
 
 import stratagem as sg
@@ -95,6 +96,7 @@ def forks() -> None:
     # Imported once: on a busy machine each coordinator would else need more time for this than for its steps.
     for name in sg.__all__:
         getattr(sg, name)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports torch._dynamo
     faulthandler.register(signal.SIGUSR1)  # say where all threads are
     print("ready", flush=True)
     for line in sys.stdin:

@@ -74,6 +74,14 @@ def test_to_torch(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "one.pt exists" in capsys.readouterr().err
 
 
+def test_to_torch_says_why_a_file_cannot_be_written(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "no such directory" / "one.pt"
+    assert main(["checkpoint", "to-torch", str(directory), str(output)]) == 1
+    assert f"{output} cannot be written" in capsys.readouterr().err
+
+
 def test_diff(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = str(directory / "step_00000001"), str(directory / "step_00000002")
     assert main(["checkpoint", "diff", first, second]) == 1

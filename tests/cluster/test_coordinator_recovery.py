@@ -18,7 +18,7 @@ from job_training import train
 from waiting import wait_until
 
 import stratagem as sg
-from stratagem.errors import CoordinatorReplaced, JobInUse, JobMismatch
+from stratagem.errors import CheckpointError, CoordinatorReplaced, JobInUse, JobMismatch
 
 LIMIT_S = 120.0
 STEPS = 60
@@ -289,6 +289,30 @@ def test_every_call_of_a_replaced_coordinator_fails(
                     call()
             old.close()
             assert float(fresh.read_value()) == 0.0
+
+
+def test_a_directory_of_another_job_is_refused_and_kept(tmp_path: Path) -> None:
+    """Jobs with equal models: the second one neither continues the first one's run nor replaces its checkpoints."""
+    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        for name in ("first", "second"):
+            strategy = sg.ParameterServerStrategy(cluster.resolver, job=name)
+            with strategy, sg.ClusterCoordinator(strategy):
+                with strategy.scope():
+                    total = sg.Variable(torch.full((), 7.0 if name == "first" else 0.0))
+                checkpoint = sg.Checkpoint(total=total)
+                if name == "first":
+                    with sg.CheckpointManager(checkpoint, tmp_path) as manager:
+                        saved = manager.save(5, wait=True).path
+                    assert saved is not None
+                    continue
+                with pytest.raises(
+                    CheckpointError, match=r"checkpoints of job 'first'.*job 'second'"
+                ):
+                    sg.CheckpointManager(checkpoint, tmp_path)
+                checkpoint.restore(saved)  # as the error says
+                assert float(total) == 7.0
+    with sg.CheckpointManager(sg.Checkpoint(total=sg.Variable(torch.zeros(()))), tmp_path) as plain:
+        assert plain.restore_or_initialize() == 5  # without a job the directory may be used
 
 
 @pytest.mark.parametrize("job", ["", "a b", "x" * 101, 7])

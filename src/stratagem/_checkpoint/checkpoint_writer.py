@@ -128,6 +128,7 @@ class SaveOrder:
         final: True for the last checkpoint of a run.
         parent: of a delta, the checkpoint it builds on.
         name: the directory's name; by default it is made of the step.
+        job: the named job that saves it, or empty.
     """
 
     step: int
@@ -136,6 +137,7 @@ class SaveOrder:
     final: bool = False
     parent: SavedCheckpoint | None = None
     name: str = ""
+    job: str = ""
 
 
 def write_checkpoint(
@@ -219,6 +221,7 @@ def _write_files(
         parent_identity=order.parent.manifest.identity if order.parent is not None else "",
         final=order.final,
         metrics=order.metrics,
+        job=order.job,
     )
     if not manifest.is_delta:
         blobs = {

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from stratagem import config
 from stratagem._checkpoint.closure_positions import ClosurePosition
+from stratagem._checkpoint.directory import CheckpointDirectory
 from stratagem._checkpoint.encoding import TakenApart, decode, from_torch_bytes, torch_bytes
 from stratagem._checkpoint.live_state import kind_of, live_in
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
@@ -25,7 +26,7 @@ from stratagem._checkpoint.server_group import ServerGroup, layout_of, strategie
 from stratagem._checkpoint.server_state import kept_state
 from stratagem._core.values import convert_to_tensor
 from stratagem._ps.coordinator.named_job import NamedJob
-from stratagem.errors import JobMismatch
+from stratagem.errors import CheckpointError, JobMismatch
 
 _log = logging.getLogger("stratagem.checkpoint")
 
@@ -99,6 +100,22 @@ class JobPosition:
         if not named:
             return None
         return cls(objects, named[0], allow_pickle=allow_pickle, rewinds=rewinds)
+
+    def checked_name(self, directory: CheckpointDirectory) -> str:
+        """Return the job's name.
+
+        Raises:
+            CheckpointError: another job has saved into this directory.
+        """
+        newest = directory.latest()
+        name, other = self._job.name, "" if newest is None else newest.manifest.job
+        if newest is not None and other not in ("", name):
+            raise CheckpointError(
+                f"{directory.path} has checkpoints of job {other!r} (the newest: {newest.path.name}), and this is "
+                f"job {name!r}, which would replace them. Use another directory for this job. To begin with the values of the "
+                f"other one, call checkpoint.restore({str(newest.path)!r})."
+            )
+        return name
 
     @property
     def is_live(self) -> bool:

@@ -138,12 +138,13 @@ class CheckpointManager(Owner):
         )
         replaced = "" if self._position is None else self._position.predecessor
         self._lock = DirectoryLock(path, repr(checkpoint), replaced=replaced)
+        self._directory = CheckpointDirectory(path, self._lock)
         try:
+            self._job = self._position.checked_name(self._directory) if self._position else ""
             self._sigterm = SigtermNote() if save_on_sigterm else None
         except CheckpointError:
             self._lock.close()
             raise
-        self._directory = CheckpointDirectory(path, self._lock)
         left = self._directory.sweep()
         if left:
             _log.warning("removed %d unfinished checkpoint(s) from %s", len(left), path)
@@ -272,7 +273,8 @@ class CheckpointManager(Owner):
         self, step: int, numbers: Mapping[str, float], *, wait: bool, final: bool
     ) -> SaveHandle:
         handle = SaveHandle(step)
-        order = SaveOrder(step=step, serial=self._serial + 1, metrics=numbers, final=final)
+        number, job = self._serial + 1, self._job
+        order = SaveOrder(step=step, serial=number, metrics=numbers, final=final, job=job)
         snapshot = ObjectSnapshot.take(
             self._checkpoint,
             None if wait else self._copies,

@@ -147,6 +147,7 @@ class Manifest:
         parent_identity: of a delta, that checkpoint's `identity`.
         final: True for the last checkpoint of a run.
         metrics: numbers given with the save.
+        job: name of the job that saved it (``ParameterServerStrategy(job=…)``), or empty.
     """
 
     step: int
@@ -160,6 +161,7 @@ class Manifest:
     parent_identity: str = ""
     final: bool = False
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    job: str = ""
 
     @property
     def is_delta(self) -> bool:
@@ -205,6 +207,7 @@ def to_text(manifest: Manifest) -> str:
         "parent": manifest.parent,
         "parent_identity": manifest.parent_identity,
         "metrics": dict(manifest.metrics),
+        "job": manifest.job,
         "files": {
             name: {"bytes": file.bytes, "crc32": file.crc32, "facts": dict(file.facts)}
             for name, file in manifest.files.items()
@@ -271,6 +274,7 @@ def from_text(text: str, path: str) -> Manifest:
         parent=body["parent"],
         parent_identity=body["parent_identity"],
         metrics=body["metrics"],
+        job=body.get("job", ""),
         files={
             name: StoredFile(file["bytes"], file["crc32"], file["facts"])
             for name, file in body["files"].items()

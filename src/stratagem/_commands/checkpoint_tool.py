@@ -121,7 +121,15 @@ def to_torch(path: Path, output: Path, *, allow_pickle: bool) -> Outcome:
     content = read_content(saved.path, allow_pickle=allow_pickle)
     tensors = read_tensors(chain_of(saved), list(saved.manifest.tensors), "reading")
     nest = {name: decode(entry, tensors) for name, entry in content["objects"].items()}
-    torch.save(nest, output)
+    try:
+        torch.save(nest, output)
+    except (OSError, RuntimeError) as error:  # torch raises both for files that it cannot write
+        if output.is_file():
+            output.unlink()
+        raise CheckpointError(
+            f"{output} cannot be written: {error}. Give a path whose directory exists, may be written and has "
+            "enough space."
+        ) from error
     size = _size(output.stat().st_size)
     return [f"wrote step {saved.step} to {output} ({size}): {', '.join(nest)}"], True
 

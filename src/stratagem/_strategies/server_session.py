@@ -22,14 +22,13 @@ def check_backups(backups: object, servers: int) -> None:
     """Refuse a number of backups that cannot be kept."""
     if isinstance(backups, bool) or not isinstance(backups, int) or backups < 0:
         raise ValueError(f"backups={backups!r}: expected 0 or 1.")
-    if backups > servers - 1:
-        raise ValueError(
-            f"backups={backups} with {servers} parameter server{'s' if servers > 1 else ''}: a backup is "
-            f"on another server, so that {backups + 1} servers or more are needed. Start more servers, or "
-            f"use backups={min(1, servers - 1)}."
-        )
     if backups > 1:
         raise ValueError(f"backups={backups}: expected 0 or 1, since a server has one backup.")
+    if backups and servers < 2:
+        raise ValueError(
+            f"backups={backups} with one parameter server: a backup is on another server. Start two servers "
+            "or more, or use backups=0."
+        )
 
 
 def check_staleness(staleness: object) -> None:

@@ -124,7 +124,7 @@ GATES: dict[str, set[str]] = {
     },
     "marshal": set(),
     "mmap": {"_wire/shm.py"},
-    "os.memfd_create": {"_wire/shm.py"},
+    "os.memfd_create": {"_wire/shm.py", "_wire/task_notices.py"},
     "multiprocessing": set(),
     "torch.multiprocessing": set(),
     "subprocess": {"_cluster/launch/", "_demo/artefacts.py"},

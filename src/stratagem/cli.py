@@ -389,7 +389,7 @@ def _add_top(commands: _Commands[argparse.ArgumentParser]) -> None:
         ),
     )
     parser.add_argument(
-        "--cluster", help="JSON object of jobs and addresses; default: TF_CONFIG's cluster"
+        "--cluster", help="JSON of jobs and addresses, or a local cluster's process number or name"
     )
     parser.add_argument("--once", action="store_true", help="print the state once and exit")
     parser.add_argument(

@@ -336,6 +336,12 @@ def user_directory() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "stratagem"
 
 
+def table_directory() -> Path:
+    """Return where tables on disk have their files (``STRATAGEM_TABLE_DIRECTORY``)."""
+    # /var/tmp is on a disk by convention, /tmp is often in memory.
+    return Path(environment("STRATAGEM_TABLE_DIRECTORY") or "/var/tmp")
+
+
 def set_environment(name: str, value: str | None) -> None:
     """Set an environment variable of this process (CUDA_VISIBLE_DEVICES from Slurm's ranks); None removes it."""
     if value is None:

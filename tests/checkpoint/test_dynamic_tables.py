@@ -14,20 +14,23 @@ POOL = torch.randint(-(2**62), 2**62, (400,), generator=torch.Generator().manual
 MAX_ROWS = 40_000
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(*, on_disk: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(sg.nn.DynamicEmbedding(4, max_rows=MAX_ROWS), nn.Linear(4, 1))
+    table = sg.nn.DynamicEmbedding(4, max_rows=MAX_ROWS, on_disk=on_disk)
+    model = nn.Sequential(table, nn.Linear(4, 1))
     return model, sg.optim.RowWiseAdagrad(model.parameters(), lr=0.1)
 
 
-def train(directory: Path, steps: int, *, servers: int, full_every: int = 1) -> tuple[int, dict]:
+def train(
+    directory: Path, steps: int, *, servers: int, full_every: int = 1, on_disk: bool = False
+) -> tuple[int, dict]:
     """Train to `steps` from the newest checkpoint, one worker; the first step, and the final rows by id."""
     with sg.LocalCluster(workers=1, ps=servers, in_process=True) as cluster:
         partitioner = sg.partitioners.FixedShardsPartitioner(servers)
         strategy = sg.ParameterServerStrategy(cluster.resolver, variable_partitioner=partitioner)
         with strategy, sg.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():
-                model, optimizer = make()
+                model, optimizer = make(on_disk=on_disk)
 
             def step(ids: torch.Tensor) -> None:
                 optimizer.zero_grad()
@@ -57,6 +60,18 @@ def test_a_run_goes_on_with_another_number_of_servers(
     assert train(tmp_path / "a", 3, servers=2, full_every=full_every)[0] == 0
     first, resumed = train(tmp_path / "a", 6, servers=servers, full_every=full_every)
     assert first == 3
+    _, unbroken = train(tmp_path / "b", 6, servers=2)
+    assert resumed.keys() == unbroken.keys()
+    for key, row in resumed.items():
+        assert row == pytest.approx(unbroken[key], rel=1e-5, abs=1e-6)
+
+
+def test_a_table_on_disk_continues_in_memory_and_back(tmp_path: Path) -> None:
+    """Where rows are kept is no part of a checkpoint; full saves and deltas hold rows and optimizer state."""
+    train(tmp_path / "a", 2, servers=2, full_every=4, on_disk=True)
+    train(tmp_path / "a", 4, servers=1, full_every=4)
+    first, resumed = train(tmp_path / "a", 6, servers=2, full_every=4, on_disk=True)
+    assert first == 4
     _, unbroken = train(tmp_path / "b", 6, servers=2)
     assert resumed.keys() == unbroken.keys()
     for key, row in resumed.items():

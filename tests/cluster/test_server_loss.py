@@ -64,3 +64,36 @@ def test_lost_server_is_noticed_when_nothing_runs() -> None:
             assert [(one.worker, type(one.error)) for one in coordinator.errors] == [
                 ("/job:ps/task:0", ParameterServerLost)
             ]
+
+
+def test_a_lost_server_is_reported_with_the_paths_of_its_parameters() -> None:
+    """The error has the names of the state dict (`tower.2.bias`), and so has the live page's list of tables."""
+    with LocalCluster(workers=1, ps=1) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            model = torch.nn.ModuleDict(
+                {
+                    "users": torch.nn.Embedding(8, 2, sparse=True),
+                    "goods": torch.nn.Embedding(8, 2, sparse=True),
+                    "tower": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)),
+                }
+            )
+        names = set(model.state_dict())
+        with ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+
+            def look(ids: torch.Tensor) -> list[str]:
+                model["tower"](model["users"](ids) + model["goods"](ids))
+                return sorted(
+                    name for name in sg.metrics.snapshot().counters if "table.ids" in name
+                )
+
+            value = coordinator.schedule(look, args=(torch.tensor([1, 2]),))
+            assert value.fetch(timeout_s=120) == [
+                "table.ids:goods.weight",
+                "table.ids:users.weight",
+            ]
+            cluster.kill_ps(0)
+            wait_until(lambda: coordinator.errors)
+            with pytest.raises(ParameterServerLost) as caught:
+                coordinator.join()
+    assert set(caught.value.variables) == names

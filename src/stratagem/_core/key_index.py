@@ -51,6 +51,7 @@ class KeyRule:
         admit_probability: with which probability it gets one each time that it is seen; 0 for not given.
         max_age: lookups after which an unused row is evicted; 0 for never.
         evict: which rows leave a full bucket: those of the oldest last use (``age``) or the smallest count, or none.
+        on_disk: whether the rows are in a file.
     """
 
     width: int
@@ -62,6 +63,7 @@ class KeyRule:
     admit_probability: float = 0.0
     max_age: int = 0
     evict: str = ""
+    on_disk: bool = False
 
     @property
     def buckets(self) -> int:
@@ -93,7 +95,8 @@ class KeyRule:
         """Return everything but the seed as numbers, for `from_numbers`."""
         kind, order = KINDS.index(self.kind), ORDERS.index(self.evict)
         first = (self.width, self.max_rows, kind, self.scale, self.admit_after)
-        return tuple(map(float, (*first, self.admit_probability, self.max_age, order)))
+        more = (self.admit_probability, self.max_age, order, self.on_disk)
+        return tuple(map(float, (*first, *more)))
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float], seed: int) -> KeyRule:
@@ -104,7 +107,7 @@ class KeyRule:
             >>> KeyRule.from_numbers(rule.numbers(), 3) == rule
             True
         """
-        width, rows, kind, scale, after, probability, age, order = numbers
+        width, rows, kind, scale, after, probability, age, order, on_disk = numbers
         names = KINDS[int(kind)], ORDERS[int(order)]
         return cls(
             width=int(width),
@@ -116,6 +119,7 @@ class KeyRule:
             admit_probability=probability,
             max_age=int(age),
             evict=names[1],
+            on_disk=bool(on_disk),
         )
 
     def bucket_of(self, keys: Ints) -> Ints:

@@ -89,15 +89,28 @@ def bottleneck(view: ClusterView) -> str:
 
 
 def _lost(view: ClusterView) -> Iterator[Advice]:
+    states = {one.state for one in view.workers} | {one.state for one in view.servers}
+    if "wrong key" in states:
+        yield Advice(
+            kind="wrong key",
+            finding="tasks run with another cluster key, or with certificates of another authority",
+            remedy="set STRATAGEM_CLUSTER_KEY or STRATAGEM_CLUSTER_KEY_FILE (and STRATAGEM_TLS_CA) as for the tasks",
+        )
+    if "refused" in states:
+        yield Advice(
+            kind="refused",
+            finding="tasks run another release of stratagem, or use TLS where this process does not",
+            remedy="use the same release and the same STRATAGEM_TLS_ settings as the tasks",
+        )
     for worker in view.workers:
-        if worker.state not in ("running", "idle"):
+        if worker.state in ("lost", "no answer"):
             yield Advice(
                 kind="worker lost",
                 finding=f"{worker.name} does not answer",
                 remedy="its closures run on other workers; look at its log and its host",
             )
     for server in view.servers:
-        if server.state not in ("running", "idle"):
+        if server.state in ("lost", "no answer"):
             yield Advice(
                 kind="server lost",
                 finding=f"{_called(server)} does not answer",

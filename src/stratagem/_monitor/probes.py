@@ -17,7 +17,7 @@ from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
-from stratagem.errors import WireError
+from stratagem.errors import AuthenticationError, ProtocolError, WireError
 
 __all__ = ["Probe", "ask_all"]
 
@@ -48,6 +48,9 @@ class Probe(Owner):
         self._is_server = is_server
         self._limit_s = limit_s
         self._channel: Channel | None = None
+        self.failure = "no answer"
+        """Why the last question failed: ``wrong key``, ``refused`` (another release, or TLS on one side only) or
+        ``no answer``."""
 
     def ask(self) -> dict[str, Any] | None:
         """Return the figures that the task reports, or None if it does not answer."""
@@ -55,8 +58,9 @@ class Probe(Owner):
             channel = self._channel or self._connect()
             limit_s = channel.round_trip.limit_s(self._limit_s)
             reply = channel.request(messages.AskStats(), timeout_s=limit_s).message
-        except Exception:  # noqa: BLE001 - also those of resolvers, which are users' classes
+        except Exception as error:  # noqa: BLE001 - also those of resolvers, which are users' classes
             self.close()
+            self.failure = _failure(error)
             return None
         if not self._is_server:
             self.close()
@@ -81,6 +85,12 @@ class Probe(Owner):
         if channel is not None:
             with contextlib.suppress(WireError):
                 channel.close()
+
+
+def _failure(error: Exception) -> str:
+    if isinstance(error, AuthenticationError):
+        return "wrong key"
+    return "refused" if isinstance(error, ProtocolError) else "no answer"
 
 
 def ask_all(probes: Sequence[Probe]) -> list[dict[str, Any] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol, final
 
@@ -20,6 +20,7 @@ from stratagem._owner import Owner
 from stratagem._usage import process_usage
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.round_trip import answer_limit_s
+from stratagem._wire.tls import TlsFiles
 
 __all__ = ["ClusterSource", "ProgramSource", "SampleSource"]
 
@@ -130,47 +131,56 @@ class ClusterSource(Owner):
     """Samples of a cluster that another program uses: every task is asked.
 
     Args:
-        spec: the addresses of the tasks.
+        spec: the addresses of the tasks, or a function that returns them, called for every sample. Tasks that it
+            no longer returns stay in the samples and do not answer.
         key_text: the cluster's key, by default that of the environment.
+        tls: files for encrypted connections, by default those of the environment.
     """
 
-    def __init__(self, spec: ClusterSpec, key_text: str | None = None) -> None:
-        key = cluster_key(key_text)
-        self._names: list[str] = []
-        self._probes: list[Probe] = []
+    def __init__(
+        self,
+        spec: ClusterSpec | Callable[[], ClusterSpec],
+        key_text: str | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self._spec = spec
+        self._key = cluster_key(key_text, tls)
+        self._addresses: dict[tuple[str, int], str] = {}
+        self._probes: dict[tuple[str, int], Probe] = {}
         self._restarts: dict[str, tuple[str, int]] = {}
-        for job in ("worker", "ps"):
-            for index in spec.task_indices(job) if job in spec.jobs else ():
-                address = spec.task_address(job, index)
-                self._names.append(f"{job} {index}")
-                self._probes.append(
-                    Probe(
-                        functools.partial(str, address),
-                        key=key,
-                        is_server=job == "ps",
-                        limit_s=answer_limit_s(),
-                    )
-                )
 
     def sample(self) -> ClusterSample:
         """Return the state of the cluster now."""
-        answers = list(zip(self._names, ask_all(self._probes), strict=True))
-        return ClusterSample(
-            time_s=time.time(),
-            workers=tuple(
-                _worker(name, facts) for name, facts in answers if name.startswith("worker")
-            ),
-            servers=tuple(
-                _server(name, facts, "no answer", self._restarts)
-                for name, facts in answers
-                if name.startswith("ps")
-            ),
-        )
+        self._find_tasks()
+        tasks = sorted(self._probes)
+        probes = [self._probes[task] for task in tasks]
+        workers, servers = [], []
+        for (job, index), probe, facts in zip(tasks, probes, ask_all(probes), strict=True):
+            name = f"{job} {index}"
+            if job == "worker":
+                workers.append(_worker(name, facts, probe.failure))
+            else:
+                servers.append(_server(name, facts, probe.failure, self._restarts))
+        return ClusterSample(time_s=time.time(), workers=tuple(workers), servers=tuple(servers))
+
+    def _find_tasks(self) -> None:
+        spec = self._spec if isinstance(self._spec, ClusterSpec) else self._spec()
+        for job in ("worker", "ps"):
+            for index in spec.task_indices(job) if job in spec.jobs else ():
+                task = job, index
+                self._addresses[task] = spec.task_address(job, index)
+                if task not in self._probes:
+                    self._probes[task] = Probe(
+                        functools.partial(self._addresses.__getitem__, task),
+                        key=self._key,
+                        is_server=job == "ps",
+                        limit_s=answer_limit_s(),
+                    )
 
     @override
     def close(self) -> None:
         """Close the connections to the servers. May be called again."""
-        for probe in self._probes:
+        for probe in self._probes.values():
             probe.close()
 
 
@@ -191,9 +201,9 @@ def _own_metrics() -> metrics.Snapshot:
     return replace(seen, counters={**seen.counters, **usage}, gauges=gauges)
 
 
-def _worker(name: str, facts: Mapping[str, Any] | None) -> TaskSample:
+def _worker(name: str, facts: Mapping[str, Any] | None, failure: str) -> TaskSample:
     if facts is None:
-        return TaskSample(name=name, state="no answer")
+        return TaskSample(name=name, state=failure)
     plain = facts.get("metrics")
     seen = metrics.Snapshot.from_plain(plain) if plain else metrics.Snapshot()
     incarnation = int(facts.get("incarnation", 0))

@@ -23,7 +23,7 @@ class TaskSample:
     """``worker 0`` or ``ps 0``."""
 
     state: str
-    """``running``, ``idle``, ``lost`` or ``no answer``."""
+    """``running``, ``idle``, ``lost``, ``no answer``, ``wrong key`` or ``refused`` (by another release)."""
 
     identity: str = ""
     """Changes when the task starts again and counts from zero."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,25 @@ SEEDS: Final = 1 << 62
 KEYED_ROWS: Final = "keyed_rows"
 """Of the rows of a dynamic table, which are made when a key is first used."""
 
+KEYED_ROWS_ON_DISK: Final = "keyed_rows_on_disk"
+"""The same in a file."""
+
 KEYS_OF: Final = "keys_of"
 """Of the keys of a dynamic table: the variable of its rows, the first bucket, the rule (`KeyRule.numbers`)."""
 
-RESERVING: Final = frozenset({KEYED_ROWS, KEYS_OF})
+MemoryKind: TypeAlias = Literal["memory", "reserved", "disk"]
+"""Memory of a variable: counted at once, counted as rows are used, or a file on disk."""
+
+RESERVING: Final = frozenset({KEYED_ROWS, KEYED_ROWS_ON_DISK, KEYS_OF})
 """Initialisations of variables that use their memory bit by bit."""
+
+
+def memory_kind(operations: Iterable[InitOp]) -> MemoryKind:
+    """Return the kind of memory that a variable with these initialisations needs."""
+    names = {one.name for one in operations}
+    if KEYED_ROWS_ON_DISK in names:
+        return "disk"
+    return "reserved" if names & RESERVING else "memory"
 
 
 def initialise(tensor: Tensor, operation: InitOp) -> None:

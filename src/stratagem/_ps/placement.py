@@ -58,6 +58,12 @@ class Description:
         """Rows of each shard."""
         return ShardLayout([shard.rows for shard in self.shards])
 
+    def shard_names(self) -> list[str]:
+        """Return the name of each shard; that of a single one is the variable's own."""
+        if not self.is_sharded:
+            return [self.name]
+        return [self.part(index).name for index in range(len(self.shards))]
+
     def part(self, index: int) -> Description:
         """Return one shard as a variable of its own, named ``<name>/part_<index>``."""
         shard = self.shards[index]

@@ -151,18 +151,23 @@ class Arena(Owner):
         self._pools: dict[Segment, _Pool] = {}
         self.used_bytes = 0
 
-    def place(self, size: int, *, reserve: bool = False) -> tuple[Segment, int]:
+    def place(
+        self, size: int, *, reserve: bool = False, on_disk: bool = False
+    ) -> tuple[Segment, int]:
         """Return a segment with space for an entry of `size` bytes, and the offset of its data.
 
-        `reserve`: only addresses; the caller counts memory in the budget when it is used.
+        `reserve`: only addresses; the caller counts memory in the budget when it is used. `on_disk`: in a file, which
+        counts nowhere.
 
         Raises:
             MemoryError: the limit would be exceeded.
+            OSError: the disk has no space.
         """
         needed = ENTRY_BYTES + padded(size)
         size_class = max(needed, SMALLEST_SEGMENT_BYTES // _ENTRIES).bit_length() // 2
-        if reserve:
-            own = self._add_pool(size_class, max(needed, LARGEST_SHARED_BYTES), reserved=True)
+        if reserve or on_disk:
+            least = 0 if on_disk else LARGEST_SHARED_BYTES
+            own = self._add_pool(size_class, max(needed, least), reserved=True, on_disk=on_disk)
             own.take(HEADER_BYTES, needed)
             own.segment.publish(HEADER_BYTES + ENTRY_BYTES, 0)
             return own.segment, HEADER_BYTES + ENTRY_BYTES
@@ -214,9 +219,11 @@ class Arena(Owner):
         self.used_bytes -= size
         self._budget.change(-size)
 
-    def _add_pool(self, size_class: int, needed: int, *, reserved: bool = False) -> _Pool:
+    def _add_pool(
+        self, size_class: int, needed: int, *, reserved: bool = False, on_disk: bool = False
+    ) -> _Pool:
         size = needed
-        if needed < LARGEST_SHARED_BYTES:
+        if needed < LARGEST_SHARED_BYTES and not reserved:
             others = [
                 one.segment.size for one in self._pools.values() if one.size_class == size_class
             ]
@@ -225,8 +232,10 @@ class Arena(Owner):
             least = min(_ENTRIES * needed, LARGEST_SHARED_BYTES)
             size = max(SMALLEST_SEGMENT_BYTES, needed, least, grown)
         try:
-            segment = Segment(self._next_number, size, writable_by_peers=False)
+            segment = Segment(self._next_number, size, writable_by_peers=False, on_disk=on_disk)
         except OSError as error:
+            if on_disk:
+                raise
             raise MemoryError(
                 f"cannot make a shared-memory segment of {size} bytes beside {len(self._pools)} "
                 f"others: {error} (this process may open {descriptor_limit()} files; raise `ulimit -n` "

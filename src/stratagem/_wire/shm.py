@@ -1,7 +1,7 @@
 """Shared memory between processes of one host: segments, their layout and their owners.
 
-The only module that uses mmap. A segment is a `memfd`: it has no name, so that nothing is left behind however a process
-ends. The kernel frees it when its owner and all processes that mapped it are gone. A peer opens it through
+The only module that uses mmap. A segment is a `memfd`, or a file on disk (`table_files.py`): it has no name, so that nothing
+is left behind however a process ends. The kernel frees it when its owner and all processes that mapped it are gone. A peer opens it through
 ``/proc/<pid>/fd/<fd>`` and identifies it by its random token.
 
 One segment::
@@ -34,7 +34,9 @@ import math
 import mmap
 import os
 import secrets
+import stat
 import struct
+import weakref
 from typing import Final, final
 
 import torch
@@ -44,6 +46,7 @@ from typing_extensions import override
 from stratagem._owner import Owner
 from stratagem._wire.frames import ALIGNMENT, padded
 from stratagem._wire.messages import SegmentRef
+from stratagem._wire.table_files import open_table_file
 
 _log = logging.getLogger("stratagem.wire")
 
@@ -64,12 +67,16 @@ def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def zeros_apart(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros_apart(
+    shape: tuple[int, ...], dtype: torch.dtype, *, beside: Tensor | None = None
+) -> Tensor:
     """Return a private tensor of zeros in pages of its own, outside the allocator's heap.
 
     For large tensors that stay: they leave no holes in the heap, cost memory only where they are written, and use large
-    pages where the kernel has some.
+    pages where the kernel has some. If `beside` is on disk, the new tensor is, too.
     """
+    if beside is not None and is_on_disk(beside):
+        return zeros_on_disk(shape, dtype)
     size = bytes_for(shape, dtype)
     if size < LARGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype)
@@ -79,6 +86,42 @@ def zeros_apart(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
     count = size // dtype.itemsize
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def zeros_on_disk(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of zeros in a file without a name: the kernel keeps the pages in use in memory.
+
+    Raises:
+        OSError: the disk has no space for it.
+    """
+    count = math.prod(shape)
+    size = max(mmap.PAGESIZE, bytes_for(shape, dtype))
+    descriptor = open_table_file(size)
+    try:
+        memory = _map_table(descriptor, size)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def is_on_disk(tensor: Tensor) -> bool:
+    """Return whether a tensor of this process is in a file."""
+    address = tensor.data_ptr()
+    return any(start <= address < start + len(memory) for start, memory in _on_disk.items())
+
+
+def _map_table(descriptor: int, size: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, size)
+    memory.madvise(
+        mmap.MADV_RANDOM
+    )  # rows are far apart: reading ahead would read what is not needed
+    start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    _on_disk[start] = memory
+    return memory
+
+
+_on_disk: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""Mapped table files by address."""
 
 
 class _Mapping(Owner):
@@ -141,25 +184,39 @@ class Segment(_Mapping):
         tensor([7., 7., 7.])
     """
 
-    def __init__(self, number: int, size: int, *, writable_by_peers: bool) -> None:
+    def __init__(
+        self, number: int, size: int, *, writable_by_peers: bool, on_disk: bool = False
+    ) -> None:
         """Create a segment for `size` bytes of entries; pages cost memory once they are written.
 
         Args:
             number: its number in messages.
             size: bytes of entries.
             writable_by_peers: False seals it against every other mapping that could write.
+            on_disk: a file without a name instead of a `memfd`. It has no seals.
+
+        Raises:
+            OSError: the disk has no space for it.
         """
         self.size = HEADER_BYTES + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._token = secrets.token_bytes(16)
+        self._fd = (
+            open_table_file(self.size)
+            if on_disk
+            else os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        )
         try:
-            os.ftruncate(self._fd, self.size)
-            memory = mmap.mmap(self._fd, self.size)
-            self._token = secrets.token_bytes(16)
+            if on_disk:
+                memory = _map_table(self._fd, self.size)
+            else:
+                os.ftruncate(self._fd, self.size)
+                memory = mmap.mmap(self._fd, self.size)
             _HEAD.pack_into(memory, 0, MAGIC, self.size, self._token)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-            if not writable_by_peers:
-                _seal_against_writers(self._fd)
+            if not on_disk:
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+                if not writable_by_peers:
+                    _seal_against_writers(self._fd)
         except BaseException:  # Ctrl-C too
             os.close(self._fd)
             raise
@@ -281,11 +338,19 @@ def open_segment(ref: SegmentRef, *, shared: bool) -> MappedSegment | None:
 
 
 def _map_checked(fd: int, ref: SegmentRef, *, shared: bool) -> mmap.mmap:
-    # A segment that can shrink could kill this process with SIGBUS; only memfds have seals.
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    facts = os.fstat(fd)
+    # A segment that can shrink could kill this process with SIGBUS. A table file has no seals; but it has no name, so
+    # that only this user can open it, through its server's process.
+    is_own_file = stat.S_ISREG(facts.st_mode) and (facts.st_nlink, facts.st_uid) == (
+        0,
+        os.geteuid(),
+    )
+    seals = _seals_of(fd)
+    is_table = seals is None and is_own_file and not shared
+    if not is_table and not (seals or 0) & fcntl.F_SEAL_SHRINK:
         raise ValueError("it is not sealed against shrinking")
-    if os.fstat(fd).st_size != ref.size or ref.size < HEADER_BYTES:
-        raise ValueError(f"it has {os.fstat(fd).st_size} bytes, not {ref.size}")
+    if facts.st_size != ref.size or ref.size < HEADER_BYTES:
+        raise ValueError(f"it has {facts.st_size} bytes, not {ref.size}")
     memory = mmap.mmap(
         fd,
         ref.size,
@@ -296,7 +361,17 @@ def _map_checked(fd: int, ref: SegmentRef, *, shared: bool) -> mmap.mmap:
     if magic != MAGIC or size != ref.size or not secrets.compare_digest(token, ref.token):
         memory.close()
         raise ValueError("its header does not hold the token announced")
+    if is_table:
+        memory.madvise(mmap.MADV_RANDOM)
     return memory
+
+
+def _seals_of(fd: int) -> int | None:
+    """Return the seals of a memfd; None for a file on disk."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return None
 
 
 def _seal_against_writers(fd: int) -> None:

@@ -24,6 +24,7 @@ class TaskOrder:
     any_optimizer: bool = False  # of any module: the coordinator is a program of the same user
     checkpoint_directories: Sequence[str] = ()  # below which a parameter server may write
     stopped_limit_s: float = 0.0  # kill the task when it was stopped (SIGSTOP) so long; 0: never
+    owner: int = 0  # process of the cluster, by which `stratagem top` tells clusters apart
     evaluator: str = ""  # file of a packed `Evaluator`, for the job "evaluator"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,7 @@ class LocalCluster(SupervisedCluster):
             any_optimizer=True,
             checkpoint_directories=("/",),
             stopped_limit_s=stopped_limit_s,
+            owner=os.getpid(),
         )
         orders = [
             replace(self._order, job=job, index=index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -175,6 +176,7 @@ class RayCluster(SupervisedCluster):
             any_optimizer=True,
             checkpoint_directories=self._checkpoint_directories,
             stopped_limit_s=limit_s,
+            owner=os.getpid(),
         )
 
     @override

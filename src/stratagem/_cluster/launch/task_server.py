@@ -18,12 +18,13 @@ from typing_extensions import override
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.launch.open_files import check_open_files
 from stratagem._cluster.launch.task_process import name_process, threads_of_task
-from stratagem._cluster.launch.tasks import Task, make_task, warm_up
+from stratagem._cluster.launch.tasks import Task, announce, make_task, warm_up
 from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
 from stratagem._wire.connecting import join_address, split_address
 from stratagem._wire.listener import is_local
+from stratagem._wire.task_notices import NoticeHolder
 from stratagem._wire.tls import TlsFiles
 from stratagem.config import ClusterOptions, log_as_environment_says
 from stratagem.errors import NotFoundError
@@ -107,6 +108,7 @@ class Server(Owner):
         self._advertised = _split(advertised_address or address)
         self._bind = _bind_address(address)
         self._task: Task | None = None
+        self._notice: NoticeHolder | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         if start:
@@ -127,6 +129,14 @@ class Server(Owner):
             forward_output=False,
             checkpoint_directories=self._checkpoint_directories,
             tls=self._tls,
+        )
+        self._notice = announce(
+            role,
+            self.task_index,
+            self._task,
+            key=self._key,
+            tls=self._tls,
+            cluster=self.cluster_spec.as_dict(),
         )
         self._thread = threading.Thread(
             target=self._serve,
@@ -186,6 +196,8 @@ class Server(Owner):
         if self._closed.is_set():
             return
         self._closed.set()
+        if self._notice is not None:
+            self._notice.close()
         if self._task is not None:
             self._task.close()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -5,8 +5,11 @@ Used by `Server` and by every launcher, so that all of them run the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -24,7 +27,8 @@ from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import split_address
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import is_loopback
-from stratagem._wire.tls import TlsFiles
+from stratagem._wire.task_notices import NoticeHolder, TaskNotice
+from stratagem._wire.tls import TlsFiles, files_from_environment
 
 
 class Task(Protocol):
@@ -84,6 +88,46 @@ def make_task(
     )
 
 
+def announce(
+    job: str,
+    index: int,
+    task: Task,
+    *,
+    key: str | None = None,
+    tls: TlsFiles | None = None,
+    owner: int = 0,
+    cluster: Mapping[str, Any] | None = None,
+) -> NoticeHolder:
+    """Let ``stratagem top`` find a task of this process, until the result is closed.
+
+    Args:
+        job: of the task.
+        index: of the task.
+        task: it listens already. An evaluator does not, and is not announced.
+        key: of the cluster; by default that of the environment or of the user.
+        tls: by default the files of the environment.
+        owner: the process that started the task and supervises it, if one does.
+        cluster: the addresses of all tasks, if known.
+    """
+    if job not in ("worker", "ps"):
+        return NoticeHolder(None)
+    files = tls or files_from_environment()
+    return NoticeHolder(
+        TaskNotice(
+            pid=os.getpid(),
+            job=job,
+            index=index,
+            address=task.address,
+            key=cluster_key(key, tls).text(),
+            tls=()
+            if files is None
+            else tuple(str(Path(path).resolve()) for path in astuple(files)),
+            owner=owner,
+            cluster=cluster or {},
+        )
+    )
+
+
 def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     """Run one task in this process until it ends; call `ready` with its address when it listens."""
     name_process(f"sg-{order.job}-{order.index}")
@@ -91,7 +135,7 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()
-    with make_task(
+    task = make_task(
         order.job,
         order.index,
         order.address,
@@ -99,7 +143,8 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
         any_optimizer=order.any_optimizer,
         checkpoint_directories=order.checkpoint_directories,
         evaluator=order.evaluator,
-    ) as task:
+    )
+    with task, announce(order.job, order.index, task, key=order.key or None, owner=order.owner):
         ready(task.address)
         task.serve()
 

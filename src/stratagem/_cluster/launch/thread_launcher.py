@@ -10,8 +10,9 @@ from typing import Final, final
 from typing_extensions import override
 
 from stratagem._cluster.launch.launcher import EventHandler, TaskEvent, TaskOrder
-from stratagem._cluster.launch.tasks import Task, make_task
+from stratagem._cluster.launch.tasks import Task, announce, make_task
 from stratagem._owner import Owner
+from stratagem._wire.task_notices import NoticeHolder
 from stratagem.errors import MisuseError
 
 CLOSE_S: Final = 10.0
@@ -29,7 +30,7 @@ class ThreadLauncher(Owner):
     def __init__(self, on_event: EventHandler) -> None:
         self._on_event = on_event
         self._lock = threading.Lock()
-        self._tasks: dict[Task, threading.Thread] = {}
+        self._tasks: dict[Task, tuple[threading.Thread, NoticeHolder]] = {}
 
     def spawn(self, order: TaskOrder) -> None:
         """Start a task."""
@@ -43,6 +44,7 @@ class ThreadLauncher(Owner):
             checkpoint_directories=order.checkpoint_directories,
             evaluator=order.evaluator,
         )
+        notice = announce(order.job, order.index, task, key=order.key or None, owner=order.owner)
         thread = threading.Thread(
             target=self._serve,
             args=(order, task),
@@ -50,7 +52,7 @@ class ThreadLauncher(Owner):
             daemon=True,
         )
         with self._lock:
-            self._tasks[task] = thread
+            self._tasks[task] = thread, notice
         thread.start()
         self._on_event(TaskEvent(kind="started", task=order.task, pid=os.getpid()))
         self._on_event(
@@ -68,7 +70,8 @@ class ThreadLauncher(Owner):
         with self._lock:
             if task not in self._tasks:
                 return  # the launcher closes it
-            del self._tasks[task]
+            _, notice = self._tasks.pop(task)
+        notice.close()
         task.close()
         pid = os.getpid()
         self._on_event(TaskEvent(kind="exited", task=order.task, pid=pid, text=text, code=code))
@@ -89,7 +92,8 @@ class ThreadLauncher(Owner):
         """End every task. May be called again."""
         with self._lock:
             tasks, self._tasks = self._tasks, {}
-        for task in tasks:
+        for task, (_, notice) in tasks.items():
+            notice.close()
             task.close()
-        for thread in tasks.values():
+        for thread, _ in tasks.values():
             thread.join(CLOSE_S)

@@ -161,7 +161,7 @@ class PsClient(Owner):
             dtype = codec.dtype_name(place.dtype)
             spec = messages.VariableSpec(place.variable, name, dtype, place.shape, tuple(recipe))
             specs.setdefault(place.server, []).append(spec)
-            self._connections[place.server].names[place.variable] = name
+            self._connections[place.server].names.setdefault(place.variable, name)
         self._ask_all(
             {
                 server: messages.CreateVariables(variables=tuple(some))

@@ -7,6 +7,7 @@ rows again. It is the `RowSource` of tables and the storage of variables.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class RemoteVariable:
 
     def __init__(self, description: Description, client: PsClient) -> None:
         self.description = description
-        self.name = description.name
+        self.name = description.name  # in errors and metrics; servers keep that of the description
         self.shape = description.shape
         self.dtype = description.dtype
         self.layout: ShardLayout = description.layout
@@ -72,9 +73,14 @@ class RemoteVariable:
         self._arrays: tuple[tuple[MappedVariable, ...], list[Any]] | None = None
         self._assembled: Tensor | None = None
         self._assembled_from: tuple[int, ...] = ()
-        for index, shard in enumerate(description.shards):
-            name = description.part(index).name if description.is_sharded else description.name
-            client.name_variables(shard.server, {shard.number: name})
+        self.rename(description.name)
+
+    def rename(self, name: str) -> None:
+        """Use another name in errors and metrics of this process."""
+        self.name = name
+        shown = replace(self.description, name=name)
+        for place, part in zip(self.places, shown.shard_names(), strict=True):
+            self._connections.name_variables(place.server, {place.variable: part})
 
     @property
     def device(self) -> str:
@@ -270,8 +276,7 @@ class RemoteVariable:
         self, recipes: Sequence[Sequence[InitOp]] | None = None
     ) -> list[tuple[ShardLocation, str, Sequence[InitOp]]]:
         """Return the arguments of `PsClient.create_all`: the shards, each with its recipe."""
-        parts = [self.description.part(index).name for index in range(len(self.places))]
-        names = parts if self.description.is_sharded else [self.name]
+        names = self.description.shard_names()
         return list(zip(self.places, names, recipes or [()] * len(self.places), strict=True))
 
     def put(self, value: Tensor) -> None:

@@ -256,11 +256,13 @@ class DeferredTables(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         fill = _FACTORIES.get(func)
-        if fill is not None:
+        is_dynamic = func is torch.empty_strided and _is_keyed(args)
+        if fill is not None or is_dynamic:
             planned = self._plan(args, kwargs)
             if planned is not None:
                 table = DeferredParameter.over(planned, requires_grad=False)
-                fill(planned, args, kwargs)
+                if fill is not None:
+                    fill(planned, args, kwargs)
                 return table
         return func(*args, **kwargs)
 
@@ -280,6 +282,10 @@ class DeferredTables(TorchFunctionMode):
         if math.prod(shape) * dtype.itemsize < self._threshold:
             return None
         return DeferredTable(shape, dtype)
+
+
+def _is_keyed(args: Sequence[Any]) -> bool:
+    return bool(args) and isinstance(args[0], tuple) and isinstance(args[0][0], KeyedRows)
 
 
 def _is_cpu(device: Any) -> bool:

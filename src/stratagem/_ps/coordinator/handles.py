@@ -222,10 +222,14 @@ class ObjectHandles:
         return self._token_of(obj, "variable") if ours_too else None
 
     def _name_parts(self, module: nn.Module) -> None:
-        """Give tokens to all submodules of a module, also to those without parameters."""
+        """Give tokens to all submodules of a module, also to those without parameters, and paths to its tensors."""
         if self._known(module) is None:
-            for part in module.modules():
+            for prefix, part in module.named_modules():
                 self._token_of(part, "module")
+                for name, one in (*dict.items(part._parameters), *dict.items(part._buffers)):
+                    token = None if one is None or not prefix else self._describe_tensor(one)
+                    if token is not None:
+                        self._objects[token].kept.qualify(f"{prefix}.{name}")
 
     def _known(self, obj: object) -> Token | None:
         known = self._tokens.get(id(obj))
@@ -253,13 +257,14 @@ class ObjectHandles:
                 "a lazy module was captured by a scheduled function before it has a shape: call it "
                 "once on the coordinator, on an example batch, first."
             )
+        shown = replace(description, name=managed.kept.name)
         if isinstance(managed, CoordinatorBuffer):
-            return (definitions.BufferDefinition(description, managed.counts),)
+            return (definitions.BufferDefinition(shown, managed.counts),)
         self._tracker.define(token, managed)
         if managed.as_table:
             self._tables.add(token)
         made = definitions.ParameterDefinition(
-            description,
+            shown,
             managed.central.requires_grad,
             managed.as_table,
             channels_last=managed.kept.plan is None and is_channels_last(managed.central),
@@ -314,7 +319,7 @@ class ObjectHandles:
                 self._optimizers.create(obj)
             elif change.token in self._tables and change.entry in HOOKS:
                 raise ValueError(
-                    f"parameter {obj and obj.name!r} got a gradient hook after its first use in a scheduled "
+                    f"parameter {obj and obj.kept.name!r} got a gradient hook after its first use in a scheduled "
                     "function: workers look up rows of it, and a hook needs the whole gradient. Register "
                     "the hook before you schedule anything with the model, or remove it and change the "
                     "gradients of the rows in the function, between backward() and step()."

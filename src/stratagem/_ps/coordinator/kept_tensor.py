@@ -37,6 +37,7 @@ class Kept:
     __slots__ = (
         "_before",
         "_dtype",
+        "_given_name",
         "_may_be_cut",
         "_memory",
         "_name",
@@ -59,7 +60,7 @@ class Kept:
         self.remote: RemoteVariable | None = None
         self.number = owner.next_number()  # in order of creation, the same in every run of a script
         self.not_fetched: Exception | None = None  # why the last value is not here
-        self._name = name
+        self._name = self._given_name = name
         self._may_be_cut = may_be_cut
         self._pushed = -1
         self._dtype = tensor.dtype
@@ -78,11 +79,29 @@ class Kept:
             self.plan.adopt(name, owner.flush)
         self.place()
 
+    @property
+    def name(self) -> str:
+        """Name in errors and metrics: the path in the module tree, once that is known."""
+        return self._name
+
+    def qualify(self, path: str) -> None:
+        """Note the path of the tensor in a module tree, unless a longer one is known.
+
+        Servers keep the first name: it is the same in every run of a script, whichever module a function names first.
+        """
+        if path.count(".") <= self._name.count("."):
+            return
+        self._name = path
+        if self.plan is not None:
+            self.plan.name = path
+        if self.remote is not None:
+            self.remote.rename(path)
+
     def place(self) -> None:
         """Choose the variable's servers; a lazy one has no shape yet and waits."""
         if self.description is None and not is_lazy(self.tensor):
             partitioner = self.owner.partitioner if self._may_be_cut else None
-            self.description = self.owner.place(self._name, self.tensor, partitioner)
+            self.description = self.owner.place(self._given_name, self.tensor, partitioner)
             if self.plan is not None and self.plan.keyed is not None:
                 self.plan.keyed.note_place(self.description)
 
@@ -114,6 +133,7 @@ class Kept:
         self.place_again()
         assert self.description is not None
         self.remote = self.owner.new_remote(self.description)
+        self.remote.rename(self._name)
         recipes = None if self.plan is None else self.plan.place_on(self.remote)
         return self.remote.wanted(recipes)
 

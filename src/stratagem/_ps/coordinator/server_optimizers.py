@@ -154,7 +154,7 @@ class OptimizersOnServers:
         failures: dict[str, StratagemError] = {}
         for optimizer in list(self._numbers):
             all_managed = _all_managed(optimizer)
-            tables = [managed.name for managed in all_managed if managed.kept.plan is not None]
+            tables = [managed.kept.name for managed in all_managed if managed.kept.plan is not None]
             if tables:  # too large for this process
                 self._not_fetched[optimizer] = f"it has rows of the large table {tables[0]!r}"
                 continue
@@ -315,7 +315,7 @@ def _all_managed(optimizer: Optimizer) -> list[CoordinatorParameter]:
 def _whole_step_text(optimizer: Optimizer, managed: CoordinatorParameter) -> str:
     name = type(optimizer).__name__
     return (
-        f"{name} changes every row of table {managed.name!r} {tuple(managed.central.shape)} "
+        f"{name} changes every row of table {managed.kept.name!r} {tuple(managed.central.shape)} "
         f"({managed.nbytes / (1 << 20):,.0f} MiB) in every step, not only the rows of the batch: its state "
         "moves without a gradient, too. Give tables an optimizer that changes the batch's rows alone, such as "
         "sg.optim.LazyAdam, sg.optim.RowWiseAdagrad or torch.optim.Adagrad, and the other parameters to "

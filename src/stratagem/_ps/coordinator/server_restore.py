@@ -120,7 +120,7 @@ def locate(connection: ServerConnection, numbers: tuple[int, ...]) -> messages.L
 
 def places_on(variables: CoordinatorVariables, server: int) -> dict[int, tuple[ShardLocation, str]]:
     """Return the shards that a server holds: number → place and name."""
-    names = variables.client.replacement.names_on(server)
+    names = variables.client.replacement.names_on(server)  # as errors show them
     return {
         place.variable: (place, names.get(place.variable, remote.name))
         for remote in list(variables._remotes)
@@ -186,17 +186,22 @@ def _fill(
         for remote in list(variables._remotes)
         for place, binding in zip(remote.places, remote.bindings, strict=False)
     }
+    names = {
+        place.variable: name
+        for remote in list(variables._remotes)
+        for place, name, _ in remote.wanted()
+    }
     connection.request(
         messages.CreateVariables(
             variables=tuple(
                 messages.VariableSpec(
                     number,
-                    name,
+                    names[number],
                     codec.dtype_name(place.dtype),
                     place.shape,
                     bindings.get(number, ()),
                 )
-                for number, (place, name) in sorted(places.items())
+                for number, (place, _) in sorted(places.items())
             )
         )
     )

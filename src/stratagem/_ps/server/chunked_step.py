@@ -125,7 +125,7 @@ def step_in_chunks(
                     counts[key] = value
                     continue
                 if key not in per_number:  # the first step makes the state
-                    state[key] = zeros_apart(tuple(parameter.shape), value.dtype)
+                    state[key] = zeros_apart(tuple(parameter.shape), value.dtype, beside=parameter)
                     per_number[key] = state[key].view(whole.shape)
                 kept = per_number[key][start:end]
                 if kept.data_ptr() != value.data_ptr():

@@ -125,7 +125,8 @@ class KeyedTables:
         )
         if found.new.size:
             values = self._store.read(variable)
-            self._store.count_rows((found.new.size - found.again.size) * values[:1].nbytes)
+            if not table.rule.on_disk:
+                self._store.count_rows((found.new.size - found.again.size) * values[:1].nbytes)
             given = found.rows[found.new]
             order = np.argsort(given)
             rows, new = torch.from_numpy(given[order]), wanted[found.new[order]]

@@ -6,6 +6,7 @@ For classes in which a zero gradient changes nothing, so that the result is that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -199,7 +200,8 @@ def step_adagrad(
 def _step_row_optimizer(kind: Any, group: Mapping[str, Any], item: RowsToStep) -> None:
     parameter, state, ids, values = item
     if not state:
-        state.update(new_state(kind, parameter, group, zeros_apart))
+        make = functools.partial(zeros_apart, beside=parameter)
+        state.update(new_state(kind, parameter, group, make))
     kept = rows_with_gradient(kind, values)
     if kept is not None:
         ids, values = ids.index_select(0, kept), values.index_select(0, kept)
@@ -215,7 +217,7 @@ def _step_sparse_adam(optimizer: Optimizer, group: Mapping[str, Any], item: Rows
     if not state:
         state["step"] = 0
         for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = zeros_apart(tuple(parameter.shape), parameter.dtype)
+            state[key] = zeros_apart(tuple(parameter.shape), parameter.dtype, beside=parameter)
     taken = nn.Parameter(take_rows(parameter, ids), requires_grad=False)
     taken.grad = torch.sparse_coo_tensor(
         torch.arange(ids.numel()).unsqueeze(0),

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem._ps import types
-from stratagem._ps.init_ops import RESERVING
+from stratagem._ps.init_ops import MemoryKind, memory_kind
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.server.checkpoint_parts import (
     CheckpointAccess,
@@ -185,10 +185,12 @@ class Session:
     # -- variables ----------------------------------------------------------------------------
 
     def _allocate(
-        self, number: int, shape: tuple[int, ...], dtype: torch.dtype, reserve: bool
+        self, number: int, shape: tuple[int, ...], dtype: torch.dtype, kind: MemoryKind
     ) -> Tensor:
         size = shm.bytes_for(shape, dtype)
-        segment, offset = self._arena.place(size, reserve=reserve)
+        segment, offset = self._arena.place(
+            size, reserve=kind == "reserved", on_disk=kind == "disk"
+        )
         self._places[number] = (segment, offset, size)
         return segment.tensor(offset, shape, dtype)
 
@@ -197,8 +199,8 @@ class Session:
         for spec in message.variables:
             is_new = spec.variable not in self._places  # else the message came twice
             dtype = codec.dtype_from(spec.dtype)
-            reserve = any(one.name in RESERVING for one in spec.initialise)
-            self.store.create(spec.variable, spec.name, spec.shape, dtype, reserve=reserve)
+            kind = memory_kind(spec.initialise)
+            self.store.create(spec.variable, spec.name, spec.shape, dtype, kind=kind)
             if is_new and spec.initialise:
                 version = self.store.initialise(spec.variable, spec.initialise)
                 self._publish({spec.variable: version})

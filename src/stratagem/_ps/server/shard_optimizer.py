@@ -281,7 +281,12 @@ class ServerOptimizer:
                 name = f"variable {entry.variable!r}"
                 check_state(self._class, entry.key, value, parameter, name)
                 is_meta = value.device.type == "meta"
-                value = zeros_apart(tuple(value.shape), value.dtype) if is_meta else value.clone()
+                made = None if value.dim() == 0 else parameter
+                value = (
+                    zeros_apart(tuple(value.shape), value.dtype, beside=made)
+                    if is_meta
+                    else value.clone()
+                )
             loaded.setdefault(parameter, {})[entry.key] = value
         self._views.clear()
         self._optimizer.state.update(loaded)

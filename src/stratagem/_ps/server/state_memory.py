@@ -100,7 +100,7 @@ class StateApart(TorchFunctionMode):
         if func in _ZEROS and args and _is_plain(args[0], options):
             like = args[0]
             value = 0.0 if func is torch.zeros_like else options.get("fill_value", args[-1])
-            made = zeros_apart(tuple(like.shape), like.dtype)
+            made = zeros_apart(tuple(like.shape), like.dtype, beside=like)
             return made.fill_(value) if value else made
         return func(*args, **options)
 

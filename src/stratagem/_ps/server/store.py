@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps import store_records as records
-from stratagem._ps.init_ops import KEYS_OF, initialise
+from stratagem._ps.init_ops import KEYS_OF, MemoryKind, initialise
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut, Key
@@ -117,12 +117,11 @@ class VariableStore:
         shape: Sequence[int],
         dtype: torch.dtype,
         *,
-        reserve: bool = False,
+        kind: MemoryKind = "memory",
     ) -> Tensor:
         """Allocate a shard and return it; its contents are undefined until written.
 
-        `reserve`: memory is counted when rows are used, not now. Creating the same variable again (a message sent
-        twice) returns the first one.
+        Creating the same variable again (a message sent twice) returns the first one.
         """
         known = self._variables.get(variable)
         if known is not None:
@@ -137,7 +136,7 @@ class VariableStore:
                 f"{tuple(known.tensor.shape)!r} and {known.tensor.dtype}: cannot create it again "
                 f"as {name!r} with shape {tuple(shape)!r} and {dtype}. Give every shard its own id."
             )
-        tensor = self._allocate(variable, tuple(shape), dtype, reserve)
+        tensor = self._allocate(variable, tuple(shape), dtype, kind)
         self._variables[variable] = StoredVariable(name, tensor)
         return tensor
 

@@ -9,8 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype, bool], Tensor]
-"""Returns memory for a variable, given its number, shape and dtype, and whether only to reserve addresses."""
+from stratagem._ps.init_ops import MemoryKind
+from stratagem._wire.shm import zeros_on_disk
+
+Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype, MemoryKind], Tensor]
+"""Returns memory for a variable, given its number, shape, dtype and the kind of memory."""
 
 
 @dataclass(slots=True)
@@ -23,8 +26,11 @@ class StoredVariable:
 
 
 def plain_allocate(
-    number: int, shape: tuple[int, ...], dtype: torch.dtype, reserve: bool
+    number: int, shape: tuple[int, ...], dtype: torch.dtype, kind: MemoryKind
 ) -> Tensor:
-    """Return ordinary memory."""
+    """Return ordinary memory, or a file."""
     del number
-    return torch.zeros(shape, dtype=dtype) if reserve else torch.empty(shape, dtype=dtype)
+    if kind == "disk":
+        return zeros_on_disk(shape, dtype)
+    make = torch.empty if kind == "memory" else torch.zeros
+    return make(shape, dtype=dtype)

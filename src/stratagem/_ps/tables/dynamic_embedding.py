@@ -15,7 +15,7 @@ from stratagem._core.key_map import Ints
 from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows
 from stratagem._ps.tables.local_keys import LocalKeys
 from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem._wire.shm import zeros_apart
+from stratagem._wire.shm import zeros_apart, zeros_on_disk
 
 _SEEDS = 1 << 62
 _PAGE_ROWS = 1 << 16
@@ -53,6 +53,7 @@ class DynamicTable(nn.Module):
         admit_probability: float | None = None,
         max_age: int | None = None,
         evict: Literal["age", "count"] | None = None,
+        on_disk: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -68,6 +69,7 @@ class DynamicTable(nn.Module):
             admit_probability=admit_probability or 0.0,
             max_age=max_age or 0,
             evict=evict or "",
+            on_disk=on_disk,
         )
         rows = KeyedPart(self._rule)
         self.weight = nn.Parameter(_memory(rows, dim, dtype or torch.get_default_dtype()))
@@ -202,6 +204,9 @@ class DynamicEmbedding(DynamicTable):
         max_age: a row is removed when so many training lookups in this table did not use it.
         evict: if the table is full, remove the rows that were not used for the longest time (``age``) or that
             were used least often (``count``). By default a full table raises MemoryError.
+        on_disk: keep the rows in a file; those in use are in memory, too. The file has space for `max_rows` from the
+            start and no name; it is in ``STRATAGEM_TABLE_DIRECTORY`` (``/var/tmp``) and ends with its process. On
+            parameter servers the optimizer's state is in files as well.
         dtype: of the rows.
 
     Example:
@@ -315,10 +320,14 @@ def note_restored(module: nn.Module) -> None:
 
 def _memory(part: KeyedPart, width: int, dtype: torch.dtype) -> Tensor:
     """Return zeros that take memory when they are written; a table on servers in their strategy's scope."""
-    made = torch.empty((KeyedRows.of(part), width), dtype=dtype)
-    if isinstance(made, TableParameter) or made.device.type == "meta":
+    # One number for all: an ordinary tensor of this size may be larger than memory.
+    made = torch.empty_strided((KeyedRows.of(part), width), (0, 0), dtype=dtype)
+    if isinstance(made, TableParameter):
         return made
-    return zeros_apart((part.rule.rows, width), dtype)
+    if made.device.type == "meta":
+        return torch.empty((part.rule.rows, width), dtype=dtype)
+    make = zeros_on_disk if part.is_on_disk else zeros_apart
+    return make((part.rule.rows, width), dtype)
 
 
 def _keys_of(weight: Any) -> _Keys:
@@ -332,6 +341,7 @@ def _settings(rule: KeyRule) -> list[tuple[str, Any]]:
         ("admit_probability", rule.admit_probability),
         ("max_age", rule.max_age),
         ("evict", rule.evict),
+        ("on_disk", rule.on_disk),
     ]
 
 

@@ -1,6 +1,6 @@
 """Sizes of dynamic tables, by which a parameter-server scope recognises them, and their initialisation on servers.
 
-A module makes its tensors with ``torch.empty((KeyedRows(…), width))``. To torch the size is an ordinary number. The scope of
+A module makes its tensors with ``torch.empty_strided((KeyedRows(…), width), …)``. To torch the size is an ordinary number. The scope of
 a parameter-server strategy finds the table's rule in it and makes a table on servers.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Self
 
 from stratagem._core.key_index import KeyRule
-from stratagem._ps.init_ops import KEYED_ROWS, KEYS_OF
+from stratagem._ps.init_ops import KEYED_ROWS, KEYED_ROWS_ON_DISK, KEYS_OF
 from stratagem._ps.placement import Description
 from stratagem._ps.types import InitOp
 
@@ -28,6 +28,11 @@ class KeyedPart:
         self._place: Description | None = None
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether this part is in a file: rows may be, keys are not."""
+        return self.rule.on_disk and self._rows is None
+
+    @property
     def rows_at(self) -> Description | None:
         """Where the rows are, of the part with the keys."""
         return None if self._rows is None else self._rows._place
@@ -39,7 +44,8 @@ class KeyedPart:
     def recipes(self, place: Description) -> list[InitOp]:
         """Return the initialisation of each shard."""
         if self._rows is None:
-            return [InitOp(KEYED_ROWS)] * len(place.shards)
+            name = KEYED_ROWS_ON_DISK if self.is_on_disk else KEYED_ROWS
+            return [InitOp(name)] * len(place.shards)
         rows = self.rows_at
         assert rows is not None
         size = self.rule.bucket_rows

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stratagem._ps.disk_rows import touch_rows
+
 _MANY = 4096
 """Numbers from which the kernels with a higher fixed cost are faster."""
 
@@ -99,6 +101,7 @@ def take_rows(table: Tensor, ids: Tensor) -> Tensor:
     NumPy 0.24).
     """
     plain = table.detach()
+    touch_rows(plain, ids)
     if _sums_fast(plain, ids):
         bags = torch.from_numpy(_count_to(ids.numel()))
         return torch.embedding_bag(plain, ids, bags, False, 0, False, None, False)[0]

@@ -106,18 +106,23 @@ def zeros_on_disk(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def is_on_disk(tensor: Tensor) -> bool:
     """Return whether a tensor of this process is in a file."""
+    if not _on_disk:
+        return False
     address = tensor.data_ptr()
     return any(start <= address < start + len(memory) for start, memory in _on_disk.items())
 
 
 def _map_table(descriptor: int, size: int) -> mmap.mmap:
     memory = mmap.mmap(descriptor, size)
-    memory.madvise(
-        mmap.MADV_RANDOM
-    )  # rows are far apart: reading ahead would read what is not needed
+    _note_table(memory)
+    return memory
+
+
+def _note_table(memory: mmap.mmap) -> None:
+    # Rows are far apart: reading ahead would read what is not needed.
+    memory.madvise(mmap.MADV_RANDOM)
     start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
     _on_disk[start] = memory
-    return memory
 
 
 _on_disk: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
@@ -362,7 +367,7 @@ def _map_checked(fd: int, ref: SegmentRef, *, shared: bool) -> mmap.mmap:
         memory.close()
         raise ValueError("its header does not hold the token announced")
     if is_table:
-        memory.madvise(mmap.MADV_RANDOM)
+        _note_table(memory)
     return memory
 
 

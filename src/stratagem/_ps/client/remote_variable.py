@@ -19,6 +19,7 @@ from stratagem._ps.client.mapping import MappedVariable, ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_keys import RemoteKeys
 from stratagem._ps.client.write_batch import WriteBatch
+from stratagem._ps.disk_rows import touch_rows
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
 from stratagem._ps.rows import as_pieces, take_from_shards, take_rows
@@ -267,6 +268,8 @@ class RemoteVariable:
             self.seen = tuple(one.version for one in mapped)
             if len(mapped) == 1:
                 return take_rows(mapped[0].tensor, ids)
+            for one, offset in zip(mapped, self.layout.offsets, strict=True):
+                touch_rows(one.tensor, ids, offset)
             rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
             return take_from_shards(self._pieces(mapped), self.layout.offsets, ids, rows)
 

@@ -17,6 +17,7 @@ from torch.optim.adagrad import adagrad
 
 from stratagem._core.row_optimizers import ROW_OPTIMIZERS, new_state, rows_with_gradient, step_rows
 from stratagem._core.torch_patches import private_api
+from stratagem._ps.disk_rows import touch_rows
 from stratagem._ps.rows import as_pieces, put_rows, take_rows
 from stratagem._wire.shm import zeros_apart
 
@@ -111,7 +112,8 @@ def _taken(
     rows = torch.empty((bounds[-1], *first.shape[1:]), dtype=first.dtype)
     into = as_pieces(rows)
     assert into is not None
-    for pieces, (_, ids), start, end in zip(found, tables, bounds, bounds[1:], strict=False):
+    for pieces, (table, ids), start, end in zip(found, tables, bounds, bounds[1:], strict=False):
+        touch_rows(table, ids)
         pieces.take(ids.numpy(), out=into[start:end], mode="clip")
     return rows
 

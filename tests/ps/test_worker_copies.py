@@ -176,6 +176,19 @@ def test_a_deleted_variable_is_no_error_of_a_step(cluster):
     variables.close()
 
 
+def test_a_deleted_buffer_is_forgotten_after_a_refresh_has_missed_it(cluster):
+    """The deletion reaches the servers before the worker hears that it may forget the buffer."""
+    client, _, __ = cluster
+    remotes = place(client)
+    variables, leaves, optimizer = worker(client, remotes[1:])
+    buffer = variables.buffer(remotes[0].description, counts=False)
+    client.delete(remotes[0].places)
+    train(variables, leaves, optimizer)  # refreshes the copies
+    variables.forget(buffer)
+    train(variables, leaves, optimizer)
+    variables.close()
+
+
 def test_what_would_be_sent_again_does_not_change_with_the_callers_tensor(cluster):
     """Gradients are sent from where they are. After Ctrl-C their bytes are kept, and the tensor is the caller's again."""
     client, _, __ = cluster

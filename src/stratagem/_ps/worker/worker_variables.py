@@ -325,7 +325,8 @@ class WorkerVariables:
         self._tables.pop(id(tensor), None)
         buffer = self._by_tensor.pop(id(tensor), None)
         if buffer is not None:
-            self._buffers.remove(buffer)
+            if buffer in self._buffers:  # else a refresh has found that the coordinator deleted it
+                self._buffers.remove(buffer)
             self._copies.remove(buffer)
         self._steps.forget()
 

@@ -14,9 +14,10 @@ from torch import nn
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
+from stratagem._ps.client.server_replacement import ServerReplacement
 from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost
+from stratagem.errors import NotFoundError, ParameterServerLost
 
 OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
 LIMIT_S = 120.0
@@ -95,6 +96,38 @@ def test_the_script_goes_on_and_the_loss_is_reported_exactly(
                 assert [one.step for one in found] == [20, 60, 60]
                 assert [set(one.updates.values()) for one in found] == [{10}, {1}, {4}]
                 assert cluster.pid("ps", 1) != pid
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_save_meets_a_server_that_has_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new process answers before it is restored, and has no session: the save is made again."""
+    connect, killed = ServerReplacement.connect_beside, []
+    with LocalCluster(workers=1, ps=2) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            mine = Counters(strategy)
+            with sg.CheckpointManager(mine.checkpoint(second=mine.second), tmp_path) as manager:
+                mine.run(coordinator, 4)
+                manager.save(4, wait=True)
+                mine.run(coordinator, 2)
+
+                def restarts(self: ServerReplacement, server: int, **more: Any) -> Any:
+                    if server == 1 and not killed:
+                        killed.append(cluster.pid("ps", 1))
+                        cluster.kill_ps(1)
+                        raise NotFoundError("session 'test' is not open on /job:ps/task:1")
+                    return connect(self, server, **more)
+
+                monkeypatch.setattr(ServerReplacement, "connect_beside", restarts)
+                assert manager.save(6, wait=True).done
+                assert killed
+                mine.run(coordinator, 2)
+                (recovery,) = coordinator.recoveries
+                assert set(recovery.updates.values()) == {2}
+                assert manager.latest.step == 6
 
 
 @pytest.mark.process

@@ -31,9 +31,12 @@ from stratagem._ps.placement import Description
 from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem._wire import messages
 from stratagem._wire.messages import Message, PartRef
-from stratagem.errors import CheckpointError, ParameterServerLost, WireError
+from stratagem.errors import CheckpointError, NotFoundError, ParameterServerLost, WireError
 
 _log = logging.getLogger("stratagem.checkpoint")
+
+LOSSES: Final = (WireError, ParameterServerLost, NotFoundError)
+"""Errors of a lost server; one that has restarted answers that it has no such session."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class ServerGroup(Owner):
             client.wait_for_writes()
             for server in range(len(client.tasks)):
                 self.connections[server] = client.replacement.connect_beside(server)
-        except (WireError, ParameterServerLost) as error:
+        except LOSSES as error:
             raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
         asked = messages.MakeCut(variables=(), directory=str(directory), probe=probe)
         made = self.ask(dict.fromkeys(self.connections, asked))
@@ -191,7 +194,7 @@ class ServerGroup(Owner):
         try:
             for remote in list(self.variables._remotes):
                 self.variables.client.map(remote.places)
-        except (WireError, ParameterServerLost) as error:
+        except LOSSES as error:
             raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
 
     def ask(self, wanted: Mapping[int, Message]) -> dict[int, Any]:
@@ -211,7 +214,7 @@ class ServerGroup(Owner):
                 server: self.connections[server].collect(call).message
                 for server, call in calls.items()
             }
-        except (WireError, ParameterServerLost) as error:
+        except LOSSES as error:
             raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
 
     def follow(self, server: int, progress: Progress | None = None) -> messages.Transfer:

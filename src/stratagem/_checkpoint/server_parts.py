@@ -26,6 +26,7 @@ from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import SavedCheckpoint, chain_of
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds, StoredTensor
 from stratagem._checkpoint.server_group import (
+    LOSSES,
     Piece,
     RemoteTensor,
     ServerGroup,
@@ -40,7 +41,7 @@ from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
 from stratagem._wire.codec import dtype_from
 from stratagem._wire.messages import CutItem, PartRef
-from stratagem.errors import CheckpointError, ParameterServerLost, WireError
+from stratagem.errors import CheckpointError
 
 _log = logging.getLogger("stratagem.checkpoint")
 
@@ -216,7 +217,7 @@ class ServerCut(Owner):
         for server, connection in self.group.connections.items():
             try:
                 connection.request(messages.EndCut(cut=self._made[server].cut))
-            except (WireError, ParameterServerLost) as error:
+            except LOSSES as error:
                 _log.debug("%s did not end its cut: %s", connection.task, error)
         self.group.close()
 
@@ -292,7 +293,7 @@ class ServerWriter:
             )
             connection.request(order)
             report = self._group.follow(self._server, progress)
-        except (WireError, ParameterServerLost) as error:
+        except LOSSES as error:
             raise ServerLostInSave(f"{connection.task} did not write its rows: {error}") from error
         size = path.stat().st_size
         if size != report.size:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from stratagem._checkpoint.manifest import NAME, Manifest, StoredTensor
 from stratagem._checkpoint.server_group import (
+    LOSSES,
     RemoteTensor,
     ServerGroup,
     ServerLostInSave,
@@ -29,7 +30,6 @@ from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
 from stratagem._wire.messages import CutItem, PartRef
-from stratagem.errors import ParameterServerLost, WireError
 
 
 @final
@@ -166,7 +166,7 @@ class ServerReads(Owner):
                     group.follow(server)
                 if not verify:
                     self.points.append((group.variables, _point(group, *chain[0], orders)))
-            except (WireError, ParameterServerLost) as error:
+            except LOSSES as error:
                 raise ServerLostInSave(
                     f"a parameter server did not read its rows: {error}"
                 ) from error

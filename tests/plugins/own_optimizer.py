@@ -187,11 +187,83 @@ class Noisy(torch.optim.Optimizer):
 
 
 class Wrapping(torch.optim.Optimizer):
-    """An optimizer around another one, whose class is an argument without default (SAM)."""
+    """An optimizer around another one that steps from where the loss is largest nearby (SAM)."""
 
-    def __init__(self, params, base_optimizer, **kwargs):
-        super().__init__(params, kwargs)
+    def __init__(self, params, base_optimizer, rho=0.05, **kwargs):
+        super().__init__(params, {"rho": rho, **kwargs})
         self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    def _with_gradients(self):
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        norm = torch.stack([p.grad.norm() for p in self._with_gradients()]).norm()
+        for p in self._with_gradients():
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for p in self._with_gradients():
+            p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.first_step(zero_grad=True)
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+class _Around(torch.optim.Optimizer):
+    """An optimizer around a given one."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+
+class SlowWeights(_Around):
+    """Keeps a second copy of the weights from one step to the next (Lookahead)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "slow" not in self.state[p]:
+                    self.state[p]["slow"] = p.clone()
+                p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
+
+
+class Counting(_Around):
+    """Counts its steps."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.steps = 0
 
     def step(self, closure=None):
-        self.base_optimizer.step()
+        self.steps += 1
+        self.inner.step()
+
+
+class Needing(torch.optim.Optimizer):
+    """An optimizer with an argument without default that is no setting."""
+
+    def __init__(self, params, rule, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.rule = rule
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(self.rule(p.grad), alpha=-group["lr"])

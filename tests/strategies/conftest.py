@@ -48,7 +48,20 @@ def either_way(
 ) -> Iterator[sg.ClusterCoordinator]:
     """A coordinator whose worker shares the server's memory, or has bytes over a connection."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", request.param)
-    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+    yield from _coordinator_of(workers=1)
+
+
+@pytest.fixture(params=["1", "0"], ids=["shared", "bytes"])
+def pair_either_way(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[sg.ClusterCoordinator]:
+    """The same with two workers."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", request.param)
+    yield from _coordinator_of(workers=2)
+
+
+def _coordinator_of(workers: int) -> Iterator[sg.ClusterCoordinator]:
+    with sg.LocalCluster(workers=workers, ps=1, in_process=True) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with sg.ClusterCoordinator(strategy) as made:
             yield made

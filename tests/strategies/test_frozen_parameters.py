@@ -117,10 +117,10 @@ def test_a_value_of_another_shape_is_refused(either_way: sg.ClusterCoordinator) 
 @writes
 @pytest.mark.parametrize("width", [3, 300], ids=["small", "large"])
 def test_trained_parameters_are_not_written_by_functions(
-    either_way: sg.ClusterCoordinator, write: Write, width: int
+    pair_either_way: sg.ClusterCoordinator, write: Write, width: int
 ) -> None:
-    """Nor beside a step of the optimizer; afterwards functions see the servers' value again."""
-    with either_way.strategy.scope():
+    """Not by several workers' functions, nor beside a step of the optimizer; afterwards functions see the servers' value again."""
+    with pair_either_way.strategy.scope():
         model = nn.Linear(width, width, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -133,10 +133,10 @@ def test_trained_parameters_are_not_written_by_functions(
     def total() -> float:
         return float(model.weight.detach().sum())
 
-    either_way.schedule(step)
+    pair_either_way.schedule(step)
     with pytest.raises(ForeignParameterError, match="'weight' was written in place"):
-        either_way.join(timeout_s=60)
-    assert either_way.schedule(total).fetch(timeout_s=60) == 0.0
+        pair_either_way.join(timeout_s=60)
+    assert pair_either_way.schedule(total).fetch(timeout_s=60) == 0.0
 
 
 def test_numbers_that_are_not_numbers_count_as_unwritten(either_way: sg.ClusterCoordinator) -> None:
@@ -150,8 +150,8 @@ def test_numbers_that_are_not_numbers_count_as_unwritten(either_way: sg.ClusterC
     assert either_way.schedule(read).fetch(timeout_s=60)
 
 
-def test_tables_are_not_written_through_data(either_way: sg.ClusterCoordinator) -> None:
-    with either_way.strategy.scope():
+def test_tables_are_not_written_through_data(pair_either_way: sg.ClusterCoordinator) -> None:
+    with pair_either_way.strategy.scope():
         model = nn.Embedding(4, 2)
         nn.init.ones_(model.weight)
 
@@ -164,8 +164,8 @@ def test_tables_are_not_written_through_data(either_way: sg.ClusterCoordinator) 
     def assign() -> None:
         model.weight.data = torch.zeros(4, 2)
 
-    assert either_way.schedule(read).fetch(timeout_s=60) == 8.0
+    assert pair_either_way.schedule(read).fetch(timeout_s=60) == 8.0
     for function in (write, assign):
-        either_way.schedule(function)
+        pair_either_way.schedule(function)
         with pytest.raises(ForeignParameterError, match="'weight'"):
-            either_way.join(timeout_s=60)
+            pair_either_way.join(timeout_s=60)

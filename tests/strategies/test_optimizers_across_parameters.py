@@ -10,11 +10,11 @@ import torch
 from own_optimizer import (
     Clipping,
     CountingGroups,
+    Needing,
     Noisy,
     Sharing,
     SignDescent,
     TrustRatio,
-    Wrapping,
 )
 from torch import nn
 
@@ -125,12 +125,12 @@ def test_whole_tensors_in_shards(cluster: sg.LocalCluster) -> None:
     torch.testing.assert_close(remote, plain)
 
 
-def wrapping(parameters: Any) -> torch.optim.Optimizer:
-    return Wrapping(parameters, torch.optim.SGD, lr=0.1)
+def needing(parameters: Any) -> torch.optim.Optimizer:
+    return Needing(parameters, torch.sign)
 
 
 def test_a_class_that_servers_cannot_construct_is_named_with_the_reason(
     cluster: sg.LocalCluster,
 ) -> None:
-    with pytest.raises(UnsupportedOptimizer, match=r"cannot construct Wrapping.*'base_optimizer'"):
-        train_remotely(cluster, wrapping)
+    with pytest.raises(UnsupportedOptimizer, match=r"cannot construct Needing.*'rule'"):
+        train_remotely(cluster, needing)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stratagem as sg
-from stratagem._ps.worker.gradient_push import IN_PLACE_BYTES
+from stratagem._ps.worker.dense_parameter import IN_PLACE_BYTES
 
 pytestmark = pytest.mark.process
 

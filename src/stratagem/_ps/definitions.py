@@ -25,7 +25,8 @@ Entry = str | tuple[int, str]
 """Name of one part of an object's state: of a module an attribute, of an optimizer (group, setting)."""
 
 ATTRIBUTES: Final = "attributes"
-"""Entry of an optimizer of the user's own class: its plain attributes, which only servers use."""
+"""Entry of an optimizer of the user's own class: its plain attributes, for servers. Of one around another one: all of its
+own attributes, for workers."""
 
 COUNTER: Final = "counter"
 """Kind of the token of a counter."""
@@ -106,6 +107,16 @@ class OptimizerDefinition:
     defaults: dict[str, Any]
     groups: list[dict[str, Any]]
     settings: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperDefinition:
+    """An optimizer around another one, with its parameter groups; its own code runs on the worker."""
+
+    kind: type[Optimizer]
+    inner: Optimizer
+    defaults: dict[str, Any]
+    attributes: dict[str, Any]
 
 
 class EntryChange(NamedTuple):

@@ -8,23 +8,18 @@ Those are the central parameters. Without the patch, clipping would act on the g
 clears the pointer and releases the interpreter lock in between: two threads that both run ``p.grad = None`` free it
 twice and corrupt memory. So replicas access it one at a time.
 
-@@A
-``data`` is ``.detach()`` of the replica's leaf: the same memory with the leaf's version counter, by which writes are
-noticed (`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
-parameter once per replica, unnoticed. Assigning to ``.data`` is refused.
-@@B
 ``data`` of a leaf is ``.detach()``: the same memory with the leaf's version counter, by which writes are noticed
 (`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
 parameter once per replica, unnoticed. Assigning to ``.data`` is refused: it would only last until the next run.
 The same holds for ``data`` of a parameter that is on parameter servers, on the coordinator: ``target.weight.data.copy_(…)``
-must reach the servers.
-@@C
+must reach the servers. On a worker, ``data`` is torch's own, and the worker is told first (`watch_data`).
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +33,28 @@ _plain_data: Any = torch.Tensor.data
 
 _SHARED = threading.Lock()
 """Held while a replica of several accesses the gradient of a parameter that replicas share."""
+
+
+class DataWatcher(Protocol):
+    """Object that is told before code gets ``.data`` of its parameter."""
+
+    leaf: nn.Parameter
+
+    def note_data(self) -> None:
+        """Note that ``.data`` is about to be read, and may be written."""
+
+
+_WATCHERS: weakref.WeakValueDictionary[int, DataWatcher] = weakref.WeakValueDictionary()
+"""By the id of the parameter, which its watcher keeps alive."""
+
+
+def watch_data(watcher: DataWatcher) -> None:
+    """Tell a watcher whenever code gets ``.data`` of its parameter, as long as the watcher exists.
+
+    In a process without replicas, this is the only patch that it needs.
+    """
+    _patch_data()
+    _WATCHERS[id(watcher.leaf)] = watcher
 
 
 def _own(parameter: nn.Parameter, managed: object) -> Tensor:
@@ -106,6 +123,10 @@ def _set_data(tensor: nn.Parameter, value: Tensor) -> None:
 
 
 def _note_write(tensor: nn.Parameter, *, assigned: bool) -> bool:
+    if _WATCHERS and not assigned:
+        watcher = _WATCHERS.get(id(tensor))
+        if watcher is not None and watcher.leaf is tensor:
+            watcher.note_data()
     managed = find_registered(tensor)
     return managed is not None and managed.note_write(assigned=assigned)
 
@@ -114,4 +135,10 @@ def apply_patch() -> None:
     """Put both properties on ``nn.Parameter``."""
     kind: Any = nn.Parameter
     kind.grad = property(_get_grad, _set_grad, _delete_grad, doc=torch.Tensor.grad.__doc__)
-    kind.data = property(_get_data, _set_data, doc=_plain_data.__doc__)
+    _patch_data()
+
+
+def _patch_data() -> None:
+    kind: Any = nn.Parameter
+    if "data" not in vars(kind):
+        kind.data = property(_get_data, _set_data, doc=_plain_data.__doc__)

@@ -41,7 +41,12 @@ from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteSt
 from stratagem._ps.coordinator.server_backups import NoBackup
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
 from stratagem._ps.coordinator.server_restore import lost_error, restore_server
-from stratagem._ps.coordinator.wrapped_optimizers import unwrapped
+from stratagem._ps.coordinator.wrapped_optimizers import (
+    define_wrapper,
+    inner_of,
+    innermost,
+    unwrapped,
+)
 from stratagem._ps.definitions import ATTRIBUTES, HOOKS, Token
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.codec import is_channels_last
@@ -272,11 +277,14 @@ class ObjectHandles:
         return made, *_hook_entries(token, managed)
 
     def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
-        number = self._optimizers.create(optimizer)
+        inner = inner_of(optimizer)
+        number = self._optimizers.create(optimizer) if inner is None else 0
         self._tracker.define(token, optimizer)
         # The optimizer steps on the servers. Without this mark, torch's LR schedulers would warn that it
         # never stepped.
         optimizer.__dict__["_opt_called"] = True
+        if inner is not None:
+            return define_wrapper(optimizer, inner), *_hook_entries(token, optimizer)
         made = definitions.OptimizerDefinition(
             number=number,
             kind=type(optimizer),
@@ -288,7 +296,8 @@ class ObjectHandles:
 
     def _define_stateful(self, token: Token, obj: LRScheduler | GradScaler) -> Sequence[object]:
         if isinstance(obj, LRScheduler):
-            self._ledger.watch(self._token_of(obj.optimizer, "optimizer"), obj.optimizer)
+            inner = innermost(obj.optimizer)
+            self._ledger.watch(self._token_of(inner, "optimizer"), inner)
         self._ledger.watch(token, obj)
         reduced: Any = obj.__reduce_ex__(4)
         return definitions.ModuleDefinition(*reduced[:2]), definitions.ModuleState(reduced[2])
@@ -316,7 +325,8 @@ class ObjectHandles:
         for change in changed:
             obj = self._objects.get(change.token)
             if isinstance(obj, Optimizer) and change.entry[-1] in ("params", ATTRIBUTES):
-                self._optimizers.create(obj)
+                if inner_of(obj) is None:
+                    self._optimizers.create(obj)
             elif change.token in self._tables and change.entry in HOOKS:
                 raise ValueError(
                     f"parameter {obj and obj.kept.name!r} got a gradient hook after its first use in a scheduled "

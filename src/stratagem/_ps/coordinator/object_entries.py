@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
+from stratagem._ps.coordinator.wrapped_optimizers import inner_of, wrapper_attributes
 from stratagem._ps.definitions import (
     ATTRIBUTES,
     GRADIENT_HOOKS,
@@ -117,6 +118,9 @@ def entries_of(obj: Tracked) -> dict[Entry, Any]:
         # As the dicts hold them: a lookup would ask the servers for current values.
         found.update({kind: dict(dict.items(vars(obj)[kind])) for kind in MEMBERS})
         found.update(_attributes_of(obj))
+    elif isinstance(obj, Optimizer) and inner_of(obj) is not None:
+        own = wrapper_attributes(obj)  # the groups are those of the optimizer inside
+        found.update({ATTRIBUTES: own} if own else {})
     elif isinstance(obj, Optimizer):
         own = plain_settings(own_attributes(obj))
         found.update({ATTRIBUTES: own} if own else {})

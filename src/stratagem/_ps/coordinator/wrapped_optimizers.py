@@ -1,19 +1,62 @@
-"""Optimizers and schedulers that Lightning Fabric or accelerate have wrapped: workers get the ones inside.
+"""Optimizers and schedulers around others.
 
-The wrappers prepare a step for the library's own distribution, mixed precision and gradient accumulation. Under parameter servers the
+A user's optimizer around another one (SAM) runs its own code on workers, and the optimizer inside steps on the servers.
+
+Of optimizers and schedulers that Lightning Fabric or accelerate have wrapped, workers get the ones inside. The wrappers prepare a step for the library's own distribution, mixed precision and gradient accumulation. Under parameter servers the
 strategy distributes the step, so that the wrapped object alone is sent. Settings that would be lost are refused.
 """
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from torch.optim import Optimizer
 
+from stratagem._ps.definitions import WrapperDefinition
+from stratagem._ps.optimizer_settings import own_attributes
 from stratagem.errors import UnsupportedOptimizer
 
 _ATTRIBUTES = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 _FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
+
+
+def inner_of(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer that a user's optimizer steps: the one in its attributes that has its parameter groups.
+
+    Example:
+        >>> import torch
+        >>> inner_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    """
+    for one in own_attributes(optimizer).values():
+        if isinstance(one, Optimizer) and one is not optimizer:
+            groups = zip(optimizer.param_groups, one.param_groups, strict=False)
+            if len(optimizer.param_groups) == len(one.param_groups) and all(
+                mine is theirs for mine, theirs in groups
+            ):
+                return one
+    return None
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps on servers."""
+    inner = inner_of(optimizer)
+    return optimizer if inner is None else innermost(inner)
+
+
+def wrapper_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer around another one, which are all that workers get of it."""
+    return {
+        name: value
+        for name, value in own_attributes(optimizer).items()
+        if not isinstance(value, types.MethodType)  # put there when the strategy adopted it
+    }
+
+
+def define_wrapper(optimizer: Optimizer, inner: Optimizer) -> WrapperDefinition:
+    """Return what workers need to rebuild an optimizer around another one."""
+    attributes = wrapper_attributes(optimizer)
+    return WrapperDefinition(type(optimizer), inner, dict(optimizer.defaults), attributes)
 
 
 def unwrapped(obj: Any) -> Any:

@@ -33,7 +33,30 @@ from stratagem._ps.tables.row_lookup import (
     replica_device,
     row_ids,
 )
+from stratagem._ps.tables.tensor_facts import ABOUT_THE_TENSOR
+from stratagem._ps.tables.writable_rows import WritableRows
 from stratagem.errors import ForeignParameterError
+
+_IN_PLACE = frozenset(
+    {"__setitem__", "__idiv__", "__ipow__"}
+    | {
+        f"__i{name}__"
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
+        ]
+    }
+)
+"""Operators that write their first operand and whose names do not end with one underscore."""
 
 _MOST_AS_ASKED = 1 << 17
 """Numbers of a lookup that is copied with its duplicates; in larger ones removing them first costs less."""
@@ -169,14 +192,17 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     own = _OWN.get(func)
     if own is not None:
         return own(*args, **kwargs)
-    if func in _ABOUT_THE_TENSOR:
+    if func in ABOUT_THE_TENSOR:
         with private_api.WithoutSubclasses():
             return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     if name == "backward" and func is not Tensor.backward:
         return _backward_to(*args, **kwargs)  # torch.autograd's, wrapped or not
-    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__"):
-        _refuse_writing((*args, *kwargs.values()), name)
+    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+        target = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(target, TableParameter) and isinstance(target.source, WritableRows):
+            return _write(func, target, args[1:], kwargs)
+        _refuse_writing(target, name)
     with private_api.WithoutSubclasses():
         return func(
             *[_materialise(arg) for arg in args],
@@ -404,13 +430,30 @@ def _set_grad(table: TableParameter, value: Tensor | None) -> None:
 
 
 def _get_data(table: TableParameter) -> TableParameter:
-    """Return ``table.data``: a table without gradients, so that writes into it are refused."""
-    return TableParameter.over(table.source, requires_grad=False)
+    """Return ``table.data``: a table without gradients, so that writes into it are noticed."""
+    view = TableParameter.over(table.source, requires_grad=False)
+    view.gradient = table.gradient  # `WritableRows.write` asks which rows it has
+    return view
 
 
 def _set_data(table: TableParameter, value: Tensor) -> None:
-    del value
-    _refuse_writing((table,), "table.data = …")
+    if not isinstance(table.source, WritableRows):
+        _refuse_writing(table, "table.data = …")
+    else:
+        table.source.replace(_materialise(value))
+
+
+def _write(func: Any, table: TableParameter, args: Sequence[Any], kwargs: Any) -> TableParameter:
+    """Run an in-place operator on a table that functions may write."""
+    if table._wants_gradient():
+        raise RuntimeError(  # in torch's own words
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    assert isinstance(table.source, WritableRows)
+    with private_api.WithoutSubclasses():
+        given = {key: _materialise(value) for key, value in kwargs.items()}
+        table.source.write(func, [_materialise(arg) for arg in args], given, table.gradient)
+    return table
 
 
 def _materialise(value: Any) -> Any:
@@ -421,23 +464,21 @@ def _materialise(value: Any) -> Any:
     return value
 
 
-def _refuse_writing(args: Sequence[Any], name: str) -> None:
-    if args and isinstance(args[0], TableParameter):
-        raise ForeignParameterError(
-            f"{name} would write into a copy of table {args[0].source.name!r}, whose rows are on "
-            "parameter servers. Change it by optimizer.step() (torch.optim.SGD for an update by hand), "
-            "by a sg.Variable's assign and scatter methods, or on the coordinator."
-        )
-
-
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names}
+def _refuse_writing(target: Any, name: str) -> None:
+    targets = target if isinstance(target, (list, tuple)) else (target,)
+    for one in targets:
+        if isinstance(one, TableParameter):
+            raise ForeignParameterError(
+                f"{name} would write into a copy of table {one.source.name!r}, whose rows are on "
+                "parameter servers. Change it by optimizer.step() (torch.optim.SGD for an update by hand), "
+                "by a sg.Variable's assign and scatter methods, on the coordinator, or with one worker of one replica by "
+                "an operator on this table alone."
+            )
 
 
 # The descriptors of the class; type checkers see the types of an instance's attributes.
 _DATA = cast("Any", Tensor.data)
 _GRAD = cast("Any", Tensor.grad)
-_REQUIRES_GRAD = cast("Any", Tensor.requires_grad)
 
 _OWN: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
@@ -456,38 +497,4 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _GRAD.__get__: _get_grad,
     _GRAD.__set__: _set_grad,
     _GRAD.__delete__: lambda table: _set_grad(table, None),
-}
-
-# Functions that need no rows.
-_ABOUT_THE_TENSOR = _getters(
-    "shape", "dtype", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
-) | _getters(
-    "_version",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "is_cuda",
-    "is_quantized",
-    "is_nested",
-    "is_mkldnn",
-    "grad_fn",
-    "nbytes",
-    "itemsize",
-)
-_ABOUT_THE_TENSOR |= {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.ndimension,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.is_inference,
-    Tensor.__len__,
-    Tensor.__hash__,
-    Tensor.requires_grad_,
-    _REQUIRES_GRAD.__set__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
 }

@@ -89,9 +89,13 @@ class AdvanceRecorder:
         else:
             obj.__class__ = recorded_class(type(obj), self)
 
-    def forget(self, token: Token) -> None:
+    def add_wrapper(self, wrapper: Optimizer, inner: Optimizer) -> None:
+        """Record what schedulers of a wrapper do as changes of the optimizer inside, which has the same groups."""
+        self._tokens[id(wrapper)] = self._tokens[id(inner)]
+
+    def forget(self, token: Token, gone: object) -> None:
         """Release an object."""
-        gone = self._objects.pop(token, None)
+        self._objects.pop(token, None)
         self._tokens.pop(id(gone), None)
         self._optimizers.pop(token, None)
 

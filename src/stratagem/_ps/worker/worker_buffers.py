@@ -13,7 +13,7 @@ from typing_extensions import override
 from stratagem._core.torch_patches.private_api import version_of
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
-from stratagem._ps.worker.gradient_push import COMPARED
+from stratagem._ps.worker.dense_parameter import COMPARED
 from stratagem._ps.worker.worker_copies import CopyMemory
 
 

@@ -86,7 +86,7 @@ class WorkerObjects:
         self._worker_index = worker_index
         workers = setup.workers
         self._place = workers.index(worker_index) if worker_index in workers else None
-        self._variables = WorkerVariables(client)
+        self._variables = WorkerVariables(client, is_sole=workers == (worker_index,))
         self._cache = ReadCache()
         self._strategy = setup.make_strategy(setup, self._variables, self._cache)
         self._recorder = AdvanceRecorder()
@@ -126,6 +126,8 @@ class WorkerObjects:
             return definition.make(*definition.arguments)
         if isinstance(definition, definitions.OptimizerDefinition):
             return self._optimizer(token, definition)
+        if isinstance(definition, definitions.WrapperDefinition):
+            return self._wrapper(definition)
         assert isinstance(definition, definitions.VariableDefinition)
         return self._variable(definition)
 
@@ -172,6 +174,9 @@ class WorkerObjects:
     def _set(self, obj: Any, change: definitions.EntryChange) -> None:
         if isinstance(obj, Optimizer) and change.entry[-1] == "params":
             self._set_group(obj, change)
+        elif isinstance(obj, Optimizer) and change.entry == definitions.ATTRIBUTES:
+            if change.token not in self._steppers:
+                self._variables.wrappers.set(obj, dict(change.value or {}))
         else:
             self._writer.set(obj, change)
 
@@ -237,6 +242,7 @@ class WorkerObjects:
             requires_grad=definition.requires_grad,
             as_table=definition.as_table,
             channels_last=definition.channels_last,
+            is_replicated=self._strategy.num_replicas_in_sync > 1,
         )
         if self._strategy.num_replicas_in_sync == 1:
             self._variables.keep_gradient_in_slot(parameter)
@@ -303,13 +309,25 @@ class WorkerObjects:
                 made.__dict__["zero_grad"] = types.MethodType(clear_gradients, made)
         return made
 
+    def _wrapper(self, definition: definitions.WrapperDefinition) -> Optimizer:
+        inner = definition.inner
+        made: Optimizer = definition.kind.__new__(definition.kind)
+        groups = [{"params": list(group["params"])} for group in inner.param_groups]
+        Optimizer.__init__(made, groups, dict(definition.defaults))
+        made.param_groups = inner.param_groups
+        made.__dict__["_opt_called"] = True
+        made.__dict__["step"] = types.MethodType(step_as_written, made)
+        self._recorder.add_wrapper(made, inner)
+        self._variables.wrappers.add(made, inner, definition.attributes)
+        return made
+
     def _forget(self, tokens: Sequence[Any]) -> None:
         for token in tokens:
             gone = self._objects.pop(token, None)
             self._waiting.pop(token, None)
             self._steppers.pop(token, None)
             self._writer.forget(token)
-            self._recorder.forget(token)
+            self._recorder.forget(token, gone)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
                 self._all_managed = [
@@ -317,6 +335,7 @@ class WorkerObjects:
                 ]
             elif isinstance(gone, Optimizer):
                 self._strategy.steppers.pop(id(gone), None)
+                self._variables.wrappers.forget(gone)
 
     def _set_group(self, optimizer: Optimizer, change: definitions.EntryChange) -> None:
         """Add a parameter group, or give one other parameters."""
@@ -381,7 +400,14 @@ class OptimizerStepper:
         return loss
 
 
-OptimizerStepper.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers would warn
+def step_as_written(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Run the step of an optimizer around another one, as its class defines it."""
+    return type(optimizer).step(optimizer, *args, **kwargs)
+
+
+# Or schedulers would warn.
+OptimizerStepper.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+step_as_written._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def clear_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:

@@ -8,8 +8,8 @@
 - An embedding's weight, and every sharded matrix, is a `TableParameter`.
 - A buffer is a private copy, since layers write buffers in place. Changes are sent with the step.
 
-`push` sends the gradients of one optimizer step. A function that writes a trained parameter gets an error, because only
-servers write them. There is one object per worker incarnation, used by one thread.
+`push` sends the gradients of one optimizer step, and the parameters that the function wrote in place before
+(`written_parameters.py`). There is one object per worker incarnation, used by one thread.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ from typing_extensions import override
 from stratagem import metrics
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.optimizer_settings import Settings, changed_settings
 from stratagem._ps.placement import Description
+from stratagem._ps.tables.row_gradient import RowSource
 from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.tables.writable_rows import WritableRows
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder
-from stratagem._ps.worker.gradient_push import COMPARED, DenseParameter, StepBuilder
+from stratagem._ps.worker.dense_parameter import DenseParameter
+from stratagem._ps.worker.gradient_push import StepBuilder
+from stratagem._ps.worker.step_state import WrapperStates
 from stratagem._ps.worker.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
 from stratagem._ps.worker.worker_copies import WorkerCopies
-from stratagem.errors import ForeignParameterError
+from stratagem._ps.worker.written_parameters import WrittenParameters
 
 WATCHED = 16
 """Number of variables by which staleness is measured: the variables of one step are written together."""
@@ -51,9 +56,16 @@ class WorkerVariables:
     Args:
         client: this worker's connections to the servers.
         registry: of the metrics; staleness is the distribution ``ps.staleness``.
+        is_sole: whether the cluster has no other worker, so that functions may write trained parameters.
     """
 
-    def __init__(self, client: PsClient, registry: metrics.Registry | None = None) -> None:
+    def __init__(
+        self,
+        client: PsClient,
+        registry: metrics.Registry | None = None,
+        *,
+        is_sole: bool = False,
+    ) -> None:
         self.client = client
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
         self._copies = WorkerCopies(client)
@@ -61,11 +73,12 @@ class WorkerVariables:
         self._buffers: list[WorkerBuffer] = []
         self._by_tensor: dict[int, WorkerBuffer] = {}
         self.new_buffers = NewBuffers()
+        self.wrappers = WrapperStates()
         self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
         self._has_moved = False  # a backup has taken variables over: parameters lie over old memory
         if client.failover is not None:
             client.failover.on_move = self._forget_memory
-        self._turn = 0  # parameter to search next for writes that torch did not count
+        self._written = WrittenParameters(self._dense, self._tables, is_sole=is_sole)
         self._steps = StepBuilder(client, self._dense, self._tables)
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
@@ -103,11 +116,14 @@ class WorkerVariables:
         requires_grad: bool,
         as_table: bool,
         channels_last: bool = False,
+        is_replicated: bool = False,
     ) -> nn.Parameter:
-        """Return a new parameter for a variable."""
+        """Return a new parameter for a variable; `is_replicated`: several replicas of this worker use it."""
         remote = self.remote(description)
         if as_table:
-            table = TableParameter.over(remote, requires_grad=requires_grad)
+            may_write = self._written.is_sole and not is_replicated
+            source: RowSource = WritableRows(remote) if may_write else remote
+            table = TableParameter.over(source, requires_grad=requires_grad)
             self._tables[id(table)] = (table, remote)
             return table
         dense = DenseParameter(remote, requires_grad=requires_grad, channels_last=channels_last)
@@ -165,7 +181,7 @@ class WorkerVariables:
             recorder: of changes of schedulers, scalers and settings.
 
         Raises:
-            ForeignParameterError: at the end, if the function wrote into a parameter.
+            ForeignParameterError: at the end, if the function wrote into a parameter that cannot be sent.
             ValueError: at the end, if it registered a buffer that no server knows.
         """
         return WorkerClosure(
@@ -179,6 +195,7 @@ class WorkerVariables:
         )
 
     def _begin_closure(self, arrived: float) -> None:
+        self.wrappers.begin()
         for _, remote in self._tables.values():
             remote.keys.clocks.clear()  # of lookups without a step
         if self._dense or self._buffers:
@@ -196,59 +213,24 @@ class WorkerVariables:
         written: list[DenseParameter] = []
         try:
             if succeeded:
+                self.wrappers.check()
                 self._send_changes()
             else:
                 for buffer in self._buffers:
                     buffer.take_back()
-                for dense in self._changed_frozen():
-                    dense.undo_write()
+                self._written.discard()
         finally:
             # All parameters, after an error too: a page that this process wrote hides what the server
             # writes there from all later closures.
             if self._dense:
-                written = self._undo_writes()
+                written = self._written.undo()
             for buffer in self._buffers:
                 buffer.put_back()
             unknown = self.new_buffers.take_back()
         if written and succeeded:
-            raise ForeignParameterError(
-                f"parameter {written[0].remote.name!r} was written in place inside a scheduled "
-                "function. It is stored on parameter servers, and a worker's copy of a trained parameter "
-                "is not sent back. Let step() of an optimizer made inside `with strategy.scope():` "
-                "update it (not of one made in the function), use a sg.Variable's assign methods, "
-                "freeze it (requires_grad=False) if functions are to write it, or write it on the "
-                "coordinator. An update by hand, parameter.add_(parameter.grad, alpha=-lr), is\n"
-                "    with strategy.scope(): optimizer = torch.optim.SGD(model.parameters(), lr=lr)\n"
-                "and optimizer.step() in the function."
-            )
+            raise self._written.refusal(written[0])
         if unknown is not None and succeeded:
             raise ValueError(unknown)
-
-    def _undo_writes(self) -> list[DenseParameter]:
-        """Restore written parameters; return the trained ones among them.
-
-        Writes that only the kernel knows of are looked for in one parameter per closure, in turn. If that
-        one was written, all are searched.
-        """
-        written = [dense for dense in self._dense.values() if dense.is_written(thorough=False)]
-        if not written:
-            self._turn = (self._turn + 1) % len(self._dense)
-            looked_at = next(itertools.islice(self._dense.values(), self._turn, None))
-            if looked_at.is_written(thorough=True):
-                written = [one for one in self._dense.values() if one.is_written(thorough=True)]
-        for dense in written:
-            dense.undo_write()
-        return [dense for dense in written if dense.leaf.requires_grad]
-
-    def _changed_frozen(self) -> list[DenseParameter]:
-        """Return the frozen parameters that the function wrote."""
-        return [
-            dense
-            for dense in self._dense.values()
-            if not dense.leaf.requires_grad
-            # Small variables share pages, which show that something was written, but not what.
-            and dense.is_written(thorough=dense.leaf.numel() > COMPARED)
-        ]
 
     def refresh(self) -> None:
         """Update copies; parameters over shared memory are current."""
@@ -277,13 +259,20 @@ class WorkerVariables:
         with self._push_time.measure(), client.lock:
             settings = changed_settings(optimizer, initial)
             changed = [buffer for buffer in self._buffers if buffer.is_changed()]
-            frozen = self._changed_frozen()
-            alone = not changed and not frozen
-            step = self._steps.build(number, optimizer, settings, alone=alone)
+            written = self._written.find()
+            trained: Any = ()
+
+            def first(batch: WriteBatch) -> None:
+                nonlocal trained
+                trained = self._written.add_changes(written, batch)
+
+            kept = not changed and not written and not self._written.has_tables()
+            step = self._steps.build(number, optimizer, settings, None if kept else first)
             for buffer in changed:
                 buffer.add_change(step.batch)
-            for dense in frozen:
-                dense.add_change(step.batch)
+            for dense in written:
+                if not dense.is_live:
+                    dense.remote.forget_seen()  # `reads` then asks for its value in any case
             if step.batch.is_empty:
                 return
             generation = buffers.generation
@@ -297,9 +286,10 @@ class WorkerVariables:
                 if generation != buffers.generation or not client.outbox.is_idle:
                     self._leave_slots()
                 raise
-        self._note_staleness(step.touched, versions)
-        for dense in frozen:
+        for dense in written:
             dense.undo_write()
+        self._written.check(trained, versions, own=2)
+        self._note_staleness(step.touched, versions)
         self._follow_move()
         if self._copies:
             with self._refresh_time.measure():
@@ -340,20 +330,24 @@ class WorkerVariables:
         self._steps.forget()
 
     def _send_changes(self) -> None:
-        """Send the buffers and frozen parameters that the function wrote."""
+        """Send the buffers and parameters that the function wrote."""
         buffers = [buffer for buffer in self._buffers if buffer.is_changed()]
-        frozen = self._changed_frozen()
-        if not buffers and not frozen:
+        written = self._written.find()
+        if not buffers and not written and not self._written.has_tables():
             return
+        versions: Mapping[tuple[int, int], int] = {}
         with self.client.lock:
             batch = self.client.batch()
             for buffer in buffers:
                 buffer.add_change(batch)
-            for dense in frozen:
-                dense.add_change(batch)
-            self.client.send(batch)
-        for dense in frozen:
+            trained = self._written.add_changes(written, batch)
+            if not batch.is_empty:
+                self.client.send(batch)
+            if trained:
+                versions = self.client.wait_for_writes()
+        for dense in written:
             dense.undo_write()
+        self._written.check(trained, versions, own=1)
 
     def _note_staleness(
         self, touched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]
@@ -363,14 +357,15 @@ class WorkerVariables:
         for remote in touched[:WATCHED]:
             for place, seen in zip(remote.places, remote.seen, strict=True):
                 after = versions.get((place.server, place.variable))
-                if after is not None and seen:
+                if after is not None and seen > 0:
                     worst = max(worst, after - 1 - seen)
         if worst >= 0:
             self._staleness.record(worst)
 
     def _note_reads(self) -> None:
         """Note the versions of parameters over shared memory, which are read from now on."""
-        for dense in itertools.islice(self._dense.values(), WATCHED):
+        count = None if self._written.has_sent else WATCHED
+        for dense in itertools.islice(self._dense.values(), count):
             if dense.is_live:
                 dense.remote.seen = dense.remote.versions()
 

@@ -1,0 +1,121 @@
+"""Rows of a table that a function may write in place: an update by hand, clipping of weights, SAM's perturbation.
+
+The first write makes a local copy of the whole table. From then on the function sees the copy, until its worker sends it to the
+servers: before the next step of an optimizer, or at the function's end (`worker/written_parameters.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._ps.tables.row_gradient import RowGradient, RowSource
+from stratagem.errors import ForeignParameterError
+
+_SIGNS: Final = {"add_": 1, "__iadd__": 1, "sub_": -1, "subtract_": -1, "__isub__": -1}
+
+
+@final
+class WritableRows:
+    """The rows of a source, or the local copy that a function has written.
+
+    Example:
+        >>> import torch
+        >>> from stratagem._ps.tables.table_parameter import TableParameter
+        >>> class Memory:
+        ...     name, shape, dtype = "table", (2, 1), torch.float32
+        ...
+        ...     def whole(self):
+        ...         return torch.ones(2, 1)
+        >>> rows = WritableRows(Memory())
+        >>> _ = TableParameter.over(rows).data.mul_(3.0)
+        >>> rows.whole().tolist()
+        [[3.0], [3.0]]
+    """
+
+    def __init__(self, source: RowSource) -> None:
+        self.name, self.shape, self.dtype = source.name, source.shape, source.dtype
+        self._source = source
+        self._local: Tensor | None = None
+
+    @property
+    def keys(self) -> Any:
+        """Of a dynamic table, the rows of keys."""
+        source: Any = self._source
+        return source.keys
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return a new tensor with these rows."""
+        return self._source.rows(ids) if self._local is None else self._local.index_select(0, ids)
+
+    def rows_as_asked(self, ids: Tensor) -> Tensor | None:
+        """Return a new tensor with these rows, in any order and repeated; None if that would be slow."""
+        if self._local is None:
+            return self._source.rows_as_asked(ids)
+        return self._local.index_select(0, ids)
+
+    def whole(self) -> Tensor:
+        """Return all rows; the caller must not write to them."""
+        return self._source.whole() if self._local is None else self._local
+
+    def update_rows(self, ids: Tensor, values: Tensor) -> None:
+        """Overwrite rows."""
+        if self._local is None:
+            self._source.update_rows(ids, values)
+        else:
+            self._local.data[ids] = values
+
+    def take(self) -> Tensor | None:
+        """Return the local copy and forget it; None if the function wrote nothing."""
+        local, self._local = self._local, None
+        return local
+
+    @property
+    def is_written(self) -> bool:
+        """True if there is a local copy."""
+        return self._local is not None
+
+    def replace(self, value: Tensor) -> None:
+        """Overwrite all rows."""
+        if tuple(value.shape) != self.shape or value.dtype != self.dtype:
+            raise ForeignParameterError(
+                f"table {self.name!r} was given {tuple(value.shape)} {value.dtype} inside a scheduled function: "
+                f"expected {self.shape} {self.dtype}, as on the parameter servers."
+            )
+        self._local = value.detach().clone()
+
+    def write(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gradient: RowGradient
+    ) -> None:
+        """Run an in-place operator on the table; `gradient` is the table's, which may have a part of its rows."""
+        name = getattr(func, "__name__", "")
+        ids, rows = gradient.ids(), gradient.value()
+        if self._local is None:
+            self._local = self._source.whole().detach().clone()
+        into = self._local.data  # counts no version: a graph may hold the copy
+        given = (*args, *kwargs.values())
+        if (
+            ids is None
+            or rows is None
+            or tuple(rows.shape) == self.shape
+            or not any(isinstance(one, Tensor) and one.shape == rows.shape for one in given)
+        ):
+            func(into, *args, **kwargs)
+            return
+        value: Any = args[0] if args else kwargs.get("other")
+        # One row could also mean the same for all rows: only the gradient itself is unambiguous.
+        if name not in _SIGNS or (value is not rows and ids.numel() == 1):
+            raise ForeignParameterError(
+                f"{name} of table {self.name!r} got a tensor of shape {tuple(rows.shape)}, the shape of the table's "
+                ".grad, which has the rows of the batch only. Operators that take it are add_ and sub_ "
+                "(parameter.add_(parameter.grad, alpha=-lr)); for others use torch.optim classes, which step on the "
+                "parameter servers."
+            )
+        into.index_add_(0, ids, value.detach(), alpha=_SIGNS[name] * kwargs.get("alpha", 1))
+
+    @override
+    def __repr__(self) -> str:
+        return f"<WritableRows {self.name!r} {self.shape}{', written' if self.is_written else ''}>"

@@ -1,0 +1,284 @@
+"""Dense parameters of a worker: the leaves that functions see, and the slots of their gradients.
+
+The gradient of a dense parameter has a slot in shared memory (`client/send_buffers.py`). A large gradient moves
+there as soon as autograd has accumulated it: ``parameter.grad`` then is a tensor over the slot, later backward
+passes add to it in place, and a step sends it without a copy. Small gradients are copied into their slots
+by the step, all in one call. Rows of tables, sparse gradients, shards and gradients that the user still holds
+from an earlier step are copied when they are sent.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem._core.torch_patches.parameter_attributes import watch_data
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.client.send_buffers import GradientSlot
+from stratagem._ps.client.write_batch import SlotGradient, WriteBatch
+from stratagem._ps.types import Gradient
+from stratagem._ps.worker.worker_copies import CopyMemory
+from stratagem.errors import ForeignParameterError
+
+IN_PLACE_BYTES: Final = 1 << 17
+"""From this size on a gradient stays in its slot; a smaller one is copied in less time than the hook takes."""
+
+COMPARED: Final = 1 << 16
+"""Numbers up to which a copy that functions may write is compared as a whole after a step (20 µs)."""
+
+PROBED: Final = 256
+"""Numbers of a trained parameter's copy that are compared after a step (1 µs): functions must not write it."""
+
+_BITS: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""Types of numpy for the bits of any number, by its size in bytes."""
+
+
+@final
+class DenseParameter:
+    """A parameter used as a whole: the leaf that functions see, and the slot of its gradient.
+
+    Functions may write a frozen one, as running statistics and moving averages are, and the only worker's functions a
+    trained one: its value is sent like a buffer's (`written_parameters.py`).
+
+    Attributes:
+        remote: the variable on the servers.
+        leaf: the worker's parameter.
+        is_live: whether the leaf lies over the servers' memory. Otherwise it is a copy: on other hosts, of
+            variables in several shards, and of small frozen parameters, since small variables share pages.
+        version: the leaf's version counter when its value was last known to be the servers'.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_before",
+        "_data",
+        "_generation",
+        "_memory",
+        "_probe",
+        "_slot",
+        "_start",
+        "_trained",
+        "is_live",
+        "leaf",
+        "remote",
+        "version",
+    )
+
+    def __init__(
+        self, remote: RemoteVariable, *, requires_grad: bool, channels_last: bool = False
+    ) -> None:
+        self.remote = remote
+        mapped = remote.mapped if len(remote.places) == 1 else None
+        is_small = math.prod(remote.shape) <= COMPARED
+        self.is_live = mapped is not None and (requires_grad or not is_small) and not channels_last
+        self._data = mapped[0].tensor if mapped is not None and self.is_live else remote.read()
+        if channels_last:  # servers keep the dimensions in order
+            self._data = self._data.movedim(1, -1).contiguous().movedim(-1, 1)
+        self._address = self._data.data_ptr()
+        self.leaf = nn.Parameter(self._data, requires_grad=requires_grad)
+        watch_data(self)
+        self.version = self.leaf._version
+        self._memory: CopyMemory | None = None
+        self._probe: Any = None
+        self._start = b""
+        self._trained: bool | None = None
+        self._before: Tensor | None = None  # the value when the function asked for ``.data``
+        self.begin_closure()
+        self._slot: GradientSlot | None = None
+        self._generation = -1
+
+    def lay_over_memory(self) -> bool:
+        """Use the memory of the server that has taken the variable over; False if a copy must do."""
+        mapped = self.remote.mapped
+        self.is_live = mapped is not None
+        self._data = mapped[0].tensor if mapped is not None else self.remote.read()
+        self.leaf.data = self._data
+        self._address = self._data.data_ptr()
+        self._memory = self._probe = self._trained = None
+        self.begin_closure()
+        return self.is_live
+
+    def begin_closure(self) -> None:
+        """Note the value that a function begins with: the servers'."""
+        self.version = self.leaf._version
+        self._before = None
+        if self.leaf.requires_grad is not self._trained and not self.is_live:
+            self._trained = self.leaf.requires_grad
+            self._probe = self._numbers_to_compare()
+            self._start = self._probe.tobytes()
+
+    @property
+    def is_refreshable(self) -> bool:
+        """True if `take` may replace the value."""
+        return not self.is_live
+
+    def take(self, parts: Sequence[memoryview | None]) -> None:
+        """Take over new values of the servers, one for each shard that has changed."""
+        written = self.is_written(thorough=False) and self.is_changed()
+        if self._memory is None:
+            self._memory = CopyMemory(self.remote, self._data)
+        # Counts a version of the leaf if the dimensions have another order.
+        self._memory.fill(parts)
+        self.version = -1 if written else self.leaf._version  # -1: written until `undo_write`
+        if self._before is not None:
+            self._before = None if written else self.leaf.detach().clone()
+        if self._probe is not None:
+            self._start = self._probe.tobytes()
+
+    def _numbers_to_compare(self) -> Any:
+        """Return an array over the copy that shows whether it was written: writes through ``.data`` count no version."""
+        data = self._data
+        flat = data.as_strided((data.numel(),), (1,)).view(_BITS[data.element_size()])
+        compared = PROBED if self.leaf.requires_grad else COMPARED
+        return flat.numpy()[:: 1 + data.numel() // compared]
+
+    def is_written(self, *, thorough: bool) -> bool:
+        """Return whether the function may have written the leaf; `thorough` asks the kernel about writes that nothing noted."""
+        leaf = self.leaf
+        if leaf._version != self.version or leaf.data_ptr() != self._address:
+            return True
+        if self._before is not None:
+            return True
+        if self._probe is not None:
+            return bool(self._probe.tobytes() != self._start)
+        mapped = self.remote.mapped if thorough else None
+        return mapped is not None and mapped[0].is_overwritten()
+
+    def note_data(self) -> None:
+        """Keep the value: the function asks for ``.data``, and torch counts no writes through it."""
+        if self._before is None:
+            self._before = self.leaf.detach().clone()
+
+    def is_changed(self) -> bool:
+        """Return whether the leaf's value may differ from the one that the function began with."""
+        return self._before is None or not torch.equal(self._before, self.leaf.detach())
+
+    def undo_write(self) -> None:
+        """Restore the servers' value."""
+        self._before = None
+        self.leaf.data = self._data
+        self.version = self.leaf._version
+        if self.is_live:
+            assert self.remote.mapped is not None
+            self.remote.mapped[0].refresh()
+        else:
+            self.remote.forget_seen()  # the next refresh reads it again
+            if self._probe is not None:
+                self._start = self._probe.tobytes()
+
+    def add_change(self, batch: WriteBatch) -> None:
+        """Send the value that the function wrote."""
+        value = self.leaf.detach()
+        if value.shape != self._data.shape or value.dtype != self._data.dtype:
+            raise ForeignParameterError(
+                f"parameter {self.remote.name!r} was given {tuple(value.shape)} {value.dtype} inside a "
+                f"scheduled function: expected {tuple(self._data.shape)} {self._data.dtype}, as on the "
+                "parameter servers."
+            )
+        self.remote.add_assign(batch, "set", value)
+
+    # -- the gradient's slot ------------------------------------------------------------------
+
+    def keep_gradient_in_slot(self) -> None:
+        """Move large gradients of the leaf into the slot whenever autograd has accumulated one."""
+        if self.leaf.nbytes < IN_PLACE_BYTES or self.slot() is None:
+            return
+        reference = weakref.ref(self)  # the leaf, which this object holds, holds the hook
+
+        def accumulated(_: Tensor) -> None:
+            dense = reference()
+            if dense is not None:
+                dense._move_into_slot()
+
+        needed = self.leaf.requires_grad
+        self.leaf.requires_grad_()  # torch takes hooks for no other; it may be unfrozen later
+        self.leaf.register_post_accumulate_grad_hook(accumulated)
+        self.leaf.requires_grad_(needed)
+
+    def slot(self) -> GradientSlot | None:
+        """Return the slot of the gradient; None if the variable is cut."""
+        outbox = self.remote.client.outbox
+        if self._slot is None or self._generation != outbox.buffers.generation:
+            places = self.remote.places
+            if len(places) > 1 or not self.leaf.numel():
+                return None
+            dtype = outbox.destinations[places[0].server].dtype_of(self.leaf.dtype)
+            self._slot = outbox.buffers.new_slot(tuple(self.leaf.shape), dtype)
+            self._generation = outbox.buffers.generation
+        return self._slot
+
+    def _move_into_slot(self) -> None:
+        grad, slot = self.leaf.grad, self.slot()
+        if grad is None or slot is None or slot.holds(grad):
+            return
+        if slot.is_free and slot.view.dtype is grad.dtype and self.fits(grad):
+            into = slot.take()
+            into.copy_(grad)
+            self.leaf.grad = into
+
+    def fits(self, grad: Tensor) -> bool:
+        """Return whether the slot can hold the gradient: neither sparse nor part of a graph."""
+        return (
+            grad.layout is torch.strided
+            and grad.dtype is self.leaf.dtype
+            and not grad.requires_grad
+        )
+
+    def leave_slot(self) -> None:
+        """Copy the gradient out of the slot, which is not used again: a server may still read it."""
+        slot, grad = self._slot, self.leaf.grad
+        if slot is not None and grad is not None and slot.holds(grad):
+            self.leaf.grad = grad.clone()
+        self._slot = None
+
+    def release(self) -> None:
+        """Give the slot back: the parameter is gone."""
+        if self._slot is not None:
+            self.remote.client.outbox.buffers.free_slot(self._slot)
+            self._slot = None
+
+    def gradients(self) -> Iterator[tuple[int, Gradient | SlotGradient]]:
+        """Yield each server's part of the leaf's gradient."""
+        grad, places = self.leaf.grad, self.remote.places
+        assert grad is not None
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            yield from row_gradients(self.remote, grad.indices()[0], grad.values(), sparse=True)
+        elif self._slot is not None and self._slot.holds(grad):
+            yield places[0].server, SlotGradient(places[0].variable, self._slot)
+        else:
+            for place, part in zip(places, self.remote.cut(grad), strict=True):
+                yield place.server, Gradient(variable=place.variable, values=part)
+
+
+def row_gradients(
+    remote: RemoteVariable, ids: Tensor, values: Tensor, *, sparse: bool
+) -> Iterator[tuple[int, Gradient]]:
+    """Yield sorted unique rows, divided among the shards."""
+    cuts = remote.layout.cut_sorted(ids)
+    clocks = remote.keys.take_clocks()
+    for index, (place, offset, (begin, end)) in enumerate(
+        zip(remote.places, remote.layout.offsets, cuts, strict=True)
+    ):
+        yield (
+            place.server,
+            Gradient(
+                variable=place.variable,
+                values=values[begin:end],
+                ids=ids[begin:end] - offset,
+                sparse=sparse,
+                clock=clocks.get(index, -1),
+            ),
+        )

@@ -1,0 +1,125 @@
+"""Optimizers around other optimizers (SAM) on a worker: their own code runs here, their state lasts for one function.
+
+The step of the optimizer inside goes to the parameter servers. A worker may be lost, and another one may run the next
+function: state that such an optimizer keeps from one function to the next would be lost or differ without a sign. So a
+class that asks for such state gets an error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NoReturn, final
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem._wire import codec
+from stratagem.errors import UnsupportedOptimizer
+
+
+def _refuse(owner: str, what: str) -> NoReturn:
+    raise UnsupportedOptimizer(
+        f"{owner} keeps {what} from one step to the next. Its code runs on workers, because it wraps another "
+        "optimizer, and a worker's state is lost with the worker and not part of checkpoints. Give functions the "
+        "optimizer inside it, and do the rest on the coordinator between two steps (after join(), writes to "
+        "parameters there reach the servers); or use another strategy."
+    )
+
+
+class _ParameterState(dict[str, Any]):
+    """State of one parameter: what the function has put there. Other keys are asked for in vain, and refused."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __missing__(self, key: str) -> NoReturn:
+        _refuse(self._owner, f"state[parameter][{key!r}]")
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or _refuse(self._owner, f"state[parameter][{key!r}]")
+
+    @override
+    def get(self, key: str, default: Any = None, /) -> Any:
+        return self[key]
+
+    @override
+    def setdefault(self, key: str, default: Any = None, /) -> Any:
+        return self[key]
+
+    @override
+    def __len__(self) -> int:
+        return dict.__len__(self) or _refuse(self._owner, "the state of parameters")
+
+
+@final
+class StepState(defaultdict[Any, Any]):
+    """``optimizer.state`` of an optimizer whose code runs on a worker; empty at the start of every function.
+
+    Example:
+        >>> state = StepState("SAM")
+        >>> state["weight"]["old"] = 1.0
+        >>> state["weight"]["old"]
+        1.0
+    """
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(lambda: _ParameterState(owner))
+
+
+@final
+class WrapperStates:
+    """The optimizers around others of one worker, and what they keep."""
+
+    def __init__(self) -> None:
+        self._states: list[StepState] = []
+        self._wrappers: list[tuple[Optimizer, dict[str, Any], bytes]] = []
+
+    def add(self, wrapper: Optimizer, inner: Optimizer, attributes: dict[str, Any]) -> None:
+        """Give a wrapper its attributes, and both optimizers a state that lasts for one function."""
+        vars(wrapper).update(attributes)
+        for one in (wrapper, inner):
+            one.state = StepState(type(wrapper).__name__)
+            self._states.append(one.state)
+        self.set(wrapper, attributes)
+
+    def set(self, wrapper: Optimizer, attributes: dict[str, Any]) -> None:
+        """Take over attributes of the coordinator's object."""
+        known = {
+            name: value
+            for one, held, _ in self._wrappers
+            if one is wrapper
+            for name, value in held.items()
+        }
+        self._wrappers = [each for each in self._wrappers if each[0] is not wrapper]
+        vars(wrapper).update(attributes)
+        held = known | attributes
+        self._wrappers.append((wrapper, held, _digest(held)))
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Release an optimizer."""
+        self._wrappers = [each for each in self._wrappers if each[0] is not optimizer]
+        self._states = [each for each in self._states if each is not optimizer.state]
+
+    def begin(self) -> None:
+        """Begin a function."""
+        for state in self._states:
+            state.clear()
+
+    def check(self) -> None:
+        """Raise at the function's end if a wrapper changed an attribute, such as a counter of steps."""
+        for wrapper, attributes, before in self._wrappers:
+            held = vars(wrapper)
+            if attributes and _digest({name: held.get(name) for name in attributes}) != before:
+                vars(wrapper).update(attributes)
+                _refuse(type(wrapper).__name__, "values in its attributes")
+
+
+def _digest(attributes: dict[str, Any]) -> bytes:
+    def describe(obj: object) -> tuple[str, int] | None:
+        return ("optimizer", id(obj)) if isinstance(obj, Optimizer) else None
+
+    return codec.digest(attributes, describe)[0] if attributes else b""

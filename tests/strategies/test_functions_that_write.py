@@ -1,0 +1,449 @@
+"""Trained parameters that scheduled functions write beside the steps of optimizers: equal to plain PyTorch, or refused (issue 20)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from own_optimizer import Counting, SlowWeights, Wrapping
+from torch import Tensor, nn
+from torch.nn import functional as F
+from waiting import Gate, pass_gate
+
+import stratagem as sg
+from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
+
+pytestmark = [
+    pytest.mark.process,
+    # Of plain PyTorch, if a scheduler steps after SAM's second_step.
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
+
+WAIT_S = 60.0
+Step = Callable[[Tensor], Tensor]
+Program = Callable[[], tuple[Step, list[nn.Module]]]
+
+
+class Words(nn.Module):
+    """A table, a large layer and small ones, which share memory pages on the servers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.wide = nn.Linear(8, 300)
+        self.head = nn.Linear(300, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.wide(self.table(ids)).mean(1)))
+        return out
+
+
+def words() -> Words:
+    torch.manual_seed(3)
+    return Words().double()
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids), ids.sum(1) % 2)
+
+
+BATCHES = [torch.randint(20, (6, 4), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+
+# ------------------------------------------------------------------ updates by hand
+
+
+def through_data(p: nn.Parameter) -> None:
+    p.data.add_(p.grad, alpha=-0.1)
+
+
+def data_minus(p: nn.Parameter) -> None:
+    p.data -= 0.1 * p.grad
+
+
+def without_grad(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p -= 0.1 * p.grad
+
+
+def without_grad_added(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.add_(p.grad, alpha=-0.1)
+
+
+def by_hand(update: Callable[[nn.Parameter], None]) -> Program:
+    def program() -> tuple[Step, list[nn.Module]]:
+        model = words()
+
+        def step(ids: Tensor) -> Tensor:
+            model.zero_grad()
+            loss = loss_of(model, ids)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            for p in model.parameters():
+                update(p)
+            return loss.detach()
+
+        return step, [model]
+
+    return program
+
+
+# ------------------------------------------------------------------ optimizers around others
+
+
+def sam_in_two_steps() -> tuple[Step, list[nn.Module]]:
+    model = words()
+    optimizer = Wrapping(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.first_step(zero_grad=True)
+        loss_of(model, ids).backward()
+        optimizer.second_step(zero_grad=True)
+        scheduler.step()
+        return loss.detach()
+
+    return step, [model]
+
+
+def sam_with_a_closure() -> tuple[Step, list[nn.Module]]:
+    model = words()
+    optimizer = Wrapping(model.parameters(), torch.optim.Adam, lr=0.01)
+
+    def step(ids: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            loss = loss_of(model, ids)
+            loss.backward()
+            return loss
+
+        loss = closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, [model]
+
+
+# ------------------------------------------------------------------ other writes in the step
+
+
+def clipped_weights() -> tuple[Step, list[nn.Module]]:
+    """WGAN: the critic's weights are clipped after its step, and the generator trains against them."""
+    torch.manual_seed(0)
+    generator, critic = (
+        nn.Linear(4, 6).double(),
+        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double(),
+    )
+    first = torch.optim.RMSprop(critic.parameters(), lr=0.01)
+    second = torch.optim.RMSprop(generator.parameters(), lr=0.01)
+
+    def step(ids: Tensor) -> Tensor:
+        z = ids.double()
+        first.zero_grad()
+        loss = critic(generator(z).detach()).mean() - critic(torch.ones(6, 6).double()).mean()
+        loss.backward()
+        first.step()
+        for p in critic.parameters():
+            p.data.clamp_(-0.1, 0.1)
+        second.zero_grad()
+        (-critic(generator(z)).mean()).backward()
+        second.step()
+        return loss.detach()
+
+    return step, [generator, critic]
+
+
+def target_network() -> tuple[Step, list[nn.Module]]:
+    """DQN: a second network that follows the first one, with parameters that require gradients."""
+    model, target = words(), words()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = target(ids)
+        loss = F.mse_loss(model(ids), wanted + 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for theirs, mine in zip(target.parameters(), model.parameters(), strict=True):
+            theirs.data.copy_(0.3 * mine.data + 0.7 * theirs.data)
+        return loss.detach()
+
+    return step, [model, target]
+
+
+def moving_average() -> tuple[Step, list[nn.Module]]:
+    model = words()
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.no_grad()
+    def follow() -> None:
+        for theirs, mine in zip(average.parameters(), model.parameters(), strict=True):
+            theirs.mul_(0.9).add_(mine, alpha=0.1)
+
+    def step(ids: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        follow()
+        return loss.detach()
+
+    return step, [model, average]
+
+
+def optimizer_of_the_function() -> tuple[Step, list[nn.Module]]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+
+    def step(ids: Tensor) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loss = F.cross_entropy(model(ids.double()), ids.sum(1) % 2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, [model]
+
+
+PROGRAMS: dict[str, Program] = {
+    **{
+        one.__name__: by_hand(one)
+        for one in (through_data, data_minus, without_grad, without_grad_added)
+    },
+    **{
+        one.__name__: one
+        for one in (
+            sam_in_two_steps,
+            sam_with_a_closure,
+            clipped_weights,
+            target_network,
+            moving_average,
+            optimizer_of_the_function,
+        )
+    },
+}
+
+
+def plainly(program: Program) -> tuple[list[Tensor], list[Tensor]]:
+    step, modules = program()
+    losses = [step(ids) for ids in BATCHES]
+    return losses, [value for module in modules for value in module.state_dict().values()]
+
+
+def remotely(
+    coordinator: sg.ClusterCoordinator, program: Program
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Two steps in each scheduled function."""
+    with coordinator.strategy.scope():
+        step, modules = program()
+
+    def twice(first: Tensor, second: Tensor) -> list[Tensor]:
+        return [step(first), step(second)]
+
+    losses: list[Tensor] = []
+    for first in (0, 2):
+        pair = coordinator.schedule(twice, args=tuple(BATCHES[first : first + 2]))
+        losses += pair.get(timeout_s=WAIT_S)
+    return losses, [value for module in modules for value in module.state_dict().values()]
+
+
+def assert_equal_to_plain(coordinator: sg.ClusterCoordinator, program: Program) -> None:
+    found, expected = remotely(coordinator, program), plainly(program)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_sole_worker_gives_the_numbers_of_plain_pytorch(
+    alone: sg.ClusterCoordinator, name: str
+) -> None:
+    assert_equal_to_plain(alone, PROGRAMS[name])
+
+
+@pytest.fixture
+def by_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[sg.ClusterCoordinator]:
+    """One worker without shared memory."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with sg.ClusterCoordinator(strategy) as made:
+            yield made
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["through_data", "without_grad", "sam_in_two_steps", "clipped_weights", "moving_average"],
+)
+def test_a_sole_worker_without_shared_memory_does_too(
+    by_bytes: sg.ClusterCoordinator, name: str
+) -> None:
+    assert_equal_to_plain(by_bytes, PROGRAMS[name])
+
+
+def test_nothing_of_a_failed_function_is_kept(alone: sg.ClusterCoordinator) -> None:
+    with alone.strategy.scope():
+        model = words()
+    before = copy.deepcopy(model.state_dict())
+
+    def fail() -> None:
+        for p in model.parameters():
+            p.data.mul_(3.0)
+        raise KeyError("on purpose")
+
+    def look() -> list[Tensor]:
+        return [model.table.weight.detach().clone(), model.head.bias.detach().clone()]
+
+    alone.schedule(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        alone.join(timeout_s=WAIT_S)
+    table, bias = alone.schedule(look).get(timeout_s=WAIT_S)
+    torch.testing.assert_close(table, before["table.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(bias, before["head.bias"], rtol=0, atol=0)
+
+
+def test_a_write_of_the_coordinator_in_between_is_not_lost_silently(
+    alone: sg.ClusterCoordinator, gate: Gate
+) -> None:
+    with alone.strategy.scope():
+        model = nn.Linear(2, 1)
+
+    def write(path: str | None) -> None:
+        held = model.weight.data
+        if path is not None:
+            pass_gate(path, WAIT_S)
+        held.mul_(2.0)
+
+    alone.schedule(write, args=(None,)).fetch(timeout_s=WAIT_S)
+    waiting = alone.schedule(write, args=(gate.path,))
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    alone.schedule(lambda: None)  # sends the coordinator's write
+    gate.open()
+    with pytest.raises(ForeignParameterError, match="while another task wrote it"):
+        waiting.fetch(timeout_s=WAIT_S)
+
+
+def test_ambiguous_rows_of_a_table_are_refused(alone: sg.ClusterCoordinator) -> None:
+    """A gradient of one row might also be meant for all rows."""
+    with alone.strategy.scope():
+        model = nn.Embedding(4, 2)
+
+    def update() -> None:
+        model(torch.tensor([1])).sum().backward()
+        model.weight.data -= 0.1 * model.weight.grad
+
+    alone.schedule(update)
+    with pytest.raises(ForeignParameterError, match="which has the rows of the batch only"):
+        alone.join(timeout_s=WAIT_S)
+
+
+# ------------------------------------------------------------------ state of optimizers around others
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(SlowWeights, r"state\[parameter\]\['slow'\]"), (Counting, "values in its attributes")],
+)
+def test_an_optimizer_around_another_one_that_keeps_state_is_refused(
+    alone: sg.ClusterCoordinator, make: Any, what: str
+) -> None:
+    with alone.strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = make(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    alone.schedule(step)
+    with pytest.raises(UnsupportedOptimizer, match=f"{make.__name__} keeps {what}"):
+        alone.join(timeout_s=WAIT_S)
+
+
+# ------------------------------------------------------------------ several workers
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[sg.LocalCluster]:
+    """Two workers."""
+    with sg.LocalCluster(workers=2, ps=2) as made:
+        yield made
+
+
+@pytest.fixture
+def several(crowd: sg.LocalCluster) -> Iterator[sg.ClusterCoordinator]:
+    strategy = sg.ParameterServerStrategy(crowd.resolver)
+    with sg.ClusterCoordinator(strategy) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "update", [through_data, data_minus, without_grad], ids=lambda one: one.__name__
+)
+def test_several_workers_refuse_updates_by_hand_with_the_lines_to_write(
+    several: sg.ClusterCoordinator, update: Callable[[nn.Parameter], None]
+) -> None:
+    with several.strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    before = copy.deepcopy(model.state_dict())
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        update(model[1].weight)
+
+    several.schedule(step)
+    with pytest.raises(ForeignParameterError, match="'weight' was written in place") as raised:
+        several.join(timeout_s=WAIT_S)
+    for line in (
+        "torch.optim.SGD(model.parameters(), lr=lr)",
+        "loss.backward()",
+        "optimizer.step()",
+    ):
+        assert line in str(raised.value)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before))
+
+
+def test_several_workers_may_read_data(several: sg.ClusterCoordinator) -> None:
+    with several.strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        before = float(model.weight.data.sum())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return before - float(model.weight.data.sum())
+
+    for _ in range(3):
+        assert several.schedule(step).fetch(timeout_s=WAIT_S) == pytest.approx(2.0)
+
+
+def test_sam_puts_weights_back_so_that_several_workers_may_use_it(
+    several: sg.ClusterCoordinator,
+) -> None:
+    def program() -> tuple[Step, list[nn.Module]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        optimizer = Wrapping(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+        def step(ids: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(ids.double()), ids.sum(1) % 2)
+            loss.backward()
+            optimizer.first_step(zero_grad=True)
+            F.cross_entropy(model(ids.double()), ids.sum(1) % 2).backward()
+            optimizer.second_step(zero_grad=True)
+            return loss.detach()
+
+        return step, [model]
+
+    assert_equal_to_plain(several, program)

@@ -401,7 +401,7 @@ def test_several_workers_refuse_updates_by_hand_with_the_lines_to_write(
         update(model[1].weight)
 
     several.schedule(step)
-    with pytest.raises(ForeignParameterError, match="'weight' was written in place") as raised:
+    with pytest.raises(ForeignParameterError, match="weight' was written in place") as raised:
         several.join(timeout_s=WAIT_S)
     for line in (
         "torch.optim.SGD(model.parameters(), lr=lr)",

@@ -36,7 +36,7 @@ from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorVariables,
 )
 from stratagem._ps.coordinator.named_job import NamedJob
-from stratagem._ps.coordinator.object_entries import Tracked, define_module, entries_of
+from stratagem._ps.coordinator.object_entries import define_module, hook_entries
 from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
 from stratagem._ps.coordinator.server_backups import NoBackup
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
@@ -274,7 +274,7 @@ class ObjectHandles:
             managed.as_table,
             channels_last=managed.kept.plan is None and is_channels_last(managed.central),
         )
-        return made, *_hook_entries(token, managed)
+        return made, *hook_entries(token, managed)
 
     def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
         inner = inner_of(optimizer)
@@ -284,7 +284,7 @@ class ObjectHandles:
         # never stepped.
         optimizer.__dict__["_opt_called"] = True
         if inner is not None:
-            return define_wrapper(optimizer, inner), *_hook_entries(token, optimizer)
+            return define_wrapper(optimizer, inner), *hook_entries(token, optimizer)
         made = definitions.OptimizerDefinition(
             number=number,
             kind=type(optimizer),
@@ -292,7 +292,7 @@ class ObjectHandles:
             groups=[dict(group) for group in optimizer.param_groups],
             settings=self._optimizers.initial_settings(optimizer),
         )
-        return made, *_hook_entries(token, optimizer)
+        return made, *hook_entries(token, optimizer)
 
     def _define_stateful(self, token: Token, obj: LRScheduler | GradScaler) -> Sequence[object]:
         if isinstance(obj, LRScheduler):
@@ -496,12 +496,3 @@ class ObjectHandles:
     @override
     def __repr__(self) -> str:
         return f"<ObjectHandles {len(self._tokens)} handles, {self._tracker!r}>"
-
-
-def _hook_entries(token: Token, obj: Tracked) -> list[definitions.EntryChange]:
-    """Return the hooks on a parameter or optimizer, which its definition leaves out."""
-    return [
-        definitions.EntryChange(token, entry, value, exists=True)
-        for entry, value in entries_of(obj).items()
-        if entry in HOOKS and value
-    ]

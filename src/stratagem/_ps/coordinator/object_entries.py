@@ -28,8 +28,10 @@ from stratagem._ps.definitions import (
     MEMBERS,
     STEP_HOOKS,
     Entry,
+    EntryChange,
     ModuleDefinition,
     ModuleState,
+    Token,
     make_module,
     make_parametrized,
 )
@@ -167,6 +169,15 @@ def _attributes_of(module: Any) -> dict[str, Any]:
         and not (is_torchs and name[:1] == "_" and name not in _ENTRIES_OF_TORCH)
         and not (is_recurrent and name.startswith("_flat_weight"))
     }
+
+
+def hook_entries(token: Token, obj: Tracked) -> list[EntryChange]:
+    """Return the hooks on a parameter or optimizer, which its definition leaves out."""
+    return [
+        EntryChange(token, entry, value, exists=True)
+        for entry, value in entries_of(obj).items()
+        if entry in HOOKS and value
+    ]
 
 
 def probe_of(obj: Tracked) -> Callable[[Any], object] | None:

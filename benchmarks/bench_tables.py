@@ -76,12 +76,33 @@ class ManyBags(nn.Module):
         return torch.cat(found, 1)
 
 
+class Dlrm(nn.Module):
+    """DLRM: 13 numbers and 26 categories, interactions by dot products."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+        self.bottom = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.ReLU())
+        pairs = (COLUMNS + 1) * COLUMNS // 2
+        self.top = nn.Sequential(nn.Linear(pairs + WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.register_buffer("pairs", torch.triu_indices(COLUMNS + 1, COLUMNS + 1, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        numbers = self.bottom(ids[:, :13].remainder(97).div(97.0))
+        found = self.tables(ids).view(len(ids), COLUMNS, WIDTH)
+        every = torch.cat([numbers.unsqueeze(1), found], 1)
+        dots = torch.bmm(every, every.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        return self.top(torch.cat([numbers, dots], 1))
+
+
 SIDES: dict[str, Callable[[], nn.Module]] = {
     "one table": OneTable,
     "dynamic": OneDynamic,
     "dynamic evicting": lambda: OneDynamic(evict="age"),
     "26 tables": ManyTables,
     "26 bags": ManyBags,
+    "DLRM one table": lambda: Dlrm(OneTable()),
+    "DLRM 26 tables": lambda: Dlrm(ManyTables()),
 }
 
 

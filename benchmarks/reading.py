@@ -7,6 +7,7 @@ cores busy takes them from the training step.
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import tempfile
 import time
@@ -36,7 +37,7 @@ def columns(size: dict[str, Any]) -> dict[str, NDArray[Any]]:
     for name in FLOATS:
         found[name] = random.standard_normal(rows).astype(np.float32)
     for name in INTEGERS[1:]:
-        found[name] = random.integers(0, 100_000, rows)
+        found[name] = random.integers(0, size.get("rows", 100_000), rows)
     return found
 
 
@@ -90,6 +91,34 @@ def examples(part: dict[str, NDArray[Any]]) -> Iterator[bytes]:
                 feature = field(3, field(1, varint(values[row])))
             entries += field(1, names[name] + field(2, feature))
         yield field(1, bytes(entries))
+
+
+class FromFiles(Work):
+    """Training from files; abstract. Counts rows per second, or per second of processor time of all processes."""
+
+    size: dict[str, Any]
+
+    def id_columns(self) -> tuple[str, ...]:
+        """The columns that the model looks up."""
+        return INTEGERS[1 : self.size["columns"] + 1]
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        if self._rate == 0.0:
+            self._calibrate(
+                seconds
+            )  # now, so that it does not count as processor time of the sample
+        before = self._processor_s()
+        found = super().sample(seconds)
+        used = self._processor_s() - before if self.size["per"] == "CPU s" else found["seconds"]
+        found["value"] = found["steps"] * self.size["batch"] / used / 1e3
+        return found
+
+    def _processor_s(self) -> float:
+        ticks = 0
+        for pid in self.processes().values():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Reading(Work):

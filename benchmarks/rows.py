@@ -274,6 +274,18 @@ TABLE = (
         targets=(Target(against="peer", factor=3),),
         seconds=0.7,
     ),
+    *(
+        Row(
+            name=name,
+            title="train from Parquet, 26 ids a row (TensorFlow: TFRecord)",
+            unit=f"k rows/{per}",
+            sides=(OURS, PEER),
+            points=(point(CLUSTER, work.EMBEDDING_SIZE, reading.FILES_SIZE, per=per),),
+            checked=False,
+            repetitions=3,
+        )
+        for name, per in (("files", "s"), ("files_cpu", "CPU s"))
+    ),
     Row(
         name="tfrecord",
         title="read TFRecord, 40 features",

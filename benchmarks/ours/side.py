@@ -46,6 +46,8 @@ WORK = {
     "loader": "pipelines:Loader",
     "parquet": "reading:Parquet",
     "csv": "reading:Csv",
+    "files": "from_files:FromParquet",
+    "files_cpu": "from_files:FromParquet",
     "tfrecord": "reading:TFRecord",
     "wire": "pipelines:Wire",
     "quality": "quality:Quality",

@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read by the library when it is loaded
 
-from benchmarks.peer import checkpoints, cluster, pipelines, reading, recovery, single
+from benchmarks.peer import checkpoints, cluster, from_files, pipelines, reading, recovery, single
 from benchmarks.protocol import Work, serve
 
 WORK: dict[str, type[Any]] = {
@@ -29,6 +29,8 @@ WORK: dict[str, type[Any]] = {
     "input": pipelines.Input,
     "parquet": reading.Records,
     "csv": reading.Csv,
+    "files": from_files.FromRecords,
+    "files_cpu": from_files.FromRecords,
     "tfrecord": reading.Records,
     "one_device": single.OneDevice,
     "central": single.Central,

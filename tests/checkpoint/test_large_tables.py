@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.errors import ConnectionLost
 
 
 def refused(save: Callable[[], object]) -> str:
@@ -38,6 +40,53 @@ def test_torch_save_says_what_to_use_before_and_after_close(
         text = refused(lambda: torch.save(model.state_dict(), io.BytesIO()))
         assert "freed them when the strategy was closed" in text
         assert "sg.Checkpoint(model=model).save(path)" in text
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, sg.optim.LazyAdam, sg.optim.RowWiseAdagrad])
+def test_state_dicts_of_optimizers_that_do_not_fit_say_what_to_use(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """Instead of a process that the kernel ends for its memory. Servers reserve addresses only."""
+    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+            with strategy.scope():
+                model = sg.nn.DynamicEmbedding(4, max_rows=1 << 36)
+                optimizer = kind([model.weight], lr=0.1)
+
+            def step(ids: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                model(ids).sum().backward()
+                optimizer.step()
+
+            list(strategy.run_steps(step, [torch.tensor([3, 10**15])]))
+            text = "sg.Checkpoint(model=model, optimizer=optimizer).save(path)"
+            with pytest.raises(MemoryError, match=re.escape(text)):
+                optimizer.state_dict()
+
+
+def test_the_state_of_a_table_that_fits_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_REMOTE_TABLE_BYTES", "1024")
+    with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+            with strategy.scope():
+                model = nn.Embedding(1000, 4, sparse=True)
+                optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+            def step(ids: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                model(ids).sum().backward()
+                optimizer.step()
+
+            list(strategy.run_steps(step, [torch.tensor([3])]))
+            saved = io.BytesIO()
+            torch.save(optimizer.state_dict(), saved)
+            saved.seek(0)
+            sums = torch.load(saved)["state"][0]["sum"]
+            assert sums.sum(1).nonzero().flatten().tolist() == [3]
+        with pytest.raises(
+            ConnectionLost, match=r"sg\.Checkpoint\(model=model, optimizer=optimizer\)"
+        ):
+            optimizer.state_dict()
 
 
 SCRIPT = """

@@ -57,6 +57,9 @@ _HEAD = struct.Struct("<8sQ16s")
 LARGE_PAGE_BYTES: Final = (
     1 << 21
 )  # on x86 and most ARM machines; elsewhere nothing is gained or lost
+_NO_RESERVE: Final = (
+    0x4000  # MAP_NORESERVE on Linux: more addresses than memory; the mmap module lacks the name
+)
 _SEAL_FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl module lacks the name
 
 
@@ -80,7 +83,8 @@ def zeros_apart(
     size = bytes_for(shape, dtype)
     if size < LARGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=flags)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE_BYTES
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem._core.managed import find_managed
+from stratagem._core.row_optimizers import RowWiseAdagrad
 from stratagem._core.torch_patches.optimizer_step import keep_state_with
 from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorParameter,
@@ -39,6 +40,7 @@ from stratagem._ps.optimizer_settings import (
     settings_of,
 )
 from stratagem._ps.types import GroupSpec, StateEntry
+from stratagem._wire.arenas import default_budget
 from stratagem._wire.messages import Setting
 from stratagem.errors import ConnectionLost, StratagemError, UnsupportedOptimizer
 
@@ -156,7 +158,10 @@ class OptimizersOnServers:
             all_managed = _all_managed(optimizer)
             tables = [managed.kept.name for managed in all_managed if managed.kept.plan is not None]
             if tables:  # too large for this process
-                self._not_fetched[optimizer] = f"it has rows of the large table {tables[0]!r}"
+                self._not_fetched[optimizer] = (
+                    f"it has rows of the large table {tables[0]!r}, which "
+                    "sg.Checkpoint(model=model, optimizer=optimizer).save(path) saves while the strategy is open"
+                )
                 continue
             try:
                 self._fetch_state(optimizer, all_managed)
@@ -203,7 +208,12 @@ class OptimizersOnServers:
     def _fetch_state(
         self, optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]
     ) -> None:
-        """Fetch the servers' state and join shards."""
+        """Fetch the servers' state and join shards.
+
+        Raises:
+            MemoryError: it is larger than the memory of this process.
+        """
+        _check_fits(optimizer, all_managed)
         client, number = self._variables.client, self._numbers[optimizer]
         for managed in all_managed:
             description = managed.kept.description
@@ -310,6 +320,25 @@ def _all_managed(optimizer: Optimizer) -> list[CoordinatorParameter]:
         for managed in group
         if managed is not None
     ]
+
+
+def _check_fits(optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]) -> None:
+    """Refuse to fetch the state of tables that only servers hold if it does not fit in this process."""
+    tables = [managed for managed in all_managed if managed.kept.plan is not None]
+    if not tables or isinstance(
+        optimizer, torch.optim.SGD
+    ):  # without momentum, as tables need, it has no state
+        return
+    by_row = isinstance(optimizer, RowWiseAdagrad)  # one number for each row
+    needed = sum(one.nbytes // (one.central.shape[1] if by_row else 1) for one in tables)
+    free = default_budget()
+    if needed > free:
+        raise MemoryError(
+            f"the state of {type(optimizer).__name__} for table {tables[0].kept.name!r} and others like it has at "
+            f"least {needed / 1e9:,.1f} GB, and this process may use {free / 1e9:,.1f} GB more. Save it with "
+            "sg.Checkpoint(model=model, optimizer=optimizer).save(path): servers write their own rows, and plain "
+            "PyTorch reads the files."
+        )
 
 
 def _whole_step_text(optimizer: Optimizer, managed: CoordinatorParameter) -> str:

@@ -33,7 +33,7 @@ from stratagem._keras.model_on_worker import (
     train_on_worker,
 )
 from stratagem._keras.model_strategies import is_on_servers, strategy_of
-from stratagem._keras.optimizers_on_servers import OptimizerOnServers
+from stratagem._keras.optimizers_on_servers import KerasOptimizer, OptimizerOnServers, refuse
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter, Use
 from stratagem.errors import EndOfData, ForeignParameterError, UnsupportedOptimizer
 
@@ -61,6 +61,7 @@ class ModelOnServers:
         self._waiting: deque[Any] = deque()
         self._logs: Any = None
         self._metrics: dict[str, int] = {}
+        self._keras_optimizers: list[KerasOptimizer] = []
         self.optimizers: list[OptimizerOnServers] = []
         self.backup: Backup | None = None
         self.waits = False  # whether each step is waited for: train_on_batch
@@ -80,13 +81,18 @@ class ModelOnServers:
         self._adopt()
         parts = ModelParts(model)
         packed = parts.pack()
-        self.optimizers = [self._on_servers(each) for each in parts.optimizers]
-        if self._copies is None or packed.digest != self._digest:
+        self._keras_optimizers = [self._built(each) for each in parts.optimizers]
+        inner = [[_on_servers(each) for each in one.inner] for one in self._keras_optimizers]
+        before, self.optimizers = self.optimizers, [each for one in inner for each in one]
+        if self._copies is None or packed.digest != self._digest or before != self.optimizers:
             recipe = ModelRecipe(
                 packed=packed,
                 parameters=parts.parameters,
                 modules=parts.modules,
-                optimizers=[(each.on_servers, each.worker_settings) for each in self.optimizers],
+                optimizers=[
+                    ([(each.on_servers, each.worker_settings) for each in one], wrapper.scale)
+                    for one, wrapper in zip(inner, self._keras_optimizers, strict=True)
+                ],
             )
             self._copies = self._coordinator.create_per_worker_resource(
                 build_worker_model, args=(recipe,)
@@ -97,9 +103,10 @@ class ModelOnServers:
         self._is_prepared = True
         return self._copies
 
-    def _on_servers(self, optimizer: Any) -> OptimizerOnServers:
-        """Return the servers' optimizer of a Keras optimizer."""
+    def _built(self, optimizer: Any) -> KerasOptimizer:
+        """Create the variables of a Keras optimizer of the model."""
         model = self._model
+        refuse(optimizer)
         if not optimizer.built and optimizer is model.optimizer:
             optimizer.build(model.trainable_variables)
         if not optimizer.built:
@@ -107,11 +114,7 @@ class ModelOnServers:
                 f"optimizer {optimizer.name!r} of Keras model {model.name!r} was not given to compile(optimizer=…), so that "
                 "its variables are not known. Name them before fit(): optimizer.build(variables)."
             )
-        found = getattr(optimizer, ON_SERVERS, None)
-        if found is None or not found.trains(optimizer._trainable_variables):
-            found = OptimizerOnServers(optimizer, optimizer._trainable_variables)
-            object.__setattr__(optimizer, ON_SERVERS, found)
-        return cast("OptimizerOnServers", found)
+        return KerasOptimizer(optimizer)
 
     def changed(self) -> None:
         """Look, before the next step, whether the program has changed the model."""
@@ -188,6 +191,8 @@ class ModelOnServers:
         self._logs, self._metrics = result.logs, result.metrics
         for optimizer, count in zip(self.optimizers, result.updates, strict=True):
             optimizer.count_steps(count)
+        for wrapper, scale in zip(self._keras_optimizers, result.scales, strict=True):
+            wrapper.finished(scale)
         with torch.no_grad():
             for variable, change in zip(metric_variables(self._model), result.changes, strict=True):
                 variable.assign(variable.value + torch.from_numpy(np.asarray(change)))
@@ -241,6 +246,15 @@ class ModelOnServers:
         self.changed()
         with suppress(Exception):  # it repeats the error
             self._coordinator.join()
+
+
+def _on_servers(optimizer: Any) -> OptimizerOnServers:
+    """Return the servers' optimizer of a Keras optimizer."""
+    found = getattr(optimizer, ON_SERVERS, None)
+    if found is None or not found.trains(optimizer._trainable_variables):
+        found = OptimizerOnServers(optimizer, optimizer._trainable_variables)
+        object.__setattr__(optimizer, ON_SERVERS, found)
+    return cast("OptimizerOnServers", found)
 
 
 def on_servers_of(model: Any) -> ModelOnServers | None:

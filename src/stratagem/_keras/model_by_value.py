@@ -29,15 +29,19 @@ _HERE = {
 }
 """Attributes that stay on the coordinator."""
 
-_AT_START: dict[str, Any] = {
-    "train_function": None,
-    "test_function": None,
-    "predict_function": None,
-    "_eval_epoch_iterator": None,
-    "_losses": [],
-    "_loss_ids": set(),
-}
-"""Attributes that a worker's model has as a new model has them."""
+
+
+def _at_start() -> dict[str, Any]:
+    """Return attributes that a worker's layer has as a new layer has them; each layer has its own lists."""
+    return {
+        "train_function": None,
+        "test_function": None,
+        "predict_function": None,
+        "_eval_epoch_iterator": None,
+        "_losses": [],
+        "_loss_ids": set(),
+    }
+
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _WRAPPED = ("build", "quantize")
@@ -148,7 +152,7 @@ def _state_of(obj: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(obj, names().Tracker):
         del state["stored_ids"]
     if isinstance(obj, names().Layer):
-        state.update({name: value for name, value in _AT_START.items() if name in state})
+        state.update({name: value for name, value in _at_start().items() if name in state})
         for kind in _MEMBERS:
             members = dict.items(state[kind])
             state[kind] = {name: each for name, each in members if name not in _HERE}

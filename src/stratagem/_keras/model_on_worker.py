@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem._core import context
+from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._keras.keras_names import names
 from stratagem._keras.metric_checks import check_metrics, flat_metrics, metric_variables
 from stratagem._keras.model_by_value import PackedModel, unpack_model
+from stratagem._keras.optimizers_on_servers import LossScale
 from stratagem._keras.server_update import import_keras
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem.errors import DataError
@@ -33,13 +35,14 @@ class ModelRecipe:
         packed: the model as data.
         parameters: of the variables; on a worker its views of them.
         modules: torch modules in its layers.
-        optimizers: on the servers, each with the settings that workers apply: clipping and loss scale.
+        optimizers: for each Keras optimizer those on the servers, with the settings that workers apply (clipping and a
+            fixed loss scale), and the variable loss scale to begin with.
     """
 
     packed: PackedModel
     parameters: Sequence[Tensor]
     modules: Sequence[nn.Module]
-    optimizers: Sequence[tuple[Optimizer, dict[str, Any]]]
+    optimizers: Sequence[tuple[Sequence[tuple[Optimizer, dict[str, Any]]], LossScale | None]]
 
 
 class StepResult(NamedTuple):
@@ -49,13 +52,15 @@ class StepResult(NamedTuple):
         logs: returned by the step.
         metrics: numbers of the metrics (in `flat_metrics`) whose results are entries of ``logs``, by name.
         changes: of the variables of all metrics.
-        updates: how often each optimizer updated the variables.
+        updates: how often each optimizer on the servers updated the variables.
+        scales: of the loss, after the step; for each Keras optimizer.
     """
 
     logs: Any
     metrics: dict[str, int]
     changes: list[np.ndarray]
     updates: list[int]
+    scales: list[LossScale | None]
 
 
 def build_worker_model(recipe: ModelRecipe) -> WorkerModel:
@@ -68,7 +73,7 @@ class WorkerModel:
 
     def __init__(self, recipe: ModelRecipe) -> None:
         import_keras("a worker")
-        self._optimizers = [WorkerOptimizer(each, settings) for each, settings in recipe.optimizers]
+        self._optimizers = [WorkerOptimizer(parts, scale) for parts, scale in recipe.optimizers]
         self._model = unpack_model(
             recipe.packed, recipe.parameters, recipe.modules, self._optimizers
         )
@@ -79,6 +84,10 @@ class WorkerModel:
                 table = layer._embeddings._value
                 if isinstance(table, TableParameter):
                     object.__setattr__(layer, "call", _Lookup(layer, table))
+        steps = [self._model.train_step, self._model.test_step, self._model.predict_step]
+        if self._model.jit_compile:
+            steps = [torch.compile(step) for step in steps]
+        self._train_step, self._test_step, self._predict_step = steps
         self._results: list[tuple[Any, int]] = []
         self._model.reset_metrics()
         self._start = self._states()
@@ -107,7 +116,7 @@ class WorkerModel:
         self._model.train()
         self._begin()
         self._zero_grad()
-        logs = self._model.train_step(data)
+        logs = self._train_step(data)
         self._zero_grad()
         return self._end(logs)
 
@@ -116,21 +125,21 @@ class WorkerModel:
         self._model.eval()
         self._begin()
         with torch.no_grad():
-            logs = self._model.test_step(data)
+            logs = self._test_step(data)
         return self._end(logs)
 
     def predict(self, data: Any) -> Any:
         """Return the outputs for one batch, as arrays."""
         self._model.eval()
         with torch.no_grad():
-            outputs = self._model.predict_step(data)
+            outputs = self._predict_step(data)
         return names().tree.map_structure(names().backend.convert_to_numpy, outputs)
 
     def _begin(self) -> None:
         self._model.reset_metrics()
         self._results.clear()
         for optimizer in self._optimizers:
-            optimizer.updates = 0
+            optimizer.begin()
 
     def _end(self, logs: Any) -> StepResult:
         metrics = {}
@@ -139,8 +148,9 @@ class WorkerModel:
                 if result is value:
                     metrics[name] = number
         changes = [now - start for now, start in zip(self._states(), self._start, strict=True)]
-        updates = [optimizer.updates for optimizer in self._optimizers]
-        return StepResult(_plain(logs), metrics, changes, updates)
+        updates = [count for optimizer in self._optimizers for count in optimizer.updates]
+        scales = [optimizer.scale for optimizer in self._optimizers]
+        return StepResult(_plain(logs), metrics, changes, updates, scales)
 
     def _states(self) -> list[np.ndarray]:
         return [np.array(variable.numpy()) for variable in metric_variables(self._model)]
@@ -186,6 +196,7 @@ def _sum(results: Sequence[StepResult]) -> StepResult:
         last.metrics,
         [np.sum(parts, axis=0) for parts in zip(*[each.changes for each in results], strict=True)],
         [sum(parts) for parts in zip(*[each.updates for each in results], strict=True)],
+        last.scales,
     )
 
 
@@ -222,31 +233,58 @@ class WorkerOptimizer:
     """The ``optimizer`` of a model on a worker: it sends gradients to the servers.
 
     Args:
-        on_servers: the worker's view of the optimizer that the servers run.
-        settings: ``clipnorm``, ``clipvalue``, ``global_clipnorm`` and ``loss_scale_factor``.
+        parts: the worker's views of the optimizers that the servers run, each with ``clipnorm``, ``clipvalue``,
+            ``global_clipnorm`` and ``loss_scale_factor``. There are several for a ``MultiOptimizer``.
+        scale: of the loss, with a ``LossScaleOptimizer``.
 
     Attributes:
-        updates: how often it updated the variables in this step.
+        scale: now. Every worker has its own.
     """
 
     built = True
 
-    def __init__(self, on_servers: Optimizer, settings: dict[str, Any]) -> None:
-        self._on_servers = on_servers
-        self.updates = 0
-        self._scale = settings.get("loss_scale_factor")
-        clipping = {name: value for name, value in settings.items() if name != "loss_scale_factor"}
-        self._clipper = names().keras.optimizers.SGD(0.0, **clipping)
+    def __init__(
+        self, parts: Sequence[tuple[Optimizer, dict[str, Any]]], scale: LossScale | None
+    ) -> None:
+        self._parts = [_OptimizerPart(on_servers, settings) for on_servers, settings in parts]
+        self.scale = scale
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"optimizer.{name} is not available in a step on a worker: the optimizer runs on the parameter servers. Workers have "
+            "apply(), scale_loss() and learning_rate. Use the optimizer's other attributes in callbacks, which run on the "
+            "coordinator."
+        )
 
     @property
+    def updates(self) -> list[int]:
+        """How often the optimizers on the servers updated the variables in this step."""
+        return [part.updates for part in self._parts]
+
+    def begin(self) -> None:
+        """Begin a step."""
+        for part in self._parts:
+            part.updates = 0
+
+    @property
+    @eagerly
     def learning_rate(self) -> Any:
         """The learning rate of this step."""
-        return self._on_servers.param_groups[0]["lr"]
+        rates = {group["lr"] for part in self._parts for group in part.on_servers.param_groups}
+        if len(rates) > 1 or None in rates:
+            raise RuntimeError(
+                "optimizer.learning_rate is not one number in a step on a worker: the servers compute a schedule for each "
+                "update, and a MultiOptimizer has several rates. Read it in a callback, on the coordinator."
+            )
+        return rates.pop()
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiply the loss, as the Keras optimizer does."""
-        return loss if self._scale is None else loss * self._scale
+        fixed = self._parts[0].fixed_scale
+        loss = loss if fixed is None else loss * fixed
+        return loss if self.scale is None else loss * self.scale.scale
 
+    @eagerly
     def apply(self, grads: Sequence[Any], trainable_variables: Any) -> None:
         """Clip the gradients and send them; the servers update the variables."""
         present = [
@@ -256,9 +294,41 @@ class WorkerOptimizer:
         ]
         if not present:
             raise ValueError("No gradients provided for any variable.")
+        scale = self.scale
+        if scale is not None:
+            finite = all(bool(torch.isfinite(gradient).all()) for gradient, _ in present)
+            self.scale = scale.after(finite)
+            if not finite:
+                return  # as in Keras, which skips the step
+        for part in self._parts:
+            part.apply(present, None if scale is None else scale.scale)
+
+    def apply_gradients(self, grads_and_vars: Any) -> None:
+        """Send pairs of gradients and variables."""
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables)
+
+
+class _OptimizerPart:
+    """One optimizer of the servers, on a worker."""
+
+    def __init__(self, on_servers: Optimizer, settings: dict[str, Any]) -> None:
+        self.on_servers = on_servers
+        self.updates = 0
+        self.fixed_scale = settings.get("loss_scale_factor")
+        clipping = {name: value for name, value in settings.items() if name != "loss_scale_factor"}
+        self._clipper = names().keras.optimizers.SGD(0.0, **clipping)
+
+    def apply(self, gradients: Sequence[tuple[Tensor, Tensor]], scale: float | None) -> None:
+        """Send those gradients whose parameters it trains, without the scale of the loss."""
+        groups = self.on_servers.param_groups
+        own = {id(parameter) for group in groups for parameter in group["params"]}
+        present = [each for each in gradients if id(each[1]) in own]
+        if not present:
+            return
         found = [gradient for gradient, _ in present]
-        if self._scale is not None:
-            found = [gradient / self._scale for gradient in found]
+        for factor in (scale, self.fixed_scale):
+            found = found if factor is None else [gradient / factor for gradient in found]
         clipped = self._clipper._clip_gradients(found)
         trained = {id(parameter) for _, parameter in present}
         with torch.no_grad():
@@ -267,14 +337,9 @@ class WorkerOptimizer:
                     parameter.grad.copy_(value)
                 elif parameter.grad is None:
                     parameter.grad = value
-        for group in self._on_servers.param_groups:
+        for group in groups:
             for parameter in group["params"]:
                 if id(parameter) not in trained:
                     parameter.grad = None
-        self._on_servers.step()
+        self.on_servers.step()
         self.updates += 1
-
-    def apply_gradients(self, grads_and_vars: Any) -> None:
-        """Send pairs of gradients and variables."""
-        grads, variables = zip(*grads_and_vars, strict=True)
-        self.apply(grads, variables)

@@ -5,14 +5,15 @@
 | ``SGD`` without momentum, decay, EMA, accumulation and schedule | ``torch.optim.SGD``, on the rows of a gradient | none |
 | ``Adagrad`` likewise, if the model has an embedding | ``torch.optim.Adagrad``, on the rows of a gradient | 1e-6 relative |
 | any other that updates each variable by itself | `KerasUpdate`, with Keras' own update | none |
-| ``LossScaleOptimizer``, ``MultiOptimizer`` | – | refused |
+| ``MultiOptimizer`` | one optimizer for each that it contains | none |
+| ``LossScaleOptimizer`` | the optimizer that it contains; each worker scales | none |
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,65 @@ from stratagem.errors import UnsupportedOptimizer
 
 _ON_WORKERS = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
 """Settings that need all gradients, or the loss: workers apply them."""
+
+
+class LossScale(NamedTuple):
+    """The state of a ``LossScaleOptimizer``.
+
+    Attributes:
+        scale: the loss is multiplied by it.
+        counter: steps since it last changed.
+        growth_steps: after so many it is doubled.
+    """
+
+    scale: float
+    counter: int
+    growth_steps: int
+
+    def after(self, finite: bool) -> LossScale:
+        """Return the state after a step whose gradients were all finite, or not."""
+        if not finite:
+            return self._replace(scale=self.scale / 2, counter=0)
+        if self.counter == self.growth_steps - 1:
+            return self._replace(scale=self.scale * 2, counter=0)
+        return self._replace(counter=self.counter + 1)
+
+
+class KerasOptimizer:
+    """A Keras optimizer on the coordinator, with the optimizers inside it that update variables.
+
+    Args:
+        optimizer: the Keras optimizer, built.
+
+    Attributes:
+        inner: those optimizers; the optimizer itself if it is no wrapper.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        optimizers = names().keras.optimizers
+        self._scaling = optimizer if isinstance(optimizer, optimizers.LossScaleOptimizer) else None
+        inner = optimizer if self._scaling is None else optimizer.inner_optimizer
+        self._multi = inner if isinstance(inner, optimizers.MultiOptimizer) else None
+        found = [inner] if self._multi is None else self._multi.optimizers
+        self.inner = [each for each in found if each._trainable_variables]
+
+    @property
+    def scale(self) -> LossScale | None:
+        """The scale of the loss that workers begin with; None if the optimizer does not scale it."""
+        if self._scaling is None:
+            return None
+        growth_steps = int(self._scaling.dynamic_growth_steps)
+        counter = int(self._scaling.step_counter)
+        return LossScale(float(self._scaling.dynamic_scale), counter, growth_steps)
+
+    def finished(self, scale: LossScale | None) -> None:
+        """Note the scale after a step, and the count of steps of the wrappers."""
+        with torch.no_grad():
+            if self._multi is not None:
+                self._multi._iterations.assign(self.inner[0]._iterations.value)
+            if self._scaling is not None and scale is not None:
+                self._scaling.dynamic_scale.assign(scale.scale)
+                self._scaling.step_counter.assign(scale.counter)
 
 
 class OptimizerOnServers:
@@ -200,18 +260,8 @@ def refuse(optimizer: Any) -> None:
         raise UnsupportedOptimizer(f"{optimizer!r} is not an optimizer of Keras.")
     if not type(optimizer).__module__.startswith("keras."):
         raise UnsupportedOptimizer(
-            f"{name} is not an optimizer of Keras itself, so that parameter servers cannot construct it. Use one of "
+            f"{name} is an optimizer of the program, so that parameter servers cannot construct it. Use one of "
             "keras.optimizers, or another strategy."
-        )
-    if name == "LossScaleOptimizer":
-        raise UnsupportedOptimizer(
-            "LossScaleOptimizer (which compile() adds for mixed_float16) changes its scale with the gradients of each "
-            "step; steps of several workers have no order. Use the policy mixed_bfloat16, or "
-            "compile(auto_scale_loss=False)."
-        )
-    if name == "MultiOptimizer":
-        raise UnsupportedOptimizer(
-            "MultiOptimizer is not available under parameter servers. Use one optimizer for all variables."
         )
     clips = [n for n in _ON_WORKERS[:3] if getattr(optimizer, n, None)]
     if optimizer.gradient_accumulation_steps and clips:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stratagem._core.context import current_replica
 from stratagem._core.managed import find_registered
+from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._keras.forward_pass import KEY
 from stratagem._keras.keras_names import names
 
@@ -29,6 +30,7 @@ def apply_patch() -> None:
     backend = names().backend
     in_stateless_scope = backend.in_stateless_scope
 
+    @eagerly
     def value(self: Any) -> Any:
         central = self._value
         if central is None or in_stateless_scope():
@@ -49,6 +51,7 @@ def apply_patch() -> None:
             return read(self)
         return self._maybe_autocast(found)
 
+    @eagerly
     def _direct_assign(self: Any, value: Tensor) -> None:
         replica = current_replica()
         running = None if replica is None else replica.group.shared.get(KEY)

@@ -47,11 +47,6 @@ def _on_servers(model: Any) -> Any:
 
 def step_function(model: Any, kind: str) -> Callable[[Any], Any]:
     """Return the train, test or predict function of a model."""
-    if model.jit_compile:
-        raise NotImplementedError(
-            f"Keras model {model.name!r} was compiled with jit_compile=True, which is not available under parameter "
-            "servers. Use compile(jit_compile=False), or OneDeviceStrategy."
-        )
     on_servers = _on_servers(model)
     if kind == "predict":
         return lambda data: next(iter(on_servers.predict(iter(data))))

@@ -29,7 +29,7 @@ from stratagem._keras.model_strategies import is_on_servers, strategy_of
 from stratagem.errors import ReplicaError
 
 _MARK = "stratagem_split_strategy"
-"""The attribute of Keras' state of this thread that holds the strategy while a step runs."""
+"""The attribute of Keras' state of this thread that holds the step while it runs."""
 
 
 def apply_patch() -> None:
@@ -42,14 +42,14 @@ def apply_patch() -> None:
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        strategy = state.get_global_attribute(_MARK)
+        step = state.get_global_attribute(_MARK)
         if (
-            strategy is None
+            step is None
             or state.get_global_attribute("current_call_ctx") is not None
             or in_backward()  # keras.RematScope: a replica's part is computed again
         ):
             return call(self, *args, **kwargs)
-        return _call_on_replicas(strategy, self, call, args, kwargs)
+        return _call_on_replicas(step, self, call, args, kwargs)
 
     @functools.wraps(add_loss)
     def record_loss(self: Any, loss: Any) -> None:
@@ -89,29 +89,31 @@ def _making(trainer: Any, kind: str) -> Callable[..., Any]:
             return getattr(self, attribute)
         if isinstance(getattr(self, attribute), _SplitStep) and not force:
             return getattr(self, attribute)
-        if self.jit_compile:
-            raise NotImplementedError(
-                f"Keras model {self.name!r} was compiled with jit_compile=True under {strategy!r}: with several replicas "
-                "its steps run on several threads, which torch.compile cannot trace as one function. Use "
-                "compile(jit_compile=False), or OneDeviceStrategy."
-            )
+        compiled = self.jit_compile
+        self._jit_compile = False  # the replicas' calls are compiled, not the step around them
         make(self, force=force)
-        setattr(self, attribute, _SplitStep(strategy, getattr(self, attribute)))
+        self._jit_compile = compiled
+        setattr(self, attribute, _SplitStep(strategy, getattr(self, attribute), compiled))
         return None
 
     return make_function
 
 
 class _SplitStep:
-    """A train, test or predict function whose layer calls run on all replicas."""
+    """A train, test or predict function whose layer calls run on all replicas.
 
-    def __init__(self, strategy: Any, function: Callable[[Any], Any]) -> None:
-        self._strategy = strategy
+    With ``jit_compile=True`` Keras compiles the function. The calls on replicas are a graph break in it, and each replica runs a
+    compiled call.
+    """
+
+    def __init__(self, strategy: Any, function: Callable[[Any], Any], compiled: bool) -> None:
+        self.strategy = strategy
         self._function = function
+        self.call = torch.compile(_call_layer) if compiled else _call_layer
 
     def __call__(self, data: Any) -> Any:
         state = names().global_state
-        state.set_global_attribute(_MARK, self._strategy)
+        state.set_global_attribute(_MARK, self)
         try:
             return self._function(data)
         finally:
@@ -121,10 +123,16 @@ class _SplitStep:
 # ------------------------------------------------------------------ one call
 
 
+def _call_layer(call: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
+    """Call a layer, by Keras' own ``__call__``."""
+    return call(layer, *args, **kwargs)
+
+
 def _call_on_replicas(
-    strategy: Any, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any
+    step: _SplitStep, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call a layer on the replicas, each with its rows; return the joined outputs."""
+    strategy = step.strategy
     tree = names().tree
     args, kwargs = tree.map_structure(_as_tensor, (args, kwargs))
     rows = _count_rows(layer, (args, kwargs))
@@ -146,7 +154,9 @@ def _call_on_replicas(
             functools.partial(_part, first, sizes[i], device.torch_device), (args, kwargs)
         )
         calls.append(
-            functools.partial(_call_here, layer, call, part, settings, device.torch_device)
+            functools.partial(
+                _call_here, layer, functools.partial(step.call, call), part, settings, device.torch_device
+            )
         )
     if len(calls) == 1:
         outputs = [group.run_alone(calls[0], (), {})]
@@ -170,8 +180,7 @@ def _call_here(
         torch_device=str(device),
     )
     try:
-        args, kwargs = part
-        return call(layer, *args, **kwargs)
+        return call(layer, *part)
     finally:
         state.clear()
         state.update(before)
@@ -198,12 +207,12 @@ def _build(layer: Any, args: Any, kwargs: Any) -> None:
         (args, kwargs),
     )
     state = names().global_state
-    strategy = state.get_global_attribute(_MARK)
+    step = state.get_global_attribute(_MARK)
     state.set_global_attribute(_MARK, None)  # a symbolic call is not split
     try:
         names().backend.compute_output_spec(layer, *symbolic[0], **symbolic[1])
     finally:
-        state.set_global_attribute(_MARK, strategy)
+        state.set_global_attribute(_MARK, step)
 
 
 def build_for(model: Any, x: Any) -> None:

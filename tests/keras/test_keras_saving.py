@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import torch
 from keras_models import STRATEGIES, dense, rows
 
 import stratagem as sg
@@ -15,9 +17,25 @@ import stratagem as sg
 X, Y = rows()
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request: pytest.FixtureRequest) -> Any:
-    with STRATEGIES[request.param]() as made:
+# The strategies of one machine differ in their devices only.
+KINDS = [
+    "mirrored",
+    "servers",
+    *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("one device", "central")),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """One worker, so that results do not depend on timing."""
+    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
+        yield made
+
+
+@pytest.fixture(params=KINDS)
+def strategy(request: pytest.FixtureRequest, cluster: Any) -> Iterator[Any]:
+    servers = {"servers": lambda: sg.ParameterServerStrategy(cluster.resolver)}
+    with (STRATEGIES | servers)[request.param]() as made:
         yield made
 
 
@@ -79,10 +97,8 @@ def test_weights_go_both_ways(strategy: sg.Strategy, tmp_path: Path) -> None:
     np.testing.assert_array_equal(other.get_weights()[0], plain.get_weights()[0])
 
 
-def test_an_exported_model_computes_the_same(tmp_path: Path) -> None:
-    import torch
-
-    with STRATEGIES["mirrored"]().scope():
+def test_an_exported_model_computes_the_same(strategy: sg.Strategy, tmp_path: Path) -> None:
+    with strategy.scope():
         model = adam()
     train(model).export(tmp_path / "model.pt2", format="torch", verbose=False)
     exported = torch.export.load(tmp_path / "model.pt2").module()

@@ -103,13 +103,6 @@ def test_sums_over_replicas_are_refused() -> None:
             dense()
 
 
-def test_compiled_steps_on_several_replicas_are_refused(strategy: Any) -> None:
-    with strategy.scope():
-        model = dense(jit_compile=True)
-    with pytest.raises(NotImplementedError, match="jit_compile=False"):
-        model.fit(X, Y, verbose=0)
-
-
 def test_values_that_replicas_cannot_combine_are_refused(strategy: Any) -> None:
     class Last(keras.layers.Layer):
         def build(self, shape: Any) -> None:

@@ -134,6 +134,12 @@ class ModelOnServers:
                     "`with strategy.scope():`, with a name of its own for every layer."
                 )
         for layer in model._flatten_layers():
+            if isinstance(layer, names().keras.layers.SpectralNormalization):
+                raise NotImplementedError(
+                    f"layer {layer.name!r} of Keras model {model.name!r} is a SpectralNormalization: it assigns the trained weights "
+                    "of its layer in every call, which the servers hold and only optimizers update. Use a "
+                    "kernel_constraint, which the servers apply after each update, or a strategy of one machine."
+                )
             if isinstance(layer, names().keras.layers.Embedding) and layer.built:
                 managed = find_managed(layer._embeddings._value)
                 if isinstance(managed, CoordinatorParameter):

@@ -30,7 +30,6 @@ _HERE = {
 """Attributes that stay on the coordinator."""
 
 
-
 def _at_start() -> dict[str, Any]:
     """Return attributes that a worker's layer has as a new layer has them; each layer has its own lists."""
     return {

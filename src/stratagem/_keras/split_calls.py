@@ -155,7 +155,12 @@ def _call_on_replicas(
         )
         calls.append(
             functools.partial(
-                _call_here, layer, functools.partial(step.call, call), part, settings, device.torch_device
+                _call_here,
+                layer,
+                functools.partial(step.call, call),
+                part,
+                settings,
+                device.torch_device,
             )
         )
     if len(calls) == 1:

@@ -513,6 +513,8 @@ def test_what_servers_cannot_run_is_refused_with_the_remedy(cluster: Any, strate
     devices = ["cpu:0", "cpu:1"]
     with sg.ParameterServerStrategy(cluster.resolver, worker_devices=devices) as several:
         refused(several, NotImplementedError, "Start more workers")
+    with sg.ParameterServerStrategy(cluster.resolver, staleness=0) as synchronous:
+        refused(synchronous, NotImplementedError, "staleness=1 or more")
 
 
 def test_a_keras_model_in_a_scheduled_function_is_refused(strategy: Any) -> None:

@@ -66,6 +66,7 @@ class PlainOnCoordinator:
     def __init__(self) -> None:
         self.fences: list[tuple[int, int]] = []
         self.finished: list[int] = []
+        self.rounds: list[tuple[int, ...]] = []
         self.job = None
         self.staleness: int | None = None
 
@@ -131,6 +132,9 @@ class PlainOnCoordinator:
 
     def snapshot(self, worker: int, incarnation: int, known: object) -> None:
         return None
+
+    def apply_round(self, closures: Sequence[int]) -> None:
+        self.rounds.append(tuple(closures))
 
     def finish_closures(self, closures: Sequence[int]) -> None:
         self.finished += closures

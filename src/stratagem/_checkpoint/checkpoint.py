@@ -45,6 +45,7 @@ from stratagem._checkpoint.live_state import (
 from stratagem._checkpoint.manifest import COORDINATOR, NAME, Manifest, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
+from stratagem._checkpoint.server_group import between_rounds
 from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
 from stratagem._checkpoint.server_state import remote_tensors
@@ -267,6 +268,22 @@ class ObjectSnapshot:
             raise ContextError(
                 "a checkpoint was saved inside a replica. Save outside the function given to run()."
             )
+        live = [value for _, value in live_in(checkpoint._objects)]
+        with between_rounds(live):
+            return cls._take(
+                checkpoint, copies, directory, allow_pickle=allow_pickle, deltas=deltas
+            )
+
+    @classmethod
+    def _take(
+        cls,
+        checkpoint: Checkpoint,
+        copies: HostCopies | None,
+        directory: Path,
+        *,
+        allow_pickle: bool,
+        deltas: DeltaBase | None,
+    ) -> ObjectSnapshot:
         live = [value for _, value in live_in(checkpoint._objects)]
         pins = pin_positions(live)
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -236,6 +236,18 @@ def strategies_of(values: Sequence[Any]) -> list[Any]:
             if strategy is not None and not strategy._variables.closed:
                 found[id(strategy)] = strategy
     return list(found.values())
+
+
+@contextmanager
+def between_rounds(values: Sequence[Any]) -> Iterator[None]:
+    """Wait for the end of synchronous rounds (``staleness=0``) on the servers of these objects, and hold up the next."""
+    with ExitStack() as stack:
+        for strategy in strategies_of(values):
+            coordinator = strategy._cluster_coordinator
+            engine = None if coordinator is None else coordinator._running
+            if engine is not None and engine.rounds is not None:
+                stack.enter_context(engine.rounds.between())
+        yield
 
 
 def _strategies_of(value: Any) -> Iterator[Any]:

@@ -145,6 +145,9 @@ class StrategyOnCoordinator(Protocol):
     def snapshot(self, worker: int, incarnation: int, known: Collection[Any]) -> object | None:
         """Return an update about such objects that the worker must get before its next closure, if any."""
 
+    def apply_round(self, closures: Sequence[int]) -> None:
+        """Let every server make the steps that it holds of these closures, as one."""
+
     def finish_closures(self, closures: Sequence[int]) -> None:
         """Let servers refuse late writes of these closures, which are finished. Never waits."""
 

@@ -78,6 +78,11 @@ class ModelOnServers:
                 f"a Keras model under parameter servers needs workers with one device each, but {self._strategy!r} gives "
                 "each worker several (worker_devices). Start more workers instead."
             )
+        if self._strategy.staleness == 0:
+            raise NotImplementedError(
+                f"Keras model {model.name!r} under {self._strategy!r}: synchronous rounds (staleness=0) are not available "
+                "for Keras models. Use staleness=1 or more, or MirroredStrategy."
+            )
         self._adopt()
         parts = ModelParts(model)
         packed = parts.pack()

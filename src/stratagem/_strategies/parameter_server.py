@@ -72,7 +72,8 @@ class ParameterServerStrategy(Strategy):
         backups: with 1, every write is applied on two servers before it is acknowledged, and nothing that was
             acknowledged is lost with one of them.
         staleness: how many updates of other workers a function may miss between its read of the parameters and
-            its write; None: any number, no worker waits for another. The metric ``ps.staleness`` measures it.
+            its write; None: any number, no worker waits for another. 0: synchronous rounds, in which the gradients of all
+            workers make one step. The metric ``ps.staleness`` measures it.
 
     Raises:
         ValueError: the cluster cannot be used, an address is invalid, there are too few servers for backups, or
@@ -105,7 +106,7 @@ class ParameterServerStrategy(Strategy):
         spec = check_cluster(cluster_resolver)
         check_job(job, job_lease_s)
         check_backups(backups, spec.num_tasks("ps"))
-        check_staleness(staleness)
+        check_staleness(staleness, backups)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
                 f"variable_partitioner={variable_partitioner!r} is a "
@@ -254,6 +255,7 @@ class ParameterServerStrategy(Strategy):
                 epoch=self._membership.epoch,
                 compute_devices=self._device_names,
                 gradient_aggregation=self._gradient_aggregation,
+                rounds=self._staleness == 0,
                 make_strategy=WorkerStrategy,
             )
             self._views = ObjectHandles(
@@ -261,6 +263,7 @@ class ParameterServerStrategy(Strategy):
                 variables,
                 lambda: replace(setup, **server_addresses(variables)),
                 staleness=self._staleness,
+                averages=self._gradient_aggregation == "mean",
             )
         return self._views
 

@@ -31,14 +31,19 @@ def check_backups(backups: object, servers: int) -> None:
         )
 
 
-def check_staleness(staleness: object) -> None:
+def check_staleness(staleness: object, backups: int) -> None:
     """Refuse a limit of the staleness that is no such number."""
     if staleness is None:
         return
-    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 1:
+    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
         raise ValueError(
-            f"staleness={staleness!r}: expected 1 or more, the number of other workers' updates that a function "
-            "may miss; or None for no limit."
+            f"staleness={staleness!r}: expected 0 for synchronous rounds; 1 or more, the number of other workers' "
+            "updates that a function may miss; or None for no limit."
+        )
+    if staleness == 0 and backups:
+        raise ValueError(
+            f"staleness=0 with backups={backups}: backups do not hold the gradients of a round. Use staleness=1 or "
+            "more, or save checkpoints (CheckpointManager) instead of backups."
         )
 
 

@@ -216,12 +216,16 @@ class JoinedRef(Record, frozen=True):
 
 
 class Push(Record, frozen=True):
-    """One optimizer step; `settings` (group number → values) replace the groups' for this step."""
+    """One optimizer step; `settings` (group number → values) replace the groups' for this step.
+
+    `held`: the step is made at the end of the closure's round, see ApplyRound.
+    """
 
     optimizer: int
     gradients: tuple[GradientRef, ...]
     settings: dict[int, dict[str, Setting]] = msgspec.field(default_factory=dict)
     joined: tuple[JoinedRef, ...] = ()
+    held: bool = False
 
 
 Operation: TypeAlias = Assign | AssignRows | Scatter | Push
@@ -264,6 +268,13 @@ class Fence(Message, frozen=True):
 
     worker: str
     incarnation: int
+
+
+class ApplyRound(Message, frozen=True):
+    """Make the held steps of these closures: one step of each optimizer, with the mean of their gradients or the sum."""
+
+    closures: tuple[int, ...]
+    mean: bool = True
 
 
 class FinishedClosures(Message, frozen=True):

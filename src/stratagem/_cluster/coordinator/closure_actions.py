@@ -69,10 +69,16 @@ class ReleaseWorker(NamedTuple):
     worker: int
 
 
-Sending = SendClosures | RecallClosures | FenceWorker | SetAsideWorker
+class EndRound(NamedTuple):
+    """Let the servers make the steps of these closures, then report that: `SynchronousRounds.applied`."""
+
+    closures: tuple[int, ...]
+
+
+Sending = SendClosures | RecallClosures | FenceWorker | SetAsideWorker | EndRound
 """Actions that may wait for another process."""
 
-SENDING: Final = (SendClosures, RecallClosures, FenceWorker, SetAsideWorker)
+SENDING: Final = (SendClosures, RecallClosures, FenceWorker, SetAsideWorker, EndRound)
 """The same as a tuple, which `isinstance` checks faster."""
 
 Action = DeliverResults | ResolveClosure | RequeueClosure | RaiseError | ReleaseWorker | Sending

@@ -146,7 +146,7 @@ class ClosureQueue:
         if self.idle or self._in_flight:
             return False
         up = [number for number, worker in self._workers.items() if worker.up]
-        return not any(self._has_input(number) for number in up) if self._queued else not up
+        return not any(self._has_input(number) for number in up)
 
     def workers_up(self) -> int:
         """Return the number of workers that answer."""
@@ -259,8 +259,7 @@ class ClosureQueue:
                 for other, one in self._workers.items()
             )
         forgiven = forgiven or blame == "path"
-        transient = self._failures.is_transient
-        if shared and (forgiven or transient(blame, task, workers=self._workers)):
+        if shared and (forgiven or self._failures.is_transient(blame, task, self._workers)):
             actions = [*self._requeue([closure], lost=False), *aside]
         else:
             actions = [ResolveClosure(closure, "failed"), *aside]
@@ -288,12 +287,17 @@ class ClosureQueue:
         self._queued.extendleft(reversed(kept))
         return [*cancelled, *self._drained(number), *self._send_next(number)]
 
+    def run_again(self, closures: Sequence[int]) -> list[Action]:
+        """Queue closures again, in front, whose results were not delivered."""
+        self._queued.extendleft(reversed(closures))
+        return [*(RequeueClosure(one, lost=True) for one in closures), *self._send_next()]
+
     def tick(self) -> list[Action]:
         """Send closures to workers whose window is not full, and recall closures that wait behind a long one."""
+        if self._rule is not None or (self._queued and not self.stopped):
+            return self._send_next()
         if self.stopped:
             return []
-        if self._queued:
-            return self._send_next()
         idle = any(worker.has_room and not worker.in_flight for worker in self._workers.values())
         return self._recall(self.workers, at_least=2) if idle and self._in_flight >= 2 else []
 
@@ -358,11 +362,10 @@ class ClosureQueue:
         for closure in poisoned:
             actions += [*self._resolve_all([closure], "poisoned"), *self._stop(closure)]
         actions += self._drained(number)
-        if self._rule is not None:
-            actions += self._send_next()
-        elif self._queued:
-            actions += [SendClosures(other) for other, one in self._workers.items() if one.has_room]
-        return actions
+        if self._rule is not None or not self._queued:
+            return [*actions, *self._send_next()]
+        sends = [SendClosures(other) for other, one in self._workers.items() if one.has_room]
+        return [*actions, *sends]
 
     # ------------------------------------------------------------------ errors
 
@@ -372,7 +375,8 @@ class ClosureQueue:
         self._queued.clear()
         for worker in self._workers.values():
             self._withdrawn.update(worker.in_flight, worker.fencing or ())
-        return [*actions, *self._recall(self.workers, at_least=1)]
+        sends = [] if self._rule is None else self._send_next()
+        return [*actions, *self._recall(self.workers, at_least=1), *sends]
 
     def stop(self) -> list[Action]:
         """Handle an error that belongs to no closure: cancel queued closures until `resume`."""
@@ -446,8 +450,9 @@ class ClosureQueue:
     def _send_next(self, number: int | None = None) -> list[Action]:
         """Send closures to the worker that reads their part, or has fewest, and to worker `number`."""
         if self._rule is not None:
-            free = [(one.started_at, other) for other, one in self._workers.items() if one.has_room]
-            return self._rule.next(self._queued, [other for _, other in sorted(free)])
+            free = [other for other, one in self._workers.items() if one.has_room]
+            free.sort(key=lambda other: self._workers[other].started_at)
+            return self._rule.next(self._queued, [one for one in free if self._has_input(one)])
         if not self._queued or self.stopped:
             return []
         best, fewest = self._affinity.reader(self._queued[0]), 0
@@ -463,7 +468,7 @@ class ClosureQueue:
         return sends
 
     def _has_input(self, number: int) -> bool:
-        return self._affinity.ended.can_run(number, self._queued[0])
+        return not self._queued or self._affinity.ended.can_run(number, self._queued[0])
 
     def _recall(self, numbers: Iterable[int], *, at_least: int) -> list[Action]:
         actions: list[Action] = []

@@ -81,12 +81,17 @@ class ClosureTable:
             closure.number = next(self._resource_numbers)
         else:
             closure.leases = lease_all(self._next, datasets) if datasets else ()
-            closure.number = self._next
+            closure.number = closure.value._closure = self._next
             self._next += 1
             self._counters["scheduled"].add()
         self._closures[closure.number] = closure
         self.argument_bytes += closure.call.argument_bytes
         return closure.number
+
+    @property
+    def last_number(self) -> int:
+        """Number of the closure that was scheduled last."""
+        return self._next - 1
 
     def continue_at(self, number: int) -> None:
         """Give this number to the next scheduled closure. No closure may have been scheduled."""

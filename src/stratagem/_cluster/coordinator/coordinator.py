@@ -243,6 +243,8 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         engine = self._engine
         self._refuse_if_closed("schedule")
         refuse_in_callback("schedule()")
+        if engine.rounds is not None:
+            engine.rounds.check_schedule(exactly_once=exactly_once)
         engine.hold.check()
         began = time.perf_counter()
         call = engine.sender.pack(fn, args, kwargs)
@@ -269,6 +271,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         """
         engine = self._engine
         refuse_in_callback("join()")
+        engine.want_all()
         with engine.changed:
             self._joining += 1
             try:
@@ -291,6 +294,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             Exception: the first error of a closure, once.
         """
         engine = self._engine
+        engine.want_all()
         with engine.changed:
             self._refuse_if_closed("done")
             if engine.queue.stopped:

@@ -31,12 +31,14 @@ from stratagem._cluster.coordinator.job_hold import JobHold
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.coordinator.part_affinity import PartAffinity
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, ResultCondition
-from stratagem._cluster.coordinator.reported_advances import reported_advances
+from stratagem._cluster.coordinator.reported_advances import locked_advance
 from stratagem._cluster.coordinator.resource_table import ResourceTable
+from stratagem._cluster.coordinator.round_driver import RoundDriver
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.start_rule import start_rule
+from stratagem._cluster.coordinator.synchronous_rounds import SynchronousRounds
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
 from stratagem._cluster.coordinator.worker_membership import WorkerMembership
@@ -74,6 +76,11 @@ class Engine:
         self.lock = threading.Lock()
         self.result_condition = ResultCondition(self.lock, trusted=self.options.trust_workers)
         self.changed = self.result_condition.condition
+        rule = start_rule(views.staleness)
+        self.rounds: RoundDriver | None = None
+        if isinstance(rule, SynchronousRounds):
+            self.rounds = RoundDriver(self, rule)
+            self.result_condition.on_wait = self.rounds.want
         self.queue = ClosureQueue(
             limit=options.queue_limit,
             poison_limit=options.poison_limit,
@@ -83,7 +90,7 @@ class Engine:
                 lambda number: self.closures[number].part,
                 EndedInputs(lambda number: self.closures[number].inputs),
             ),
-            rule=start_rule(views.staleness),
+            rule=rule,
         )
         self.hold = JobHold(self)
         self.closures = self.hold.closure_table()
@@ -160,10 +167,15 @@ class Engine:
         """True if `schedule` must wait: too many closures are queued, or their arguments are too large."""
         return self.queue.full or 0 < self.options.queue_bytes <= self.closures.argument_bytes
 
+    def want_all(self) -> None:
+        """Let all closures run that wait for others to run with."""
+        if self.rounds is not None:
+            self.rounds.want()
+
     def locked_add(self, closure: Closure, datasets: Sequence[SharedDataset] = ()) -> list[Sending]:
         """Queue a closure; return what to `execute` without the lock."""
         found = self.queue.add(self.closures.add(closure, datasets))
-        return self._locked_execute(found) if found else []  # usually every worker is busy
+        return self.locked_execute(found) if found else []  # usually every worker is busy
 
     def locked_take_error(self) -> BaseException | None:
         """Return the error to raise, if any, and accept closures again."""
@@ -211,7 +223,7 @@ class Engine:
             if self.closed or link.number not in self.links:
                 return
             up = self.queue.worker_up(link.number, incarnation=link.incarnation)
-            pending = self._locked_execute(up)
+            pending = self.locked_execute(up)
             for resource, values in self._resources.live():
                 pending += self._locked_build(link, resource, values)
             self.changed.notify_all()
@@ -240,8 +252,10 @@ class Engine:
             done: list[Action] = []
             if results:
                 done = self.queue.finished(link.number, tuple(results), ran_s / len(results))
-            pending += self._locked_advance(link, frames, done)
-            pending += self._locked_execute(done, results=results)
+                if self.rounds is not None:
+                    frames = self.rounds.locked_hold(link, frames, results)
+            pending += locked_advance(self, link, frames, done)
+            pending += self.locked_execute(done, results=results)
             for message in others:
                 pending += self._locked_report(link, message)
             # With a hundred batches a second, waking a join for each would cost more than the rest.
@@ -282,7 +296,12 @@ class Engine:
         """Begin to restore the server, or stop everything: the user's next call raises the error."""
         if self.recoveries.begin(error):
             return
-        self.handle(self.queue.server_lost, Cause(error, error.task))
+
+        def event() -> list[Action]:
+            held = [] if self.rounds is None else self.rounds.locked_give_up("given up")
+            return [*self.queue.server_lost(), *held]
+
+        self.handle(event, Cause(error, error.task))
 
     def servers_out_of_reach(self) -> list[ParameterServerLost]:
         """Return the errors of servers that a majority of the workers does not reach."""
@@ -317,7 +336,7 @@ class Engine:
             if self.closed:
                 return
             found = event()
-            pending = self._locked_execute(found, cause)
+            pending = self.locked_execute(found, cause)
             if found:
                 self.changed.notify_all()
         self.execute(pending)
@@ -325,6 +344,10 @@ class Engine:
     def execute(self, pending: Sequence[Sending]) -> None:
         """Execute the actions that may wait for a worker or a server."""
         for action in pending:
+            if isinstance(action, actions.EndRound):
+                assert self.rounds is not None
+                self.rounds.apply(action)
+                continue
             link = self.links.get(action.worker)
             if link is None:
                 continue  # released meanwhile
@@ -383,9 +406,9 @@ class Engine:
         if call is not None:
             self.sender.send_again(link, call)
 
-    # ------------------------------------------------------------------ inside, holding lock
+    # ------------------------------------------------------------------ holding lock
 
-    def _locked_execute(
+    def locked_execute(
         self,
         found: Sequence[Action],
         cause: Cause | None = None,
@@ -415,22 +438,10 @@ class Engine:
                     self.closures.keep_error(cause)
         return pending
 
-    def _locked_advance(
-        self, link: WorkerLink, frames: Sequence[Frame], done: Sequence[Action]
-    ) -> list[Sending]:
-        """Make what closures did to schedulers and settings, before their results are known."""
-        pending: list[Sending] = []
-        for report, made in reported_advances(frames, done):
-            try:
-                self.views.advance(link.number, link.incarnation, report, made)
-            except Exception as error:  # noqa: BLE001 - schedulers are users' classes
-                pending += self._locked_execute(self.queue.stop(), Cause(error, link.task))
-        return pending
-
     def _locked_report(self, link: WorkerLink, message: Message) -> list[Sending]:
         """Handle any report but a result."""
         if isinstance(message, messages.Returned):
-            return self._locked_execute(self.queue.returned(link.number, message.closures))
+            return self.locked_execute(self.queue.returned(link.number, message.closures))
         if isinstance(message, messages.Failed) and message.closure in self.closures:
             error = exception_from(
                 message.failure,
@@ -443,7 +454,7 @@ class Engine:
                 task, others_reach = error.task, self.views.reaches(error.task)
                 self._path_errors[task] = error
             forgiven = bool(task) and self.recoveries.forgives(task)
-            return self._locked_execute(
+            return self.locked_execute(
                 self.queue.failed(
                     link.number,
                     message.closure,
@@ -473,4 +484,4 @@ class Engine:
         closure = Closure(0, call, value, time.perf_counter(), resource=resource)
         down = WorkerLost(f"{link.task} is down", task=link.task)
         found = self.queue.add_resource(self.closures.add(closure), link.number)
-        return self._locked_execute(found, Cause(down))
+        return self.locked_execute(found, Cause(down))

@@ -57,6 +57,7 @@ class ResultCondition:
         error_delivered: whether `RemoteValue.get` has raised it already.
         trusted: whether workers may run code here, see `ClusterOptions.trust_workers`.
         callbacks: callbacks of values that are done. The engine runs them without the lock.
+        on_wait: called, without the lock, with the number of a closure that the program begins to wait for.
     """
 
     def __init__(self, lock: threading.Lock, *, trusted: bool = False) -> None:
@@ -67,6 +68,7 @@ class ResultCondition:
         self.one_closure = False
         self.error_delivered = False
         self.callbacks: deque[tuple[Callable[[RemoteValue], object], RemoteValue]] = deque()
+        self.on_wait: Callable[[int], None] | None = None
 
     def wait_for_value(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait, holding the lock, until a value is there; return False after the timeout."""
@@ -137,6 +139,7 @@ class RemoteValue:
     __slots__ = (
         "__weakref__",
         "_callbacks",
+        "_closure",
         "_condition",
         "_error",
         "_name",
@@ -148,6 +151,7 @@ class RemoteValue:
     def __init__(self, condition: ResultCondition, name: str) -> None:
         self._callbacks: list[Callable[[RemoteValue], object]] | None = None
         self._condition = condition
+        self._closure = 0  # number of the closure
         self._name = name
         self._status = RemoteValueStatus.NOT_READY
         self._error: BaseException | None = None
@@ -170,6 +174,7 @@ class RemoteValue:
             DeadlineExceeded: there is no result within `timeout_s`.
             Exception: the exception of the function.
         """
+        self._want()
         with self._condition.condition:
             self._wait(timeout_s)
             if self._error is not None:
@@ -209,6 +214,12 @@ class RemoteValue:
                 self._callbacks = [*(self._callbacks or ()), fn]
                 return
         run_callback(fn, self)
+
+    def _want(self) -> None:
+        """Let the closure run now if it waits for others to run with."""
+        on_wait = self._condition.on_wait
+        if on_wait is not None and self._status is RemoteValueStatus.NOT_READY:
+            on_wait(self._closure)
 
     def _wait(self, timeout_s: float | None) -> None:
         if self._status is not RemoteValueStatus.NOT_READY:
@@ -257,6 +268,8 @@ def as_completed(
     done: queue.SimpleQueue[RemoteValue] = queue.SimpleQueue()
     for value in waiting:
         value.add_done_callback(done.put)
+    for value in waiting:
+        value._want()
     for number in range(len(waiting)):
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:

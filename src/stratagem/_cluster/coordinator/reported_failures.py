@@ -16,7 +16,7 @@ class ReportedFailures:
 
     Example:
         >>> failures = ReportedFailures(server_failures=2, deadlines=-1)
-        >>> [failures.is_transient("server", "ps0", workers=(0, 1, 2)) for _ in range(2)]
+        >>> [failures.is_transient("server", "ps0", (0, 1, 2)) for _ in range(2)]
         [True, False]
         >>> failures.no_path(0, "ps1")
         >>> failures.out_of_reach(workers=(0,)), failures.out_of_reach(workers=(0, 1))
@@ -30,7 +30,7 @@ class ReportedFailures:
         self._deadlines = 0
         self._without_path: dict[str, set[int]] = {}  # workers, by server
 
-    def is_transient(self, blame: str, task: str, *, workers: Collection[int]) -> bool:
+    def is_transient(self, blame: str, task: str, workers: Collection[int]) -> bool:
         """Count a failure of a server or a deadline; return whether to ignore it."""
         if blame == "server":
             self._by_server[task] = self._by_server.get(task, 0) + 1

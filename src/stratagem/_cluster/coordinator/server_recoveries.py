@@ -159,6 +159,8 @@ class ServerRecoveries:
         restored = views.restore_server(server, stopped=lambda: self._closed, why=why)
         # Sessions that were just being opened may have connected to the lost server.
         self._end_sessions(task)
+        if self._engine.rounds is not None:
+            self._engine.rounds.restart()
         self._note(restored)
 
     def _note(self, restored: ServerRecovery) -> None:

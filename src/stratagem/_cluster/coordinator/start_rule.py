@@ -7,6 +7,7 @@ from typing import Protocol
 
 from stratagem._cluster.coordinator.bounded_staleness import BoundedStaleness
 from stratagem._cluster.coordinator.closure_actions import Action
+from stratagem._cluster.coordinator.synchronous_rounds import SynchronousRounds
 
 
 class StartRule(Protocol):
@@ -50,4 +51,6 @@ class StartRule(Protocol):
 
 def start_rule(staleness: int | None) -> StartRule | None:
     """Return the rule of a strategy's `staleness`; None for asynchronous training."""
-    return None if staleness is None else BoundedStaleness(staleness)
+    if staleness is None:
+        return None
+    return BoundedStaleness(staleness) if staleness else SynchronousRounds()

@@ -127,10 +127,11 @@ class WriteBatch:
         settings: Mapping[int, Mapping[str, Setting]] | None = None,
         *,
         joined: Sequence[JoinedGradient] = (),
+        held: bool = False,
     ) -> None:
         """Add one step of the server's optimizer; `settings`, by group number, hold for this step alone.
 
-        `joined`: gradients of tables that travel together.
+        `joined`: gradients of tables that travel together. `held`: the step is made at the end of the round.
         Gradients must not change until the step is acknowledged (`Outbox.keep_unacknowledged` ends that).
         """
         changed = {group: dict(values) for group, values in (settings or {}).items()}
@@ -152,7 +153,7 @@ class WriteBatch:
             else:
                 into = self._part_for(server, one.variable, one.values, one.ids)
             if into is not part and part is not None:
-                part.operations.append(Push(optimizer, tuple(refs), changed, tuple(together)))
+                part.operations.append(Push(optimizer, tuple(refs), changed, tuple(together), held))
                 refs, together = [], []
             part = into
             if isinstance(one, SlotGradient):
@@ -163,7 +164,7 @@ class WriteBatch:
             refs.append(GradientRef(one.variable, values, rows, one.sparse, one.clock))
         if part is None:
             part = self._part_for(server, 0)
-        part.operations.append(Push(optimizer, tuple(refs), changed, tuple(together)))
+        part.operations.append(Push(optimizer, tuple(refs), changed, tuple(together), held))
 
     @property
     def is_empty(self) -> bool:

@@ -8,6 +8,7 @@ over them. Everything else travels by value. `changes` returns what workers do n
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import deque
@@ -63,7 +64,7 @@ class ObjectHandles:
         strategy: the strategy whose objects these are.
         variables: the strategy's variables.
         setup: returns the object that a worker needs to connect.
-        staleness: how many updates of others a closure may miss; None: any number.
+        staleness: as of the strategy. `averages`: rounds use the mean of gradients, not the sum.
     """
 
     def __init__(
@@ -73,12 +74,14 @@ class ObjectHandles:
         setup: Callable[[], object],
         *,
         staleness: int | None = None,
+        averages: bool = True,
     ) -> None:
         self.staleness = staleness
         self._strategy = weakref.ref(strategy)
         self._variables = variables
         self._setup = setup
         self._optimizers = OptimizersOnServers(self._variables)
+        self.apply_round = functools.partial(self._optimizers.apply_round, mean=averages)
         self._numbers = 0
         # By id: a Variable's == compares values. An entry is deleted with its object.
         self._tokens: dict[int, tuple[Token, weakref.ref[Any]]] = {}
@@ -447,11 +450,12 @@ class ObjectHandles:
     def repair_backups(self) -> None:
         """Let servers go on whose backup was lost, and give them a new one as far as possible."""
         backups = self._variables.backups
-        if backups is not None and not self._variables.closed:
-            backups.release(self._variables)
-            for process in backups.repair(self._variables):
-                if self.job is not None:
-                    self.job.server_restored(process, is_older=False)
+        if backups is None or self._variables.closed:
+            return
+        backups.release(self._variables)
+        for process in backups.repair(self._variables):
+            if self.job is not None:
+                self.job.server_restored(process, is_older=False)
 
     def restore_server(
         self, server: int, *, stopped: Callable[[], bool], why: str = ""
@@ -460,9 +464,9 @@ class ObjectHandles:
         if self._variables.client.replacement.point is None:
             names = self._variables.client.replacement.names_on(server)
             raise lost_error(self._variables.client.tasks[server], why, names)
-        wait_s = config.server_wait_s()
         if self.job is not None:
             self.job.server_lost(server)
+        wait_s = config.server_wait_s()
         restored = restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
         if self.job is not None:
             self.job.server_restored(server, is_older=restored.step >= 0)
@@ -485,9 +489,7 @@ class ObjectHandles:
         if not self._variables.closed:
             options = ClusterOptions.from_environment() if options is None else options
             self._variables.client.await_servers(options)
-            for (
-                error
-            ) in self._variables.fetch_last_values():  # a server is gone, or the lease ran out
+            for error in self._variables.fetch_last_values():  # a server is gone
                 _log.warning("some last values of the model were not fetched: %s", error)
             for error in self._optimizers.fetch_all():
                 _log.warning("the last state of an optimizer was not fetched: %s", error)

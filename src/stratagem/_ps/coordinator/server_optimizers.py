@@ -41,7 +41,7 @@ from stratagem._ps.optimizer_settings import (
 )
 from stratagem._ps.types import GroupSpec, StateEntry
 from stratagem._wire.arenas import default_budget
-from stratagem._wire.messages import Setting
+from stratagem._wire.messages import ApplyRound, Setting
 from stratagem.errors import ConnectionLost, StratagemError, UnsupportedOptimizer
 
 LARGE_TABLE_BYTES: Final = 1 << 25
@@ -150,6 +150,12 @@ class OptimizersOnServers:
                 "cannot be used or saved. Restore a checkpoint into a new optimizer under a new "
                 "strategy."
             )
+
+    def apply_round(self, closures: Sequence[int], *, mean: bool) -> None:
+        """Let every server make the steps that it holds of these closures, with the mean or the sum of gradients."""
+        client = self._variables.client
+        message = ApplyRound(closures=tuple(closures), mean=mean)
+        client.ask_each([(server, message, ()) for server in range(len(client.tasks))])
 
     def fetch_all(self) -> list[StratagemError]:
         """Fetch the state of every optimizer before the session ends; return the errors, each once."""

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, final
 
 from torch import Tensor
 
-from stratagem._ps.types import Gradient, JoinedGradient
+from stratagem._ps.types import Gradient, JoinedGradient, WriteId
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.messages import Frame, SegmentRef, TensorRef
 from stratagem.errors import NotFoundError, ProtocolError
@@ -32,13 +32,13 @@ class PreparedWrite(NamedTuple):
 
     Attributes:
         epoch: identifies the variables and optimizers of the session; after a change, it is another object.
-        calls: what to do, in order.
+        calls: what to do, in order; each takes the identity of the write.
         touched: numbers of the variables, each once.
         places: where these are in shared memory: segment and offset.
     """
 
     epoch: object
-    calls: Sequence[Callable[[], object]]
+    calls: Sequence[Callable[[WriteId], object]]
     touched: Sequence[int]
     places: Sequence[tuple[shm.Segment, int]]
 

@@ -82,6 +82,11 @@ class WriteLedger:
         """Refuse every write of this incarnation of the worker, and of earlier ones, from now on."""
         self._lowest[worker] = max(self._lowest.get(worker, 0), incarnation + 1)
 
+    @property
+    def finished(self) -> NumberRanges:
+        """The finished closures."""
+        return self._finished
+
     def finish_closures(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Note closures that are finished, as ranges (first, behind the last)."""
         self._finished.merge(ranges)

@@ -24,10 +24,11 @@ from stratagem._ps.server.checkpoint_parts import (
 )
 from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
 from stratagem._ps.server.ledger import Admission
+from stratagem._ps.server.state_messages import read_state, sent_state
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.server.value_replies import ValueReplies
 from stratagem._ps.store_records import Block, StoreManifest
-from stratagem._ps.types import Gradient, StateEntry
+from stratagem._ps.types import Gradient
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.arenas import Arena, Budget
 from stratagem._wire.codec import Outgoing
@@ -109,6 +110,7 @@ class Session:
             messages.ListKeys: self._list_keys,
             messages.OpenSegments: self._open_segments,
             messages.Fence: self._fence,
+            messages.ApplyRound: self._apply_round,
             messages.FinishedClosures: self._finish_closures,
             messages.CreateOptimizer: self._create_optimizer,
             messages.ReadState: self._read_state,
@@ -286,7 +288,7 @@ class Session:
             segment.begin_write(offset)
         try:
             for call in prepared.calls:
-                call()
+                call(origin)
         finally:
             versions = self.store.versions(touched)
             for (segment, offset), version in zip(prepared.places, versions.values(), strict=True):
@@ -343,7 +345,7 @@ class Session:
 
     def _prepare(
         self, operation: messages.Operation, frame: Frame, memory: ClientMemory
-    ) -> Callable[[], object]:
+    ) -> Callable[[types.WriteId], object]:
         """Return the call of the store that an operation stands for, its tensors found."""
         store = self.store
         if isinstance(operation, messages.Push):
@@ -360,19 +362,22 @@ class Session:
             for each in operation.joined:
                 gradients += memory.joined(each, frame)
             number, settings = operation.optimizer, operation.settings
-            return lambda: store.push(number, gradients, settings or None)
+            if operation.held:
+                hold = store.held.hold
+                return lambda write: hold(write.closure, number, gradients, settings or None)
+            return lambda _: store.push(number, gradients, settings or None)
         variable = operation.variable
         if isinstance(operation, messages.Scatter):
             how = operation.operation
             ids = memory.tensor(operation.ids, frame)
             values = memory.tensor(operation.values, frame)
-            return lambda: store.scatter(variable, how, ids, values)
+            return lambda _: store.scatter(variable, how, ids, values)
         value = memory.tensor(operation.value, frame)
         if isinstance(operation, messages.Assign):
             what = operation.operation
-            return lambda: store.assign(variable, what, value)
+            return lambda _: store.assign(variable, what, value)
         start = operation.start
-        return lambda: store.write_rows(variable, start, value)
+        return lambda _: store.write_rows(variable, start, value)
 
     def _widened(self, variable: int, values: Tensor) -> Tensor:
         """Return a gradient in its variable's type; clients may send it in a narrower one."""
@@ -381,6 +386,17 @@ class Session:
 
     def _fence(self, message: messages.Fence, _: Frame, __: ClientMemory) -> Reply:
         self.store.fence(message.worker, message.incarnation)
+        return _OK
+
+    def _apply_round(self, message: messages.ApplyRound, _: Frame, __: ClientMemory) -> Reply:
+        touched = self.store.held.variables(message.closures)
+        places = [self._places[variable][:2] for variable in touched]
+        for segment, offset in places:
+            segment.begin_write(offset)
+        try:
+            self.store.held.apply(message.closures, mean=message.mean)
+        finally:
+            self._publish(self.store.versions(touched))
         return _OK
 
     def _finish_closures(
@@ -432,62 +448,18 @@ class Session:
         return _OK
 
     def _read_state(self, message: messages.ReadState, _: Frame, __: ClientMemory) -> Reply:
-        wanted = set(message.variables)
-        outgoing = Outgoing()
-        items = []
-        size = 0
-        for entry in self.store.optimizer_state(message.optimizer):
-            if wanted and entry.variable not in wanted:
-                continue
-            value = entry.value
-            if isinstance(value, Tensor) and value.is_sparse:
-                value = value.to_dense()  # SGD's momentum of sparse gradients
-            if message.key:
-                if entry.key != message.key or not isinstance(value, Tensor) or not value.dim():
-                    continue
-                start = min(max(0, message.start), value.shape[0])
-                value = value[start : start + min(max(0, message.count), value.shape[0])]
-            if not isinstance(value, Tensor):
-                items.append(messages.StateItem(entry.variable, entry.key, value=value))
-                continue
-            size += value.nbytes
-            if size > types.TRANSFER_BYTES and value.dim() and not message.key:
-                ref = TensorRef(codec.dtype_name(value.dtype), tuple(value.shape))
-            else:
-                ref = outgoing.add(value)
-            items.append(messages.StateItem(entry.variable, entry.key, tensor=ref))
-        return messages.State(items=tuple(items)), outgoing.buffers
+        return read_state(self.store, message)
 
     def _write_state(
         self, message: messages.WriteState, frame: Frame, memory: ClientMemory
     ) -> Reply:
-        entries = [
-            StateEntry(
-                variable=item.variable,
-                key=item.key,
-                value=item.value if item.tensor is None else self._state(item, frame, memory),
-            )
-            for item in message.items
-        ]
+        entries = sent_state(self.store, message, frame, memory)
         if message.start < 0:
             self.store.load_optimizer_state(message.optimizer, entries)
         else:
             for entry in entries:
                 self.store.write_optimizer_rows(message.optimizer, entry, message.start)
         return _OK
-
-    def _state(self, item: messages.StateItem, frame: Frame, memory: ClientMemory) -> Tensor:
-        """Return a tensor of optimizer state: as it was sent, or on ``meta`` if its rows follow."""
-        ref = item.tensor
-        assert ref is not None
-        if ref.buffer >= 0 or ref.segment:
-            return memory.tensor(ref, frame)
-        if ref.shape != tuple(self.store.read(item.variable).shape):
-            raise ProtocolError(
-                f"{item.key!r} of variable {item.variable!r} is to come in pieces, but its shape "
-                f"{ref.shape!r} is not the variable's"
-            )
-        return torch.empty(ref.shape, dtype=codec.dtype_from(ref.dtype), device="meta")
 
 
 def _variables_of(operation: messages.Operation) -> list[int]:

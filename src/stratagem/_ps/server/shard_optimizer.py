@@ -223,6 +223,10 @@ class ServerOptimizer:
         if self._unstepped:
             self._unstepped.difference_update(gradient.variable for gradient in gradients)
 
+    def check(self, gradient: Gradient) -> None:
+        """Raise if the gradient does not fit its parameter."""
+        _check_gradient(self._find(gradient.variable), gradient)
+
     def touches_rows_only(self, gradient: Gradient) -> bool:
         """Return whether a step with this gradient changes no other rows than those it names."""
         self._find(gradient.variable)

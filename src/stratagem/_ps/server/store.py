@@ -11,7 +11,7 @@ that raises has changed nothing but, at most, the memory of the variable named i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 
@@ -24,6 +24,7 @@ from stratagem._ps.init_ops import KEYS_OF, MemoryKind, initialise
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut, Key
+from stratagem._ps.server.held_steps import HeldSteps
 from stratagem._ps.server.keyed_tables import KeyedTables
 from stratagem._ps.server.ledger import Admission, WriteLedger
 from stratagem._ps.server.row_operations import (
@@ -37,23 +38,17 @@ from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.server.state_memory import bytes_held
 from stratagem._ps.server.store_state import described_state, exported_state
 from stratagem._ps.server.stored_variable import Allocate, StoredVariable, plain_allocate
-from stratagem._ps.store_records import (
-    Block,
-    StoreManifest,
-    StoreStats,
-    VariableRecord,
-)
-from stratagem._ps.types import (
-    Gradient,
-    GroupSpec,
-    Hyperparameters,
-    InitOp,
-    StateEntry,
-    WriteId,
-)
+from stratagem._ps.store_records import Block, StoreManifest, StoreStats, VariableRecord
+from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, InitOp, StateEntry, WriteId
 from stratagem._wire import codec
 from stratagem._wire.arenas import Budget
 from stratagem.errors import NotFoundError
+
+_ASSIGNMENTS: dict[str, Callable[..., Tensor]] = {
+    "set": Tensor.copy_,
+    "add": Tensor.add_,
+    "sub": Tensor.sub_,
+}
 
 
 class VariableStore:
@@ -92,6 +87,7 @@ class VariableStore:
         self._cut: Cut | None = None
         self.changed_rows = ChangedRows()
         self.keyed = KeyedTables(self)
+        self.held = HeldSteps(self, self._budget)
         self._row_bytes = 0  # of rows of dynamic tables, as counted in the budget
 
     # Which writes are applied.
@@ -107,6 +103,7 @@ class VariableStore:
     def finish_closures(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Refuse late writes of these closures, given as ranges (first, behind the last)."""
         self._ledger.finish_closures(ranges)
+        self.held.drop(self._ledger.finished)
 
     # Variables.
 
@@ -196,14 +193,9 @@ class VariableStore:
                 f"expected shape {tuple(stored.tensor.shape)!r}."
             )
         self._before_write(variable)
-        if operation == "set":
-            stored.tensor.copy_(value)
-        elif operation == "add":
-            stored.tensor.add_(value)
-        elif operation == "sub":
-            stored.tensor.sub_(value)
-        else:
+        if operation not in _ASSIGNMENTS:
             raise ValueError(f"unknown assignment {operation!r}: expected 'set', 'add' or 'sub'.")
+        _ASSIGNMENTS[operation](stored.tensor, value)
         return self._count_write(stored)
 
     def scatter(self, variable: int, operation: str, ids: Tensor, values: Tensor) -> int:
@@ -270,7 +262,7 @@ class VariableStore:
 
         `settings` (group number → values) hold for this step alone: another worker's step has its own.
         """
-        stepper = self._find_optimizer(optimizer)
+        stepper = self.optimizer(optimizer)
         gradients = [self.keyed.without_evicted(gradient) for gradient in gradients]
         stored = [self._find(gradient.variable) for gradient in gradients]
         for variable, gradient in zip(stored, gradients, strict=True):
@@ -294,11 +286,11 @@ class VariableStore:
 
     def optimizer_state(self, optimizer: int) -> list[StateEntry]:
         """Return what the optimizer keeps for the variables here; tensors are not copied."""
-        return list(self._find_optimizer(optimizer).state_entries())
+        return list(self.optimizer(optimizer).state_entries())
 
     def load_optimizer_state(self, optimizer: int, entries: Sequence[StateEntry]) -> None:
         """Replace what the optimizer keeps for the variables named in `entries`."""
-        found = self._find_optimizer(optimizer)
+        found = self.optimizer(optimizer)
         variables = {one.variable for one in entries}
         before = found.state_bytes(variables)
         self._budget.check(max(0, sum(bytes_held(one.value) for one in entries) - before))
@@ -310,7 +302,7 @@ class VariableStore:
         """Return a variable's value (without a key), or a tensor of optimizer state for it."""
         if not key:
             return self.read(variable)
-        found = self._find_optimizer(optimizer).state_of(variable, key)
+        found = self.optimizer(optimizer).state_of(variable, key)
         if not isinstance(found, Tensor):
             raise ValueError(f"there is no tensor {key!r} of variable {variable!r}.")
         return found
@@ -323,7 +315,7 @@ class VariableStore:
 
     def write_optimizer_rows(self, optimizer: int, entry: StateEntry, start: int) -> None:
         """Write consecutive rows from `start` of state that `load_optimizer_state` allocated."""
-        target = self._find_optimizer(optimizer).state_of(entry.variable, entry.key)
+        target = self.optimizer(optimizer).state_of(entry.variable, entry.key)
         if not (isinstance(target, Tensor) and isinstance(entry.value, Tensor)):
             raise ValueError(
                 f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
@@ -423,7 +415,7 @@ class VariableStore:
                 defaults=record.defaults,
                 attributes=record.attributes,
             )
-            self._find_optimizer(record.number).make_state(
+            self.optimizer(record.number).make_state(
                 one for one in manifest.state if one.optimizer == record.number
             )
             self._count_state(record.number)
@@ -442,6 +434,7 @@ class VariableStore:
 
     def close(self) -> None:
         """Free everything. May be called again."""
+        self.held.close()
         self._variables.clear()
         self._optimizers.clear()
         self._budget.change(-sum(self._state_bytes.values()) - self._row_bytes)
@@ -463,7 +456,7 @@ class VariableStore:
         """Count in the budget by how many bytes an optimizer's state has changed; by default, measure it."""
         before = self._state_bytes.get(optimizer, 0)
         if change is None:
-            change = self._find_optimizer(optimizer).state_bytes() - before
+            change = self.optimizer(optimizer).state_bytes() - before
         self._budget.change(change)
         self._state_bytes[optimizer] = before + change
 
@@ -477,7 +470,8 @@ class VariableStore:
             )
         return stored
 
-    def _find_optimizer(self, optimizer: int) -> ServerOptimizer:
+    def optimizer(self, optimizer: int) -> ServerOptimizer:
+        """Return an optimizer by its number."""
         found = self._optimizers.get(optimizer)
         if found is None:
             raise NotFoundError(f"optimizer {optimizer!r} was never created on this server.")

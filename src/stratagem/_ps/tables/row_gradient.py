@@ -118,6 +118,11 @@ class RowGradient:
             self.watch(None, self._whole, sparse=False, skip=None)
         return self._whole
 
+    def mark(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the gradient: others after every change by a backward pass or `zero_grad`."""
+        kept = () if self._values is None else (self._values,)
+        return *kept, *(values for _, values in self._arrived)
+
     def leaves(self) -> list[LiveLeaf]:
         """Return the leaves that still exist, oldest first."""
         found = [(ids, leaf()) for ids, leaf in self._leaves]

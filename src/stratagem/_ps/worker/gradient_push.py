@@ -48,6 +48,8 @@ class StepBuilder:
         client: this worker's connections to the servers.
         dense: dense parameters by the id of their leaves.
         tables: tables by their ids, each with its variable.
+        held: servers make the steps at the end of a round. Every server that holds some of an optimizer's parameters
+            gets each step, so that all know which closures made one.
     """
 
     def __init__(
@@ -55,7 +57,10 @@ class StepBuilder:
         client: PsClient,
         dense: dict[int, DenseParameter],
         tables: dict[int, tuple[TableParameter, RemoteVariable]],
+        *,
+        held: bool = False,
     ) -> None:
+        self._held = held
         self._client = client
         self._dense = dense
         self._tables = tables
@@ -96,7 +101,7 @@ class StepBuilder:
             first(step.batch)
         by_server: dict[int, list[Gradient | SlotGradient]] = {}
         is_known = is_known_class(type(optimizer))
-        if not is_known:  # another class may count steps: every server makes each of them
+        if self._held or not is_known:  # another class may count steps: every server makes each
             for server in self._servers(optimizer):
                 by_server[server] = []
         joined = {} if not is_known else self._joined(optimizer, step.touched)
@@ -108,7 +113,14 @@ class StepBuilder:
                     step.touched.append(remote)
         for server in {**by_server, **joined}:
             gradients = by_server.get(server, ())
-            step.batch.push(server, number, gradients, settings, joined=joined.get(server, ()))
+            step.batch.push(
+                server,
+                number,
+                gradients,
+                settings,
+                joined=joined.get(server, ()),
+                held=self._held,
+            )
             if not is_known and _pushes(step.batch.parts[server]) > 1:
                 raise UnsupportedOptimizer(
                     f"one step of {type(optimizer).__name__} sends more to a parameter server than "

@@ -54,6 +54,8 @@ class PsWorkerSetup:
     gradient_aggregation: Literal["mean", "sum"]
     make_strategy: Callable[[PsWorkerSetup, WorkerVariables, ReadCache], Any]
     """Class of the worker's strategy; named by the caller, since `_ps` does not import `_strategies`."""
+    rounds: bool = False
+    """Whether servers make steps at the end of synchronous rounds (``staleness=0``)."""
     holders: tuple[int, ...] = ()
     """With backups: by server, which of the processes `servers` has its variables."""
 
@@ -86,7 +88,11 @@ class WorkerObjects:
         self._worker_index = worker_index
         workers = setup.workers
         self._place = workers.index(worker_index) if worker_index in workers else None
-        self._variables = WorkerVariables(client, is_sole=workers == (worker_index,))
+        # In a round, a step comes after the function: a write of a trained parameter would come before it.
+        is_sole = workers == (worker_index,) and not setup.rounds
+        self._variables = WorkerVariables(
+            client, is_sole=is_sole, rounds=setup.rounds, replicas=len(setup.compute_devices)
+        )
         self._cache = ReadCache()
         self._strategy = setup.make_strategy(setup, self._variables, self._cache)
         self._recorder = AdvanceRecorder()

@@ -39,6 +39,7 @@ from stratagem._ps.tables.writable_rows import WritableRows
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder
 from stratagem._ps.worker.dense_parameter import DenseParameter
 from stratagem._ps.worker.gradient_push import StepBuilder
+from stratagem._ps.worker.round_steps import RoundSteps
 from stratagem._ps.worker.step_state import WrapperStates
 from stratagem._ps.worker.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
 from stratagem._ps.worker.worker_copies import WorkerCopies
@@ -57,6 +58,8 @@ class WorkerVariables:
         client: this worker's connections to the servers.
         registry: of the metrics; staleness is the distribution ``ps.staleness``.
         is_sole: whether the cluster has no other worker, so that functions may write trained parameters.
+        rounds: servers make the steps at the end of synchronous rounds.
+        replicas: number of replicas that a function runs on.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class WorkerVariables:
         registry: metrics.Registry | None = None,
         *,
         is_sole: bool = False,
+        rounds: bool = False,
+        replicas: int = 1,
     ) -> None:
         self.client = client
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
@@ -79,7 +84,9 @@ class WorkerVariables:
         if client.failover is not None:
             client.failover.on_move = self._forget_memory
         self._written = WrittenParameters(self._dense, self._tables, is_sole=is_sole)
-        self._steps = StepBuilder(client, self._dense, self._tables)
+        self._steps = StepBuilder(client, self._dense, self._tables, held=rounds)
+        is_one = replicas == 1  # gradients of several are written into the leaves at each step
+        self._round = RoundSteps(self._dense, self._tables, compares=is_one) if rounds else None
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
         self._push_time = counting.timer("ps.push")
@@ -198,6 +205,8 @@ class WorkerVariables:
         self.wrappers.begin()
         for _, remote in self._tables.values():
             remote.keys.clocks.clear()  # of lookups without a step
+        if self._round is not None:
+            self._round.begin_closure()
         if self._dense or self._buffers:
             if not self.client.outbox.is_idle:  # this closure reads them
                 with self._wait_time.measure():
@@ -257,6 +266,8 @@ class WorkerVariables:
         """
         client, buffers = self.client, self.client.outbox.buffers
         with self._push_time.measure(), client.lock:
+            if self._round is not None:
+                self._round.note(number, optimizer)
             settings = changed_settings(optimizer, initial)
             changed = [buffer for buffer in self._buffers if buffer.is_changed()]
             written = self._written.find()
@@ -353,12 +364,12 @@ class WorkerVariables:
         self, touched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]
     ) -> None:
         """Record how many writes of others came between this step's reads and its write, at most."""
-        worst = -1
+        worst, own = -1, 1 if self._round is None else 0  # in a round, the own step comes later
         for remote in touched[:WATCHED]:
             for place, seen in zip(remote.places, remote.seen, strict=True):
                 after = versions.get((place.server, place.variable))
                 if after is not None and seen > 0:
-                    worst = max(worst, after - 1 - seen)
+                    worst = max(worst, after - own - seen)
         if worst >= 0:
             self._staleness.record(worst)
 

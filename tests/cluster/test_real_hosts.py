@@ -67,61 +67,141 @@ with sg.auto_strategy() as strategy:
 """
 
 
+WITH_BACKUPS = """
+import sys, torch
+import stratagem as sg
+
+resolver = sg.cluster_resolver.TFConfigClusterResolver()
+with sg.ParameterServerStrategy(resolver, backups=1) as strategy:
+    with strategy.scope():
+        one, two = sg.Variable(torch.zeros(1000)), sg.Variable(torch.zeros(1000))
+        table = torch.nn.Embedding(100, 8)
+        optimizer = torch.optim.Adagrad(table.parameters(), lr=1.0, eps=1e-10)
+    coordinator = sg.ClusterCoordinator(strategy)
+
+    def step():
+        one.assign_add(torch.ones(1000))
+        two.assign_add(torch.ones(1000))
+        optimizer.zero_grad()
+        table(torch.arange(100)).sum().backward()
+        optimizer.step()
+
+    for turn in range(3):
+        for _ in range(50):
+            coordinator.schedule(step)
+        print(f"scheduled {turn}", flush=True)
+        coordinator.join()
+        sums = [float(sg.convert_to_tensor(v).sum()) for v in (one, two)]
+        sums.append(float(optimizer.state_dict()["state"][0]["sum"].sum()))
+        expected = 50 * (turn + 1)
+        assert sums == [1000.0 * expected, 1000.0 * expected, 800.0 * expected], sums
+        print(f"exact {turn}", flush=True)
+        sys.stdin.readline()  # a server was killed and has started again
+    assert all(one.backup for one in coordinator.recoveries) and len(coordinator.recoveries) >= 2
+    print("all exact", flush=True)
+"""
+
+
+class FiveHosts:
+    """Servers, workers and a coordinator, each on a host of its own."""
+
+    def __init__(self, stack: ExitStack, directory: Path, *, encrypted: bool) -> None:
+        self._stack = stack
+        self._environment = {
+            **os.environ,
+            "STRATAGEM_CLUSTER_KEY": "a key for five hosts of a test",
+            "STRATAGEM_SERVER_WAIT_S": "200",
+            "STRATAGEM_CONNECT_TIMEOUT_S": "200",
+            "STRATAGEM_PARTITION_LIMIT_S": "120",
+            "STRATAGEM_SESSION_LEASE_S": "240",
+            "OMP_NUM_THREADS": "1",
+        }
+        if encrypted:
+            make_certificates(directory, ["task"], days=1)
+            self._environment["STRATAGEM_TLS_CERT"] = str(directory / "task.pem")
+            self._environment["STRATAGEM_TLS_KEY"] = str(directory / "task-key.pem")
+            self._environment["STRATAGEM_TLS_CA"] = str(directory / "ca.pem")
+        names = ["chief", *(name for hosts in TASKS.values() for name in hosts)]
+        self.hosts = stack.enter_context(NetworkHosts(names))
+        self.cluster = {
+            job: [f"{self.hosts.addresses[name]}:2222" for name in tasks]
+            for job, tasks in TASKS.items()
+        }
+        self.tasks = {
+            name: self.serve(job, index)
+            for job, tasks in TASKS.items()
+            for index, name in enumerate(tasks)
+        }
+
+    def _start(self, name: str, *command: str, **more: str) -> subprocess.Popen[str]:
+        process = self.hosts.start(
+            name,
+            [sys.executable, *command],
+            env={**self._environment, **more},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self._stack.callback(end, process)
+        return process
+
+    def serve(self, job: str, index: int) -> subprocess.Popen[str]:
+        """Start a worker or a parameter server."""
+        return self._start(
+            TASKS[job][index],
+            *("-m", "stratagem", "server", "--job", job, "--index", str(index)),
+            *("--cluster", json.dumps(self.cluster)),
+        )
+
+    def run(self, program: str) -> subprocess.Popen[str]:
+        """Start the coordinator."""
+        return self._start("chief", "-c", program, TF_CONFIG=json.dumps({"cluster": self.cluster}))
+
+
 @pytest.mark.parametrize("encrypted", [True, False], ids=["TLS", "plain"])
 def test_five_hosts_train_through_a_partition(tmp_path: Path, encrypted: bool) -> None:
     """A server's host is cut off for some seconds in the middle: the run waits, and nothing is lost."""
-    environment = {
-        **os.environ,
-        "STRATAGEM_CLUSTER_KEY": "a key for five hosts of a test",
-        "STRATAGEM_SERVER_WAIT_S": "200",
-        "STRATAGEM_CONNECT_TIMEOUT_S": "200",
-        "STRATAGEM_PARTITION_LIMIT_S": "120",
-        "STRATAGEM_SESSION_LEASE_S": "240",
-        "OMP_NUM_THREADS": "1",
-    }
-    if encrypted:
-        make_certificates(tmp_path, ["task"], days=1)
-        environment["STRATAGEM_TLS_CERT"] = str(tmp_path / "task.pem")
-        environment["STRATAGEM_TLS_KEY"] = str(tmp_path / "task-key.pem")
-        environment["STRATAGEM_TLS_CA"] = str(tmp_path / "ca.pem")
-    names = ["chief", *(name for hosts in TASKS.values() for name in hosts)]
     with ExitStack() as stack:
-        hosts = stack.enter_context(NetworkHosts(names))
-        cluster = {
-            job: [f"{hosts.addresses[name]}:2222" for name in tasks] for job, tasks in TASKS.items()
-        }
-
-        def start(name: str, *command: str, **more: str) -> subprocess.Popen[str]:
-            process = hosts.start(
-                name,
-                [sys.executable, *command],
-                env={**environment, **more},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(end, process)
-            return process
-
-        for job, tasks in TASKS.items():
-            for index, name in enumerate(tasks):
-                start(
-                    name,
-                    *("-m", "stratagem", "server", "--job", job, "--index", str(index)),
-                    *("--cluster", json.dumps(cluster)),
-                )
-        chief = start("chief", "-c", PROGRAM, TF_CONFIG=json.dumps({"cluster": cluster}))
+        five = FiveHosts(stack, tmp_path, encrypted=encrypted)
+        chief = five.run(PROGRAM)
         assert chief.stdin is not None
         lines = Lines(chief)
         wait_until(lambda: "half" in lines.read(), LIMIT_S, tell=lines.read)
-        hosts.cut("ps1")
+        five.hosts.cut("ps1")
         try:
             chief.stdin.write("\n")
             chief.stdin.flush()
             wait_until(lambda: "stuck" in lines.read(), LIMIT_S, tell=lines.read)
         finally:
-            hosts.heal("ps1")
+            five.hosts.heal("ps1")
         wait_until(lambda: "exact" in lines.read(), LIMIT_S, tell=lines.read)
+        assert chief.wait(LIMIT_S) == 0, lines.read()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("encrypted", [True, False], ids=["TLS", "plain"])
+def test_backups_on_another_host(tmp_path: Path, encrypted: bool) -> None:
+    """A server is killed, started again by hand, and gets the backup of the other one, which is killed next."""
+    with ExitStack() as stack:
+        five = FiveHosts(stack, tmp_path, encrypted=encrypted)
+        chief = five.run(WITH_BACKUPS)
+        assert chief.stdin is not None
+        lines = Lines(chief)
+        for turn, index in enumerate((1, 0)):
+            wait_until(lambda: f"scheduled {turn}" in lines.read(), LIMIT_S, tell=lines.read)
+            name = f"ps{index}"
+            five.tasks[name].kill()
+            five.tasks[name].wait(LIMIT_S)
+            five.tasks[name] = five.serve("ps", index)
+            wait_until(lambda: f"exact {turn}" in lines.read(), LIMIT_S, tell=lines.read)
+            again = f"has a backup on /job:ps/task:{index} again"
+            wait_until(lambda: lines.read().count(again) == 2, LIMIT_S, tell=lines.read)
+            chief.stdin.write("\n")
+            chief.stdin.flush()
+        wait_until(lambda: "exact 2" in lines.read(), LIMIT_S, tell=lines.read)
+        chief.stdin.write("\n")
+        chief.stdin.flush()
+        wait_until(lambda: "all exact" in lines.read(), LIMIT_S, tell=lines.read)
         assert chief.wait(LIMIT_S) == 0, lines.read()
 
 

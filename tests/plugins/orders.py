@@ -28,6 +28,8 @@ settings.register_profile(
     "bounded", max_examples=BOUNDED, deadline=None, suppress_health_check=_SLOW
 )
 settings.register_profile("soak", max_examples=50_000, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("busy", deadline=None, suppress_health_check=_SLOW)
+settings.load_profile("busy")  # of tests that count their examples themselves
 
 
 def pytest_configure(config: pytest.Config) -> None:

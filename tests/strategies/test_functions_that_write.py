@@ -447,3 +447,31 @@ def test_sam_puts_weights_back_so_that_several_workers_may_use_it(
         return step, [model]
 
     assert_equal_to_plain(several, program)
+
+
+def test_replicas_of_a_sole_worker_write_an_update_by_hand_once(cluster: sg.LocalCluster) -> None:
+    strategy = sg.ParameterServerStrategy(cluster.resolver, worker_devices=["cpu:0", "cpu:1"])
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    with sg.ClusterCoordinator(strategy) as coordinator:
+        with strategy.scope():
+            model = nn.Linear(4, 2)
+            model.load_state_dict(plain.state_dict())
+
+        def step(x: Tensor) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            for p in model.parameters():
+                through_data(p)
+
+        def both() -> None:
+            x = torch.arange(16.0).view(4, 4)
+            strategy.run(step, args=(sg.PerReplica([x[:2], x[2:]]),))
+
+        for _ in range(2):
+            coordinator.schedule(both).get(timeout_s=WAIT_S)
+            plain.zero_grad()
+            plain(torch.arange(16.0).view(4, 4)).square().mean().backward()
+            for p in plain.parameters():
+                through_data(p)
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))

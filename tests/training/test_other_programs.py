@@ -93,24 +93,158 @@ def copy_values(parameters):
 UPDATES = [add_to_data, subtract, assign_data, copy_values]
 
 
-@pytest.mark.parametrize("taken", ["inside", "outside"])
-@pytest.mark.parametrize("update", UPDATES)
-def test_manual_updates_are_refused_with_the_lines_to_write(update, taken, pair):
-    """The update would be applied once per replica, also through parameters taken outside ``run``."""
+def by_hand(update, *, taken="inside", steps=2):
+    """A program that updates its parameters itself, several times in one run."""
 
     def program(build, once):
         model = build(mlp)
         outside = list(model.parameters())
 
         def step(x, y):
-            model.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            update(outside if taken == "outside" else model.parameters())
+            for _ in range(steps):
+                model.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                update(outside if taken == "outside" else model.parameters())
 
         return step, model
 
+    return program
+
+
+@pytest.mark.parametrize(
+    ("update", "taken"),
+    [
+        *((update, "inside") for update in UPDATES),
+        (add_to_data, "outside"),
+        (assign_data, "outside"),
+    ],
+)
+def test_manual_updates_are_written_once(update, taken, pair):
+    """Every replica computes the same value from the aggregated gradient."""
+    assert_same(pair, by_hand(update, taken=taken))
+
+
+@pytest.mark.parametrize("update", [subtract, copy_values])
+def test_manual_updates_of_parameters_taken_outside_are_refused_with_the_lines_to_write(
+    update, pair
+):
+    """The update would be applied once per replica."""
     with pytest.raises(ReplicaError, match=r"def update\(strategy\):(.|\n)*merge_call\(update\)"):
+        train(pair, by_hand(update, taken="outside"))
+
+
+def test_a_value_that_depends_on_the_rows_of_a_replica_is_refused(pair):
+    def program(build, once):
+        model = build(mlp)
+
+        def step(x, y):
+            model[0].bias.data.add_(x.mean())
+
+        return step, model
+
+    with pytest.raises(ReplicaError, match=r"replica 1 has another value"):
         train(pair, program)
+
+
+def test_a_write_in_some_of_the_replicas_is_refused_and_undone(pair):
+    with pair.scope():
+        model = mlp()
+    before = model[0].bias.detach().clone()
+
+    def step(x):
+        if sg.get_replica_context().replica_id_in_sync_group == 1:
+            model[0].bias.data.add_(1.0)
+
+    def look(x):
+        return float(model[0].bias.detach().sum())
+
+    with pytest.raises(ReplicaError, match=r"not every replica wrote"):
+        pair.run(step, args=(sg.PerReplica([X[:4], X[4:]]),))
+    assert model[0].bias.tolist() == before.tolist()
+    found = pair.run(look, args=(sg.PerReplica([X[:4], X[4:]]),))
+    assert set(pair.local_results(found)) == {float(before.sum())}
+
+
+def test_reading_data_changes_nothing(pair):
+    def program(build, once):
+        model = build(mlp)
+        optimizer = sgd(model)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) + sum(p.data.sum() for p in model.parameters())).backward()
+            optimizer.step()
+            assert model[0].weight.data.shape == (8, 4)
+
+        return step, model
+
+    assert_same(pair, program)
+
+
+def test_weights_are_clipped_between_two_optimizers(pair):
+    """WGAN."""
+
+    def program(build, once):
+        generator, critic = build(mlp), build(lambda: nn.Linear(2, 1))
+        with torch.no_grad():
+            critic.weight.fill_(0.3)
+            critic.bias.fill_(0.3)
+        first = torch.optim.RMSprop(critic.parameters(), lr=0.01)
+        second = torch.optim.RMSprop(generator.parameters(), lr=0.01)
+
+        def step(x, y):
+            first.zero_grad()
+            (critic(generator(x).detach()).mean() - critic(y).mean()).backward()
+            first.step()
+            for p in critic.parameters():
+                p.data.clamp_(-0.1, 0.1)
+            second.zero_grad()
+            (-critic(generator(x)).mean()).backward()
+            second.step()
+
+        return step, nn.ModuleList([generator, critic])
+
+    assert_same(pair, program)
+
+
+def test_a_target_network_follows_in_the_step(pair):
+    """DQN."""
+
+    def program(build, once):
+        model, target = build(mlp), build(mlp)
+        optimizer = sgd(model)
+
+        def step(x, y):
+            with torch.no_grad():
+                wanted = target(x)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), wanted + y).backward()
+            optimizer.step()
+            for theirs, mine in zip(target.parameters(), model.parameters(), strict=True):
+                theirs.data.copy_(0.5 * mine.data + 0.5 * theirs.data)
+
+        return step, nn.ModuleList([model, target])
+
+    assert_same(pair, program)
+
+
+def test_a_replica_without_rows_need_not_write(pair):
+    with pair.scope():
+        model = mlp()
+    plain = mlp()
+
+    def step(model, x, y):
+        model.zero_grad()
+        if not len(x):
+            return
+        F.mse_loss(model(x), y).backward()
+        add_to_data(model.parameters())
+
+    rows = [sg.PerReplica([X, X[:0]]), sg.PerReplica([Y, Y[:0]])]
+    pair.run(lambda x, y: step(model, x, y), args=rows)
+    step(plain, X, Y)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize("update", UPDATES)

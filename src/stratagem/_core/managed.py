@@ -193,6 +193,8 @@ def finish_run(replicas: Sequence[Replica]) -> None:
     records = [replica.record for replica in replicas if replica.record is not None]
     for record in records:
         for leaf in record.leaves:
+            if leaf.has_own_memory:
+                leaf.managed.settle()
             if leaf.is_written():
                 leaf.refuse_write()
     copies: dict[ReplicatedBuffer, list[BufferCopy]] = {}

@@ -4,6 +4,9 @@ A leaf is a plain ``nn.Parameter``. On the central device it shares the central 
 every optimizer step is visible at once; on another device it is a copy that is refreshed when central changed. A
 leaf has its own gradient and its own version counter, by which writes in a replica are noticed. `gradients`
 aggregates the leaves' gradients.
+
+A replica that asks for ``.data``, or for ``.grad`` under ``no_grad``, may be about to write the parameter (an update by hand,
+clipping of weights). Its leaf then gets memory of its own. If all replicas wrote the same value, `settle` writes it once to central.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ from stratagem.errors import ReplicaError
 
 WRITE_ONCE = (
     "Every replica runs the same code, so the one parameter behind the replicas would be written once per replica. "
-    "Let optimizer.step() update it, keep running statistics in buffers (register_buffer), or write it once for all "
-    "replicas, in a function in which .grad is the aggregated gradient:\n"
+    "Let optimizer.step() update it, keep running statistics in buffers (register_buffer), write it through "
+    "parameter.data if all replicas write the same value, or write it once for all replicas, in a function in which "
+    ".grad is the aggregated gradient:\n"
     "    def update(strategy):\n"
     "        with torch.no_grad(): parameter.add_(parameter.grad, alpha=-lr)\n"
     "    sg.get_replica_context().merge_call(update)"
@@ -56,6 +60,17 @@ _memory: Callable[[Tensor], Tensor] = cast("Any", Tensor.data).__get__
 keeps the version counter."""
 
 
+_set_memory: Callable[[Tensor, Tensor], None] = cast("Any", Tensor.data).__set__
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same numbers; two that are not numbers are the same."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach(), other.detach().to(one.device)
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 class Leaf:
     """One replica's view of a parameter.
 
@@ -68,11 +83,12 @@ class Leaf:
         synced_with: the central gradient that the leaf's own gradient is equal to.
         base: gradient of earlier passes, kept apart during this one (see `gradients`).
         has_base_hook: whether ``base`` is in use.
+        has_own_memory: whether the replica may write the leaf, until `ReplicatedParameter.settle`.
     """
 
     __slots__ = (
         "__weakref__", "aggregated", "aggregated_in", "base", "central_version", "has_base_hook",
-        "managed", "record", "replica_id", "shares", "synced_with", "tensor", "version",
+        "has_own_memory", "managed", "record", "replica_id", "shares", "synced_with", "tensor", "version",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +106,22 @@ class Leaf:
         self.synced_with: GradientState = None
         self.base: Tensor | None = None
         self.has_base_hook = False
+        self.has_own_memory = False
+
+    def take_own_memory(self) -> None:
+        """Give the replica a copy of the parameter that it may write."""
+        if not self.has_own_memory:
+            self.has_own_memory = True
+            if self.shares:
+                _set_memory(self.tensor, _memory(self.managed.central).clone())
+
+    def follow(self, central: Tensor) -> None:
+        """Show central's value again."""
+        self.has_own_memory = False
+        if self.shares:
+            _set_memory(self.tensor, _memory(central))
+        self.refresh(central)
+        self.version = version(self.tensor)
 
     def fits(self, central: Tensor) -> bool:
         """Return whether this is still a view of central, which may have been moved or replaced."""
@@ -102,6 +134,8 @@ class Leaf:
 
     def refresh(self, central: Tensor) -> None:
         """Note central's version; copy its values to a leaf on another device."""
+        if self.has_own_memory:
+            return
         if not self.shares:
             _memory(self.tensor).copy_(_memory(central), non_blocking=True)
         self.central_version = version_of(central)
@@ -116,18 +150,19 @@ class Leaf:
         seen = self.synced_with
         return seen is not None and seen[0]() is grad and seen[1] == version_of(grad)
 
-    def refuse_write(self) -> None:
+    def refuse_write(self, why: str = "") -> None:
         """Raise: the replica wrote the parameter in place."""
         self.version = version(self.tensor)
         self.central_version = -2  # copied again at the next use
         raise ReplicaError(
-            f"{self.managed.describe()} was written in place inside replica {self.replica_id}. {WRITE_ONCE}"
+            f"{self.managed.describe()} was written in place inside replica {self.replica_id}{why}. {WRITE_ONCE}"
         )
 
     def is_written(self) -> bool:
         """Return whether the replica, or another one, has written the parameter in place."""
-        central = self.managed.central
-        return version(self.tensor) != self.version or version_of(central) != self.central_version
+        if version_of(self.managed.central) != self.central_version:
+            return True
+        return not self.has_own_memory and version(self.tensor) != self.version
 
 
 class ReplicatedParameter(ManagedParameter):
@@ -249,6 +284,33 @@ class ReplicatedParameter(ManagedParameter):
         for leaf in self.by_replica.values():
             if not leaf.record.closed and leaf.is_written():
                 leaf.refuse_write()
+
+    def settle(self) -> None:
+        """Write to central, once, what the replicas wrote into memory of their own.
+
+        Raises:
+            ReplicaError: the replicas with rows did not all write the same value.
+        """
+        active = [leaf for leaf in self.by_replica.values() if not leaf.record.closed]
+        own = [leaf for leaf in active if leaf.has_own_memory]
+        if not own:
+            return
+        central, first = self.central, own[0]
+        if any(not _are_equal(leaf.tensor, central) for leaf in own):
+            replica = first.record.replica
+            assert replica is not None, "its run is active"
+            for number, weight in enumerate(replica.group.row_weights):
+                leaf = self.by_replica.get(number)
+                wrote = leaf in own and _are_equal(leaf.tensor, first.tensor)
+                if first.is_written() or (not wrote and (weight > 0 or leaf in own)):
+                    first.refuse_write(
+                        f", and replica {number} has another value (the value depends on a replica's rows, or "
+                        "not every replica wrote)"
+                    )
+            with torch.no_grad():
+                central.detach().copy_(first.tensor.detach())
+        for leaf in active:
+            leaf.follow(central)
 
     def stepped(self) -> None:
         """Let the leaves follow central, which was updated once for all replicas during a run."""

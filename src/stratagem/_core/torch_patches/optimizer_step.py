@@ -358,6 +358,7 @@ def _step_central(
         real: the optimizer class's own step, with its arguments.
     """
     for managed in parameters:
+        managed.settle()
         managed.refuse_writes()
     for managed in parameters:
         managed.expose_gradient(managed.by_replica.get(lead))

@@ -8,15 +8,18 @@ Those are the central parameters. Without the patch, clipping would act on the g
 clears the pointer and releases the interpreter lock in between: two threads that both run ``p.grad = None`` free it
 twice and corrupt memory. So replicas access it one at a time.
 
-``data`` of a leaf is ``.detach()``: the same memory with the leaf's version counter, by which writes are noticed
-(`Leaf.refuse_write`). torch's own ``.data`` counts no version, so that ``p.data.mul_(0.9)`` would change the central
-parameter once per replica, unnoticed. Assigning to ``.data`` is refused: it would only last until the next run.
-The same holds for ``data`` of a parameter that is on parameter servers, on the coordinator: ``target.weight.data.copy_(…)``
-must reach the servers. On a worker, ``data`` is torch's own, and the worker is told first (`watch_data`).
+``data`` in a replica is a copy that belongs to the replica, and so is the leaf from then on: ``p.data.add_(p.grad, alpha=-lr)`` would
+otherwise change the central parameter once per replica. `ReplicatedParameter.settle` writes the replicas' common result once. A
+``grad`` that is read under ``no_grad`` announces a write, too (``p -= lr * p.grad``). Tables have rows, and refuse writes.
+
+``data`` of a parameter that is on parameter servers, on the coordinator, is ``.detach()``, by whose version counter writes are
+noticed: ``target.weight.data.copy_(…)`` must reach the servers. On a worker, ``data`` is torch's own, and the worker is told
+first (`watch_data`).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from typing import Any, Protocol
@@ -24,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stratagem._core.context import current_replica
+from stratagem._core.context import Replica, current_replica
 from stratagem._core.managed import find_managed, find_registered, read_grad, write_grad
 from stratagem._core.replicated_parameters import WRITE_ONCE, ReplicatedParameter
 from stratagem.errors import ReplicaError
@@ -72,7 +75,22 @@ def _get_grad(parameter: nn.Parameter) -> Tensor | None:
     if managed is None and replica.group.size > 1:
         with _SHARED:
             return read_grad(parameter)
+    if type(managed) is ReplicatedParameter and not torch.is_grad_enabled():
+        _expect_write(parameter, managed, replica)
     return read_grad(_own(parameter, managed))
+
+
+def _expect_write(parameter: nn.Parameter, managed: ReplicatedParameter, replica: Replica) -> None:
+    """Let the replica write its leaf, whose gradient is read without grad mode.
+
+    Not in torch's own functions (``clip_grad_norm_``), which write gradients only.
+    """
+    leaf = managed.by_replica.get(replica.id)
+    if leaf is None or leaf.tensor is not parameter or replica.group.size == 1:
+        return
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if not caller.startswith("torch.") and leaf.record is replica.record:
+        leaf.take_own_memory()
 
 
 def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
@@ -109,11 +127,26 @@ def _get_data(tensor: nn.Parameter) -> Tensor:
             return Tensor.detach(tensor)
         plain: Tensor = _plain_data.__get__(tensor)
         return plain
-    return Tensor.detach(managed.resolve() if tensor is managed.central else tensor)
+    if type(managed) is not ReplicatedParameter:  # a table
+        return Tensor.detach(managed.resolve() if tensor is managed.central else tensor)
+    own: Tensor = _plain_data.__get__(_writable(managed))
+    return own
+
+
+def _writable(managed: ReplicatedParameter) -> Tensor:
+    """Return the replica's leaf with memory of its own."""
+    replica, tensor = current_replica(), managed.resolve()
+    leaf = None if replica is None else managed.by_replica.get(replica.id)
+    if leaf is not None and leaf.tensor is tensor:
+        leaf.take_own_memory()
+    return tensor
 
 
 def _set_data(tensor: nn.Parameter, value: Tensor) -> None:
     managed = _managed_here(tensor)
+    if type(managed) is ReplicatedParameter:
+        _plain_data.__set__(_writable(managed), value)
+        return
     if managed is not None:
         raise ReplicaError(
             f"the .data of {managed.describe()} was assigned inside {current_replica()!r}. {WRITE_ONCE}"

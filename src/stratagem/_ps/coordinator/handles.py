@@ -220,8 +220,8 @@ class ObjectHandles:
                     f"{type(obj).__name__} was captured by or passed to a scheduled function, but none "
                     "of its parameters belongs to this strategy: workers would train copies, and the "
                     "model here would stay as it is. Create the model and its optimizer inside "
-                    "`with strategy.scope():`, or, if copies are meant, make the optimizer inside the "
-                    "function."
+                    "`with strategy.scope():` (a bare tensor: as nn.Parameter of an nn.Module made there), or, "
+                    "if copies are meant, make the optimizer inside the function."
                 )
             return self._token_of(obj, "optimizer")
         if isinstance(obj, PerWorkerVariable):

@@ -72,6 +72,10 @@ class Work(ABC):
         """Return the names and ids of the processes that do this side's work."""
         return {"main": os.getpid()}
 
+    def resize(self, workers: int) -> None:
+        """Change the number of workers; most rows have a fixed number."""
+        raise NotImplementedError(f"{type(self).__name__} has a fixed number of workers")
+
     def close(self) -> None:  # noqa: B027 - most rows hold nothing
         """Release everything. A second call does nothing."""
 
@@ -97,11 +101,14 @@ def serve(make_work: MakeWork) -> int:
                 elif operation == "sample":
                     answer = _made(work).sample(question["seconds"])
                     answer["processes"] = _made(work).processes()
+                elif operation == "resize":
+                    _made(work).resize(question["workers"])
+                    answer = {"processes": _made(work).processes()}
                 elif operation == "close":
                     break
                 else:
                     raise ValueError(
-                        f"unknown operation {operation!r}; setup, check, sample or close expected"
+                        f"unknown operation {operation!r}; setup, check, sample, resize or close expected"
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 # The harness shows the sentence as the reason why the row is missing; the rest is in the log.

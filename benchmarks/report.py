@@ -123,16 +123,17 @@ def markdown(rows: tuple[Row, ...], results: Results) -> str:
     return "\n".join(text)
 
 
-def include(page: Path, table: str) -> bool:
-    """Put the table between the markers of a page; False if the page has none."""
+def include(page: Path, table: str, name: str = "bench") -> bool:
+    """Put a table between the markers of this name in a page; False if the page has none."""
     if not page.exists():
         return False
     text = page.read_text()
-    if BEGIN not in text or END not in text:
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if begin not in text or end not in text:
         return False
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2]
-    page.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+    head, _, rest = text.partition(begin)
+    tail = rest.partition(end)[2]
+    page.write_text(f"{head}{begin}\n{table}\n{end}{tail}")
     return True
 
 

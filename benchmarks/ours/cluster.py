@@ -66,6 +66,17 @@ class ClusterWork(Work):
         pids = {f"{job} {index}": self.cluster.pid(job, index) for job, index in tasks}
         return {**super().processes(), **pids}
 
+    def resize(self, workers: int) -> None:
+        for _ in range(workers - self.size["workers"]):
+            self.cluster.add_worker()
+        self.size["workers"] = workers
+        end = time.monotonic() + JOIN_TIMEOUT_S
+        while len(self.coordinator.workers) < workers:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{workers} workers expected, {self.coordinator.workers} found")
+            time.sleep(0.05)
+        self._rate = 0.0  # calibrate again
+
     def close(self) -> None:
         self.coordinator.close()
         self.strategy.close()
@@ -102,15 +113,17 @@ class Training(ClusterWork):
         """Return the step and its iterators for a model and an optimizer."""
         model, optimizer, loss_of = self.model, self.optimizer, self.loss
         inputs, labels = (torch.from_numpy(part) for part in self.batches)
+        self.amount_per_step = per_closure = self.size.get("per_closure", 1)
 
         def dataset() -> Any:
             return sg.data.Dataset.from_tensor_slices((inputs, labels)).repeat()
 
         def step(iterator: Any) -> None:
-            batch, truth = next(iterator)
-            optimizer.zero_grad()
-            loss_of(model(batch), truth).backward()
-            optimizer.step()
+            for _ in range(per_closure):
+                batch, truth = next(iterator)
+                optimizer.zero_grad()
+                loss_of(model(batch), truth).backward()
+                optimizer.step()
 
         return step, (iter(self.coordinator.create_per_worker_dataset(dataset)),)
 

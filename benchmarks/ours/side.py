@@ -51,6 +51,9 @@ WORK = {
     "tfrecord": "reading:TFRecord",
     "wire": "pipelines:Wire",
     "quality": "quality:Quality",
+    "scaling_probe": "benchmarks.scaling.steps:Probe",
+    "scaling_mlp": "benchmarks.scaling.steps:MlpSteps",
+    "scaling_embedding": "benchmarks.scaling.steps:EmbeddingSteps",
 }
 
 

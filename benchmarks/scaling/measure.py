@@ -72,11 +72,11 @@ class Bench:
 
     def _sample(self, seconds: float) -> Sample:
         side = self._side
-        before, bytes_before, others = side.processor_seconds(), side.wire_bytes(), busy_seconds()
-        begin = time.perf_counter()
+        bytes_before, before = side.wire_bytes(), side.processor_seconds()
+        busy_before, begin = busy_seconds(), time.perf_counter()
         answer = side.ask("sample", timeout_s=SAMPLE_TIMEOUT_S, seconds=seconds)
-        elapsed = time.perf_counter() - begin
-        after, bytes_after, busy = side.processor_seconds(), side.wire_bytes(), busy_seconds()
+        elapsed, busy = time.perf_counter() - begin, busy_seconds() - busy_before
+        after, bytes_after = side.processor_seconds(), side.wire_bytes()
         used = {name: after[name] - before[name] for name in before}
         steps = answer["steps"] * self._per_closure
         sent = 0.0 if bytes_after is None or bytes_before is None else bytes_after - bytes_before
@@ -84,7 +84,7 @@ class Bench:
             steps_per_s=answer["value"],
             cost=by_role(used) * (1 / steps),
             wire_bytes=sent / steps,
-            others=max(0.0, busy - others - sum(used.values())) / elapsed,
+            others=max(0.0, busy - sum(used.values())) / elapsed,
         )
 
     @contextmanager

@@ -162,7 +162,9 @@ class RayPlacement(Owner):
 
 
 def _without_labels(resources: Mapping[str, float]) -> dict[str, float]:
-    """Leave out the resources by which Ray names nodes."""
+    """Leave out the resources by which Ray names nodes and the bundles of placement groups."""
     return {
-        name: value for name, value in sorted(resources.items()) if not name.startswith("node:")
+        name: value
+        for name, value in sorted(resources.items())
+        if not name.startswith("node:") and "_group_" not in name
     }

@@ -180,7 +180,7 @@ class TaskSupervisor(Owner):
             missing = [state for state in self._states.values() if not state.ready]
         if missing:
             raise StartupError(
-                f"the cluster could not start (limit {timeout_s:g} s): "
+                f"the cluster could not start (limit {timeout_s:.3g} s): "
                 + "; ".join(f"{state!r}{state.last_lines()}" for state in missing)
             )
 

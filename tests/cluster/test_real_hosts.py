@@ -1,4 +1,4 @@
-"""A cluster on five hosts: every task in a network of its own, with and without TLS, with a partition that heals."""
+"""A cluster on five hosts: every task in a network of its own, with and without TLS, with delay, loss and a partition that heals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from network_hosts import CAN_MAKE_HOSTS, NetworkHosts
+from relay import __file__ as relay_file
 from waiting import wait_until
 
 from stratagem._commands.certificates import make_certificates
@@ -21,6 +22,8 @@ pytestmark = [
 ]
 
 LIMIT_S = 250.0
+# The kernel may lack netem, so tasks are reached through a relay on their own host.
+DELAY_S, LOSS = 0.01, 0.02
 TASKS = {"ps": ["ps0", "ps1"], "worker": ["worker0", "worker1"]}
 
 # Exact sums: every closure counts once, on both servers, whatever the network does.
@@ -105,8 +108,12 @@ with sg.ParameterServerStrategy(resolver, backups=1) as strategy:
 class FiveHosts:
     """Servers, workers and a coordinator, each on a host of its own."""
 
-    def __init__(self, stack: ExitStack, directory: Path, *, encrypted: bool) -> None:
+    def __init__(
+        self, stack: ExitStack, directory: Path, *, encrypted: bool, delayed: bool = False
+    ) -> None:
         self._stack = stack
+        self._delayed = delayed
+        self.relays: list[subprocess.Popen[str]] = []
         self._environment = {
             **os.environ,
             "STRATAGEM_CLUSTER_KEY": "a key for five hosts of a test",
@@ -147,10 +154,17 @@ class FiveHosts:
 
     def serve(self, job: str, index: int) -> subprocess.Popen[str]:
         """Start a worker or a parameter server."""
+        name, cluster = TASKS[job][index], self.cluster
+        if self._delayed:
+            address, behind = cluster[job][index], f"{self.hosts.addresses[name]}:2223"
+            relay = (relay_file, address, behind, str(DELAY_S), str(LOSS))
+            self.relays.append(self._start(name, *relay))
+            own = [behind if task == address else task for task in cluster[job]]
+            cluster = {**cluster, job: own}
         return self._start(
-            TASKS[job][index],
+            name,
             *("-m", "stratagem", "server", "--job", job, "--index", str(index)),
-            *("--cluster", json.dumps(self.cluster)),
+            *("--cluster", json.dumps(cluster)),
         )
 
     def run(self, program: str) -> subprocess.Popen[str]:
@@ -159,10 +173,12 @@ class FiveHosts:
 
 
 @pytest.mark.parametrize("encrypted", [True, False], ids=["TLS", "plain"])
-def test_five_hosts_train_through_a_partition(tmp_path: Path, encrypted: bool) -> None:
-    """A server's host is cut off for some seconds in the middle: the run waits, and nothing is lost."""
+def test_five_hosts_train_through_delay_loss_and_a_partition(
+    tmp_path: Path, encrypted: bool
+) -> None:
+    """Packets are late or lost, and a server's host is cut off for some seconds: the run waits, and every step counts once."""
     with ExitStack() as stack:
-        five = FiveHosts(stack, tmp_path, encrypted=encrypted)
+        five = FiveHosts(stack, tmp_path, encrypted=encrypted, delayed=True)
         chief = five.run(PROGRAM)
         assert chief.stdin is not None
         lines = Lines(chief)
@@ -176,6 +192,9 @@ def test_five_hosts_train_through_a_partition(tmp_path: Path, encrypted: bool) -
             five.hosts.heal("ps1")
         wait_until(lambda: "exact" in lines.read(), LIMIT_S, tell=lines.read)
         assert chief.wait(LIMIT_S) == 0, lines.read()
+        told = [relay.communicate(timeout=60)[0].split() for relay in five.relays]
+        assert [words[0] for words in told] == ["lost"] * 4
+        assert sum(int(words[1]) for words in told) > 0
 
 
 @pytest.mark.timeout(600)
@@ -226,4 +245,5 @@ class Lines:
 def end(process: subprocess.Popen[str]) -> None:
     """End a process, and close its pipes."""
     process.kill()
-    process.communicate(timeout=60)
+    if process.stdout is not None and not process.stdout.closed:
+        process.communicate(timeout=60)

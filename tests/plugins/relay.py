@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Self
@@ -23,16 +24,20 @@ class Relay:
         to: address of the task.
         delay_s: for each direction; a round trip takes twice as long.
         loss: share of packets that are lost and sent again.
+        listen: where it accepts connections.
     """
 
-    def __init__(self, to: str, *, delay_s: float = 0.0, loss: float = 0.0) -> None:
+    def __init__(
+        self, to: str, *, delay_s: float = 0.0, loss: float = 0.0, listen: str = "127.0.0.1:0"
+    ) -> None:
         self._host, _, port = to.rpartition(":")
         self._port = int(port)
         self._delay_s = delay_s
         self._loss = loss
         self._random = random.Random(7)
         self._cut: list[bytes] = []
-        self.address = ""
+        self.lost = 0
+        self.address = listen
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="test-relay")
@@ -69,7 +74,8 @@ class Relay:
 
     async def _serve(self) -> None:
         self._ended = asyncio.Event()
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, _, port = self.address.rpartition(":")
+        server = await asyncio.start_server(self._accept, host, int(port))
         self.address = "{}:{}".format(*server.sockets[0].getsockname())
         self._ready.set()
         await self._ended.wait()
@@ -149,6 +155,18 @@ class Relay:
     def _pause_s(self) -> float:
         pause_s, timer_s = 0.0, FIRST_TIMER_S + 2 * self._delay_s
         while self._random.random() < self._loss:
+            self.lost += 1
             pause_s += timer_s
             timer_s *= 2
         return pause_s
+
+
+def main(listen: str, to: str, delay_s: str, loss: str) -> None:
+    """Run a relay until standard input ends, then print how many packets were lost."""
+    with Relay(to, delay_s=float(delay_s), loss=float(loss), listen=listen) as relay:
+        sys.stdin.read()
+    print(f"lost {relay.lost}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

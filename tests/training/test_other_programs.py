@@ -229,6 +229,19 @@ def test_a_target_network_follows_in_the_step(pair):
     assert_same(pair, program)
 
 
+def test_a_flag_written_through_data_of_a_buffer_is_kept(pair):
+    """ema-pytorch: ``self.initted.data.copy_(torch.tensor(True))``."""
+    with pair.scope():
+        model = mlp()
+        model.register_buffer("ready", torch.tensor(False))
+
+    def step(x):
+        model.ready.data.copy_(torch.tensor(True))
+
+    pair.run(step, args=(sg.PerReplica([X[:4], X[4:]]),))
+    assert bool(model.ready)
+
+
 def test_a_replica_without_rows_need_not_write(pair):
     with pair.scope():
         model = mlp()

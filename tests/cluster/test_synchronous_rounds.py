@@ -84,6 +84,19 @@ def test_steps_of_a_closure_that_raised_do_not_count() -> None:
     assert queue.quiet
 
 
+def test_a_round_waits_for_workers_that_answer_a_recall() -> None:
+    """After an error a worker may still owe an answer: the next round has a closure for it, too."""
+    queue, rounds = queue_of(2, 2)
+    queue.take(0), queue.take(1)
+    queue.failed(0, 1)
+    queue.finished(1, [2], QUICK_S)
+    rounds.applied()
+    queue.resume()
+    for closure in (3, 4):
+        assert queue.add(closure) == [], "worker 1 has not answered"
+    assert queue.returned(1, []) == [SendClosures(0), SendClosures(1)]
+
+
 def test_a_round_that_a_server_has_forgotten_runs_again() -> None:
     queue, rounds = queue_of(2, 2)
     queue.take(0), queue.take(1)

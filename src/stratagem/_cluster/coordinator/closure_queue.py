@@ -219,8 +219,7 @@ class ClosureQueue:
         if not counted:
             return []
         worker.measured(run_s)
-        rule = self._rule
-        results = [DeliverResults(counted)] if rule is None else rule.deliver(counted)
+        results = [DeliverResults(counted)] if self._rule is None else self._rule.deliver(counted)
         return [*results, *self._drained(number), *self._send_next(number)]
 
     def failed(
@@ -450,7 +449,8 @@ class ClosureQueue:
     def _send_next(self, number: int | None = None) -> list[Action]:
         """Send closures to the worker that reads their part, or has fewest, and to worker `number`."""
         if self._rule is not None:
-            free = [other for other, one in self._workers.items() if one.has_room]
+            waits = any(one.recalling for one in self._workers.values())  # for a worker's answer
+            free = [n for n, one in self._workers.items() if one.has_room and not waits]
             free.sort(key=lambda other: self._workers[other].started_at)
             return self._rule.next(self._queued, [one for one in free if self._has_input(one)])
         if not self._queued or self.stopped:

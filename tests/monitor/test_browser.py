@@ -131,7 +131,7 @@ def test_the_page_moves_and_shows_a_killed_worker(training: Training, browser, t
         visit.until(POINTS_ABOVE % (before + 2))
         visit.page.locator("#workers").get_by_text("worker 1").wait_for()
         visit.page.locator("#servers").get_by_text("ps 1").wait_for()
-        visit.page.locator("#tables").get_by_text("weight").wait_for()
+        visit.page.locator("#tables").get_by_text("weight").first.wait_for()
 
         training.cluster.kill_worker(0)
         visit.page.locator("#events").get_by_text("worker lost").first.wait_for()

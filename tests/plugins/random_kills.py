@@ -316,7 +316,12 @@ def planned(
                     assert not left, f"{left} were not killed"
                     values: list[float] = json.loads((round_ / RESULT).read_text())["values"]
                     return values
-                elif left and progress(round_) >= target:
+                elif (
+                    left
+                    and progress(round_) >= target
+                    # Without a checkpoint of its own, a coordinator ends when it loses a server.
+                    and ("ps" not in left[0] or (round_ / f"safe-{coordinator.pid}").exists())
+                ):
                     kill(left.pop(0), cluster, coordinator)
                     target = progress(round_) + 90  # two saves later
     finally:

@@ -206,6 +206,7 @@ class RemoteValue:
             ...     with sg.ClusterCoordinator(strategy) as coordinator:
             ...         value = coordinator.schedule(lambda: 3)
             ...         value.add_done_callback(lambda value: finished.append(value.get()))
+            ...         coordinator.join()
             >>> finished
             [3]
         """

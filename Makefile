@@ -41,7 +41,7 @@ demo: $(RUNTIME) ## train for a minute on 2 workers and 2 parameter servers, wit
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-test: $(DEV) ## run the fast and process tests, doctests and documentation examples (7 minutes)
+test: $(DEV) ## run the fast and process tests, doctests and documentation examples (16 minutes)
 	$(PYTEST) -m "not soak" $(TESTS)
 
 test-fast: $(DEV) ## run only the tests that start no process (2 minutes)

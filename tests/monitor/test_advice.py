@@ -18,7 +18,7 @@ from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.sample_sources import ClusterSource, ProgramSource
 from stratagem.errors import DeadlineExceeded
 
-LIMIT_S = 100.0
+LIMIT_S = 200.0
 
 
 @pytest.fixture(scope="module")

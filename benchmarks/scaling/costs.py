@@ -65,7 +65,7 @@ class UnitCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLoad:
-    """What one step asks of one server: processor time, and bytes over sockets, for reading rows and for the update."""
+    """Load of one server by one step: processor time, and bytes over sockets, for reading rows and for the update."""
 
     read_s: float
     update_s: float

@@ -1,4 +1,4 @@
-"""What is measured, what is compared and what is predicted: descriptions only."""
+"""Descriptions of the steps that are measured, compared and predicted."""
 
 from __future__ import annotations
 

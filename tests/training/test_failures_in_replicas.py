@@ -129,7 +129,7 @@ def test_a_model_of_another_strategy_is_refused(several):
 
 
 def test_a_write_inside_a_replica_is_noticed(several):
-    """It would be applied once per replica to the one parameter behind them."""
+    """A write would be applied once per replica to the one parameter behind them."""
     model, _ = make(several)
 
     def by_hand(x, y):

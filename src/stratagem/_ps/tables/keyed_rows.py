@@ -29,7 +29,7 @@ class KeyedPart:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether this part is in a file: rows may be, keys are not."""
+        """True if this part is in a file: rows may be, keys are not."""
         return self.rule.on_disk and self._rows is None
 
     @property

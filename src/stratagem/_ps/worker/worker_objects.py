@@ -55,7 +55,7 @@ class PsWorkerSetup:
     make_strategy: Callable[[PsWorkerSetup, WorkerVariables, ReadCache], Any]
     """Class of the worker's strategy; named by the caller, since `_ps` does not import `_strategies`."""
     rounds: bool = False
-    """Whether servers make steps at the end of synchronous rounds (``staleness=0``)."""
+    """True if servers make steps at the end of synchronous rounds (``staleness=0``)."""
     holders: tuple[int, ...] = ()
     """With backups: by server, which of the processes `servers` has its variables."""
 

@@ -8,13 +8,11 @@ import keras
 import numpy as np
 import pytest
 import torch
-from keras_models import STRATEGIES, classifier, compare, dense, rows
+from keras_inputs import INPUTS, X, Y, dataset, fit, loader
+from keras_models import STRATEGIES, classifier, compare, dense
 
 import stratagem as sg
 from stratagem._keras.model_strategies import strategy_of
-
-X, Y = rows()
-
 
 # The whole matrix is left to the long tests: the strategies differ in their devices only.
 ALL = [
@@ -28,57 +26,7 @@ def strategy(request: pytest.FixtureRequest) -> sg.Strategy:
     return STRATEGIES[request.param]()
 
 
-def fit(model: Any, x: Any = X, y: Any = Y, **arguments: Any) -> Any:
-    if y is not None:
-        arguments.setdefault("batch_size", 16)
-    return model.fit(x, y, epochs=2, verbose=0, **arguments).history
-
-
 # ------------------------------------------------------------------ inputs
-
-
-class Shards(keras.utils.PyDataset):
-    """Batches by number."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return X[16 * index : 16 * (index + 1)], Y[16 * index : 16 * (index + 1)]
-
-
-def loader() -> Any:
-    tensors = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-    return torch.utils.data.DataLoader(tensors, batch_size=16)
-
-
-def dataset() -> Any:
-    return sg.data.Dataset.from_tensor_slices((torch.from_numpy(X), torch.from_numpy(Y))).batch(16)
-
-
-INPUTS: dict[str, Any] = {
-    "arrays": lambda model: fit(model),
-    "tensors": lambda model: fit(model, torch.from_numpy(X), torch.from_numpy(Y)),
-    "validation data": lambda model: fit(model, validation_data=(X[:9], Y[:9])),
-    "validation split": lambda model: fit(model, validation_split=0.3),
-    "DataLoader": lambda model: fit(model, loader(), None, shuffle=False, validation_data=loader()),
-    "PyDataset": lambda model: fit(model, Shards(), None),
-    "class weights": lambda model: fit(model, class_weight={0: 0.2, 1: 3.0}),
-    "sample weights": lambda model: fit(
-        model, sample_weight=np.linspace(0, 2, len(X)).astype("float32")
-    ),
-    "one batch": lambda model: [
-        model.train_on_batch(X[:7], Y[:7]),
-        model.train_on_batch(X[:1], Y[:1]),
-        model.test_on_batch(X[:5], Y[:5], return_dict=True),
-        model.predict_on_batch(X[:5]),
-    ],
-    "evaluate and predict": lambda model: [
-        model.evaluate(X, Y, batch_size=16, verbose=0),
-        model.predict(X, batch_size=16, verbose=0),
-        model.predict(X[:1], verbose=0),
-    ],
-}
 
 
 @pytest.mark.parametrize("kind", INPUTS)
@@ -219,14 +167,14 @@ def with_torch_modules() -> Any:
 
 
 def recomputed() -> Any:
-    """Activations are computed again in the backward pass."""
+    """Activations are computed again in the backward pass. It draws no random numbers: shuffling is as in plain Keras."""
     with keras.RematScope(mode="full"):
         return dense()
 
 
 MODELS: dict[str, Any] = {
     "torch modules": (with_torch_modules, lambda model: fit(model)),
-    "recomputed": (recomputed, lambda model: fit(model, shuffle=False)),
+    "recomputed": (recomputed, fit),
     "functional": (functional, use_functional),
     "subclassed": (lambda: compiled(Residual()), lambda model: fit(model)),
     "own train_step": (lambda: compiled(OwnStep()), lambda model: fit(model)),

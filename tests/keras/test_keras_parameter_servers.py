@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from keras_inputs import INPUTS
 from keras_models import assert_close, classifier, dense, rows
 
 import stratagem as sg
@@ -92,6 +93,51 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_one_worker_gives_the_numbers_of_plain_keras(strategy: Any, setting: str) -> None:
     compare(strategy, lambda: dense(optimizer=SETTINGS[setting]()), use_everything)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_input_gives_the_numbers_of_plain_keras(strategy: Any, kind: str) -> None:
+    """KER-21: also generators, and arrays without steps_per_epoch."""
+    compare(strategy, lambda: dense(weighted_metrics=["accuracy"]), INPUTS[kind])
+
+
+def half() -> Any:
+    """A model whose layers compute with float16, so that ``compile`` scales the loss."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        ids, x = keras.Input((2,), dtype="int32"), keras.Input((6,))
+        rows_of_ids = keras.layers.Flatten()(keras.layers.Embedding(50, 3)(ids))
+        hidden = keras.layers.Dense(8, activation="tanh")(x)
+        hidden = keras.layers.BatchNormalization()(hidden)
+        joined = keras.layers.Concatenate()([rows_of_ids, hidden])
+        model = keras.Model([ids, x], keras.layers.Dense(2, dtype="float32")(joined))
+        adam = keras.optimizers.Adam(0.05)
+        model.compile(optimizer=adam, loss_weights=[100.0], **classifier())
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert {each.compute_dtype for each in model.layers if each.weights} == {"float16", "float32"}
+    return model
+
+
+def test_a_float16_model_gives_the_numbers_of_plain_keras(strategy: Any) -> None:
+    """The first scale of the loss, 32768, overflows: those steps are skipped, and the scale is halved."""
+
+    def use(model: Any) -> Any:
+        x = [(np.arange(100).reshape(-1, 2) * 7 % 50).astype("int32"), X]
+        data = {"batch_size": 16, "epochs": 2, "verbose": 0}
+        result = [
+            model.fit(x, Y, validation_data=(x, Y), **data).history,
+            model.evaluate(x, Y, verbose=0),
+            model.predict(x, verbose=0).astype("float32"),
+            int(model.optimizer.iterations),
+            [variable.numpy() for variable in model.optimizer.variables],
+        ]
+        assert 1.0 < float(model.optimizer.dynamic_scale) < 2.0**15
+        return result
+
+    compare(strategy, half, use)
 
 
 def deep() -> Any:
@@ -288,10 +334,12 @@ def embeddings() -> Any:
     return model
 
 
+IDS = (np.arange(3 * len(X)).reshape(-1, 3) * 37 % 1000).astype("int32")
+
+
 def use_embeddings(model: Any) -> Any:
-    ids = (np.arange(3 * len(X)).reshape(-1, 3) * 37 % 1000).astype("int32")
-    history = model.fit(ids, Y, batch_size=16, epochs=2, verbose=0).history
-    return [history, model.predict(ids, verbose=0)]
+    history = model.fit(IDS, Y, batch_size=16, epochs=2, verbose=0).history
+    return [history, model.predict(IDS, verbose=0)]
 
 
 def test_rows_of_embeddings_are_looked_up_and_updated(cluster: Any) -> None:
@@ -535,6 +583,32 @@ def test_an_error_of_a_step_is_raised_and_the_model_stays_usable(strategy: Any) 
     assert model.predict(X, verbose=0).shape == (len(X), 2)
 
 
+def test_workers_share_one_dataset_row_by_row(strategy: Any) -> None:
+    """Every row is trained and evaluated once in each epoch; one worker reads them in order."""
+    tensors = torch.from_numpy(X), torch.from_numpy(Y)
+
+    def share(per_closure: int) -> Any:
+        coordinator = sg.ClusterCoordinator(strategy)
+        dataset = sg.data.Dataset.from_tensor_slices(tensors).batch(16)
+        repeated = dataset.repeat() if per_closure > 1 else dataset
+        return coordinator.create_shared_dataset(repeated, per_closure=per_closure)
+
+    def use(model: Any) -> Any:
+        if not hasattr(model, "_stratagem_strategy"):
+            return fit(model, shuffle=False, validation_data=(X, Y), validation_batch_size=16)
+        data = share(2)
+        history = model.fit(data, epochs=2, verbose=0, validation_data=share(1)).history
+        assert data.ledger.rows_trained == 2 * len(X)
+        assert not data.ledger.lost
+        with pytest.raises(ValueError, match="no fixed order"):
+            model.predict(data, verbose=0)
+        with pytest.raises(ValueError, match="sample_weight"):
+            model.fit(data, Y, verbose=0)
+        return history
+
+    compare(strategy, dense, use)
+
+
 # ------------------------------------------------------------------ several workers, in processes
 
 
@@ -598,56 +672,49 @@ def test_two_workers_train_evaluate_and_predict_every_row(processes: Any) -> Non
         )
 
 
-def test_workers_share_one_dataset_row_by_row(strategy: Any) -> None:
-    """Every row is trained and evaluated once in each epoch; one worker reads them in order."""
-    tensors = torch.from_numpy(X), torch.from_numpy(Y)
-
-    def share(per_closure: int) -> Any:
-        coordinator = sg.ClusterCoordinator(strategy)
-        dataset = sg.data.Dataset.from_tensor_slices(tensors).batch(16)
-        repeated = dataset.repeat() if per_closure > 1 else dataset
-        return coordinator.create_shared_dataset(repeated, per_closure=per_closure)
-
-    def use(model: Any) -> Any:
-        if not hasattr(model, "_stratagem_strategy"):
-            return fit(model, shuffle=False, validation_data=(X, Y), validation_batch_size=16)
-        data = share(2)
-        history = model.fit(data, epochs=2, verbose=0, validation_data=share(1)).history
-        assert data.ledger.rows_trained == 2 * len(X)
-        assert not data.ledger.lost
-        with pytest.raises(ValueError, match="no fixed order"):
-            model.predict(data, verbose=0)
-        with pytest.raises(ValueError, match="sample_weight"):
-            model.fit(data, Y, verbose=0)
-        return history
-
-    compare(strategy, dense, use)
+def clicks(context: sg.InputContext) -> Any:
+    """Return the dataset of one worker for `embeddings`, without end."""
+    rows_of = torch.from_numpy(IDS), torch.from_numpy(Y)
+    dataset = sg.data.Dataset.from_tensor_slices(rows_of).shuffle(
+        50, seed=context.input_pipeline_id
+    )
+    return dataset.repeat().batch(10)
 
 
 @pytest.mark.process
-def test_a_killed_server_returns_with_the_values_of_the_backup(
+def test_a_click_model_survives_a_killed_worker_and_a_killed_server(
     processes: Any, tmp_path: Path
 ) -> None:
-    """As in plain training with a CheckpointManager: fit goes on."""
+    """As in plain training with a CheckpointManager: fit goes on, and the server has the values of the backup."""
 
     class Kill(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 5 and int(self.model.optimizer.iterations) > 20:
-                self.killed = True
+            if (self.epoch, batch) == (0, 5):
+                processes.kill_worker(0)
+            if (self.epoch, batch) == (1, 5):
                 processes.kill_ps(1)
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if epoch == 1:
-                assert self.killed
-
-    with sg.ParameterServerStrategy(processes.resolver) as strategy:
+    before = workers_lost()
+    partitioner = sg.partitioners.FixedShardsPartitioner(2)
+    with sg.ParameterServerStrategy(processes.resolver, partitioner) as strategy:
         with strategy.scope():
-            model = dense(optimizer=keras.optimizers.Adam(0.02))
+            model = embeddings()
         backup = keras.callbacks.BackupAndRestore(str(tmp_path))
         history = model.fit(
-            batches, steps_per_epoch=20, epochs=2, verbose=0, callbacks=[backup, Kill()]
+            clicks, steps_per_epoch=20, epochs=3, verbose=0, callbacks=[backup, Kill()]
         ).history
-        assert len(history["loss"]) == 2
+        assert len(history["loss"]) == 3
+        assert history["loss"][-1] < history["loss"][0]
+        assert workers_lost() > before
         assert len(sg.ClusterCoordinator.of(strategy).recoveries) == 1
-        assert np.isfinite(model.evaluate(X, Y, verbose=0)[0])
-        assert int(model.optimizer.iterations) == 40
+        assert int(model.optimizer.iterations) == 60
+        plain = embeddings()
+        plain.set_weights(model.get_weights())
+        np.testing.assert_allclose(
+            model.evaluate(IDS, Y, batch_size=7, verbose=0),
+            plain.evaluate(IDS, Y, batch_size=7, verbose=0),
+            rtol=1e-5,
+        )

@@ -119,7 +119,15 @@ class ModelOnServers:
                 f"optimizer {optimizer.name!r} of Keras model {model.name!r} was not given to compile(optimizer=…), so that "
                 "its variables are not known. Name them before fit(): optimizer.build(variables)."
             )
-        return KerasOptimizer(optimizer)
+        built = KerasOptimizer(optimizer)
+        known = {id(variable) for variable in model.variables}
+        for variable in (each for one in built.inner for each in one._trainable_variables):
+            if id(variable) not in known:
+                raise ValueError(
+                    f"optimizer {optimizer.name!r} of Keras model {model.name!r} trains {variable.path!r}, which belongs to "
+                    "another model. Give each model an optimizer of its own."
+                )
+        return built
 
     def changed(self) -> None:
         """Look, before the next step, whether the program has changed the model."""

@@ -31,6 +31,7 @@ class KerasNames(NamedTuple):
     global_state: Any
     backend: Any
     DataAdapter: Any
+    class_weight_to_sample_weights: Any
     EpochIterator: Any
     Tracker: Any
     TrackedList: Any
@@ -78,6 +79,10 @@ def names() -> KerasNames:
         "Saveable": ("keras.src.saving.keras_saveable", "KerasSaveable"),
         "DynamicBackend": ("keras.src.utils.backend_utils", "DynamicBackend"),
         "Node": ("keras.src.ops.node", "Node"),
+        "class_weight_to_sample_weights": (
+            "keras.src.trainers.data_adapters.data_adapter_utils",
+            "class_weight_to_sample_weights",
+        ),
         "DataAdapter": ("keras.src.trainers.data_adapters.data_adapter", "DataAdapter"),
     }
     for name in ("Tracker", "TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet"):

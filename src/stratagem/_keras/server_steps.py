@@ -8,7 +8,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stratagem._keras.entry_points import as_input
+from stratagem._keras.dataset_inputs import (
+    convert_inputs,
+    dataset_of,
+    is_dataset_fn,
+    refuse_beside,
+)
 from stratagem._keras.keras_names import names
 from stratagem._keras.model_strategies import is_on_servers, strategy_of
 
@@ -54,23 +59,18 @@ def step_function(model: Any, kind: str) -> Callable[[Any], Any]:
     return lambda data: step(data[0])
 
 
-def run(model: Any, method: Any, args: Any, kwargs: Any) -> Any:
+def run(model: Any, method: Any, bound: inspect.BoundArguments) -> Any:
     """Run a method of Keras' trainer with steps on the workers."""
     on_servers = _on_servers(model)
-    bound = inspect.signature(method).bind(model, *args, **kwargs)
     given = bound.arguments
     name = method.__name__
     on_servers.waits = name in ON_BATCH
     on_servers.changed()
     try:
-        if name == "fit":
-            _prepare_fit(model, on_servers, given)
-        else:
-            if name == "predict" and (shared := _as_shared(given["x"])) is not None:
-                raise ValueError(
-                    f"predict() got {shared.shared!r}: workers read a shared dataset in no fixed order. Give the dataset itself."
-                )
-            given["x"] = _here(given.get("x"))
+        _convert_shared(model, name, given)
+        if name == "fit" and is_dataset_fn(given.get("x")):
+            _read_on_workers(model, on_servers, given)
+        convert_inputs(name, given)
         if name == "predict":
             return _predict(model, on_servers, **dict(list(given.items())[1:]))
         if name == "predict_on_batch":
@@ -84,57 +84,41 @@ def run(model: Any, method: Any, args: Any, kwargs: Any) -> Any:
             on_servers.set_backup(None)
 
 
-def _is_dataset_fn(x: Any) -> bool:
-    return inspect.isroutine(x) or isinstance(x, functools.partial)
+_IN_ELEMENTS = ("y", "sample_weight", "class_weight", "validation_split")
+"""Arguments that the elements of a dataset must contain if workers read it."""
 
 
-def _prepare_fit(model: Any, on_servers: Any, given: dict[str, Any]) -> None:
-    x = given.get("x")
-    if _is_dataset_fn(x):
-        if given.get("steps_per_epoch") is None:
-            raise ValueError(
-                "fit(dataset_fn) needs steps_per_epoch: every worker reads its own dataset, so that the end of an epoch is "
-                "not known otherwise."
-            )
-        _refuse_beside(given, "a dataset function", "let the elements of its datasets be")
-        model._symbolic_build(data_batch=next(iter(_dataset_of(x))))
-        on_servers.read_on_workers(x)
-        given["x"] = _worker_batches_class()()
-    elif (shared := _as_shared(x)) is not None:
-        _refuse_beside(given, "a shared dataset", "let the elements of the dataset be")
-        model._symbolic_build(data_batch=shared.example())
-        given["x"] = shared
-    else:
-        given["x"] = as_input(x)
-    given["validation_data"] = _here(given.get("validation_data"))
-
-
-def _refuse_beside(given: dict[str, Any], what: str, remedy: str) -> None:
-    for name in ("y", "sample_weight", "class_weight", "validation_split"):
-        if given.get(name) is not None and not (name == "validation_split" and not given[name]):
-            raise ValueError(f"fit() got {what} and {name}: {remedy} (x, y, sample_weight).")
-
-
-def _here(x: Any) -> Any:
-    """Return data of an evaluation: of a dataset function, its dataset for one worker, which the coordinator reads."""
-    if (shared := _as_shared(x)) is not None:
-        return shared
-    return as_input(_dataset_of(x) if _is_dataset_fn(x) else x)
-
-
-def _as_shared(x: Any) -> Any:
-    """Return the batches of a shared dataset, None for other data."""
+def _convert_shared(model: Any, method: str, given: dict[str, Any]) -> None:
+    """Replace shared datasets in the arguments by a form that Keras reads."""
     from stratagem._cluster.coordinator.shared_dataset import SharedDataset
     from stratagem._keras.shared_batches import shared_batches
 
-    return shared_batches(x) if isinstance(x, SharedDataset) else None
+    for name in ("x", "validation_data"):
+        dataset = given.get(name)
+        if not isinstance(dataset, SharedDataset):
+            continue
+        if method == "predict":
+            raise ValueError(
+                f"predict() got {dataset!r}: workers read a shared dataset in no fixed order. Give the dataset itself."
+            )
+        given[name] = batches = shared_batches(dataset)
+        if name == "x":
+            refuse_beside(method, given, _IN_ELEMENTS, "a shared dataset")
+            model._symbolic_build(data_batch=batches.example())
 
 
-def _dataset_of(dataset_fn: Any) -> Any:
-    from stratagem._cluster.coordinator.remote_values import build_dataset
-    from stratagem._data.dataset import as_dataset
-
-    return as_dataset(build_dataset(dataset_fn, index=0, workers=1))
+def _read_on_workers(model: Any, on_servers: Any, given: dict[str, Any]) -> None:
+    """Let every worker read the dataset that a function returns."""
+    dataset_fn = given["x"]
+    if given.get("steps_per_epoch") is None:
+        raise ValueError(
+            "fit(dataset_fn) needs steps_per_epoch: every worker reads its own dataset, so that the end of an epoch is "
+            "not known otherwise."
+        )
+    refuse_beside("fit", given, _IN_ELEMENTS, "a dataset function")
+    model._symbolic_build(data_batch=next(iter(dataset_of(dataset_fn))))
+    on_servers.read_on_workers(dataset_fn)
+    given["x"] = _worker_batches_class()()
 
 
 @functools.cache

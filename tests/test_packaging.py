@@ -33,18 +33,23 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that the build leaves nothing in the repository."""
-    place = tmp_path_factory.mktemp("build")
+    return build(tmp_path_factory.mktemp("build"))
+
+
+def build(place: Path, **environment: str) -> Path:
+    """Build a wheel from a copy, so that the build leaves nothing in the repository."""
     copy = place / "source"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, copy / name)
     shutil.copytree(
-        ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+        ROOT / "src",
+        copy / "src",
+        ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "*.so"),
     )
     # The environment of the tests has setuptools; an isolated build would download it again.
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
-    run(*pip, "--wheel-dir", str(place), str(copy), cwd=place)
+    run(*pip, "--wheel-dir", str(place), str(copy), cwd=place, **environment)
     (built,) = place.glob("stratagem-*.whl")
     return built
 
@@ -58,6 +63,15 @@ def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
     assert expected <= names
     assert "stratagem/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    has_kernels = any(name.startswith("stratagem/_ps/_row_kernels.") for name in names)
+    assert has_kernels == (shutil.which("cc") is not None or shutil.which("gcc") is not None)
+
+
+def test_the_wheel_is_complete_without_a_compiler(tmp_path: Path) -> None:
+    """The kernels in C are optional."""
+    names = zipfile.ZipFile(build(tmp_path, CC="no-such-compiler")).namelist()
+    assert "stratagem/_ps/row_kernels.py" in names
+    assert not any("_row_kernels." in name for name in names)
 
 
 def test_the_installed_package_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:

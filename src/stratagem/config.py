@@ -19,8 +19,6 @@ from typing_extensions import override
 
 from stratagem._private_files import check_private
 
-ENVIRONMENT_PREFIX = "STRATAGEM_"
-
 
 def environment(name: str, default: str | None = None) -> str | None:
     """Return the value of an environment variable, read at every call.
@@ -253,14 +251,13 @@ def remote_table_bytes() -> int:
 
 
 def shared_memory_allowed() -> bool:
-    """Return whether tasks on one host may share memory; ``STRATAGEM_SHARED_MEMORY=0`` forbids it.
-
-    Example:
-        >>> from stratagem import config
-        >>> config.shared_memory_allowed()
-        True
-    """
+    """Return whether tasks on one host may share memory; ``STRATAGEM_SHARED_MEMORY=0`` forbids it."""
     return _switch("STRATAGEM_SHARED_MEMORY", "share memory wherever tasks run on one host")
+
+
+def row_kernels_allowed() -> bool:
+    """Return whether kernels in C for rows of tables may be used; ``STRATAGEM_ROW_KERNELS=0`` forbids it."""
+    return _switch("STRATAGEM_ROW_KERNELS", "use them where they were built")
 
 
 def wire_dtype() -> str:

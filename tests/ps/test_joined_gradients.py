@@ -12,6 +12,10 @@ from stratagem._ps.worker.joined_gradients import JoinLayout, RawTable, join
 LAYOUTS = [[(0, 7)], [(1, 5), (0, 4)], [(0, 3), (1, 3), (2, 2)], [(1, 6)]]
 
 
+def new_memory(shape, dtype):
+    return torch.empty(shape, dtype=dtype)
+
+
 def tables_of(layouts, seed):
     random = torch.Generator().manual_seed(seed)
     tables = []
@@ -36,7 +40,7 @@ def tables_of(layouts, seed):
 def test_every_shard_gets_its_rows_summed(seed):
     tables = tables_of(LAYOUTS, seed)
     found = {}
-    for server, joined in join(tables, JoinLayout([one.remote for one in tables])):
+    for server, joined in join(tables, JoinLayout([one.remote for one in tables]), new_memory):
         assert joined.ids.numel() == sum(joined.counts)
         for gradient in joined.split():
             found[server, gradient.variable] = gradient
@@ -57,6 +61,6 @@ def test_every_shard_gets_its_rows_summed(seed):
 
 def test_one_table_alone():
     tables = tables_of([[(0, 4)]], 0)
-    ((server, joined),) = join(tables, JoinLayout([one.remote for one in tables]))
+    ((server, joined),) = join(tables, JoinLayout([one.remote for one in tables]), new_memory)
     assert server == 0
     assert joined.counts == (joined.ids.numel(),)

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratagem._ps import rows
 from stratagem._ps.rows import put_rows, sort_ids, sum_rows, take_rows
+
+
+@pytest.fixture(scope="module", params=["as installed", "without kernels"], autouse=True)
+def implementation(request):
+    """Both implementations; see also `test_row_kernels.py`."""
+    before = rows.kernels
+    rows.kernels = before if request.param == "as installed" else None
+    yield
+    rows.kernels = before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from stratagem._ps.rows import in_range
 from stratagem._ps.types import row_pieces
 
 LARGEST_EXPANSION_BYTES: Final = 1 << 30
 """Of one value that a scatter applies to many rows."""
 
 
-def row_blocks(tensor: Tensor, block_bytes: int | None) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, stop, rows) of a tensor; one without axes is one row."""
+def row_blocks(
+    tensor: Tensor, block_bytes: int | None, ranges: Sequence[tuple[int, int]] | None = None
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (start, stop, rows) of a tensor; one without axes is one row. `ranges`: the rows to yield, by default all."""
     whole = tensor.to_dense() if tensor.is_sparse else tensor
     rows = whole if whole.dim() else whole.reshape(1)
-    for start, count in row_pieces(rows.shape[0], rows.nbytes, block_bytes):
-        yield start, start + count, rows[start : start + count]
+    for low, high in [(0, rows.shape[0])] if ranges is None else ranges:
+        for start, count in row_pieces(high - low, rows[low:high].nbytes, block_bytes):
+            yield low + start, low + start + count, rows[low + start : low + start + count]
 
 
 def copy_rows(values: Tensor, target: Tensor, start: int, name: str) -> None:
@@ -47,6 +51,8 @@ def check_ids(ids: Tensor, tensor: Tensor, name: str) -> None:
         return
     if tensor.dim() == 0:
         raise ValueError(f"{name!r} has no axis, so it has no rows.")
+    if ids.is_contiguous() and in_range(ids, tensor.shape[0]):
+        return
     smallest, largest = torch.aminmax(ids)
     if smallest < 0 or largest >= tensor.shape[0]:
         bad = int(smallest) if smallest < 0 else int(largest)

@@ -18,6 +18,7 @@ from torch.optim.adagrad import adagrad
 from stratagem._core.row_optimizers import ROW_OPTIMIZERS, new_state, rows_with_gradient, step_rows
 from stratagem._core.torch_patches import private_api
 from stratagem._ps.disk_rows import touch_rows
+from stratagem._ps.row_kernels import RowKernels, is_plain, kernels
 from stratagem._ps.rows import as_pieces, put_rows, take_rows
 from stratagem._wire.shm import zeros_apart
 
@@ -62,6 +63,10 @@ def step_on_rows(
 ) -> None:
     """Step an optimizer on rows of variables of one group; variables with rows of one shape step together."""
     kind: Any = type(optimizer)
+    if kernels is not None and kind in (torch.optim.SGD, torch.optim.Adagrad):
+        items = _step_in_place(kernels, kind, group, items)
+    if not items:
+        return
     if kind is torch.optim.SGD:
         _step_sgd(group, items, views)
     elif kind is torch.optim.Adagrad:
@@ -72,6 +77,37 @@ def step_on_rows(
     else:
         for item in items:
             _step_sparse_adam(optimizer, group, item)
+
+
+def _step_in_place(
+    kernels: RowKernels,
+    kind: type[Optimizer],
+    group: Mapping[str, Any],
+    items: Sequence[RowsToStep],
+) -> list[RowsToStep]:
+    """Step rows where they are, without gathering them; return the items that need the other way."""
+    others: list[RowsToStep] = []
+    rate = float(group["lr"]) * (-1 if group["maximize"] else 1)
+    for item in items:
+        table, state, ids, values = item
+        is_adagrad = kind is torch.optim.Adagrad
+        tensors = (table, values, state["sum"]) if is_adagrad else (table, values)
+        # torch's fused step rounds differently.
+        if not is_plain(*tensors) or not ids.is_contiguous() or group.get("fused"):
+            others.append(item)
+            continue
+        touch_rows(table, ids)
+        if not is_adagrad:
+            kernels.step_sgd(table, ids, values, rate)
+            continue
+        touch_rows(state["sum"], ids)
+        count = state["step"]
+        count += 1
+        decayed = rate
+        if group["lr_decay"]:
+            decayed = rate / (1 + (count.item() - 1) * group["lr_decay"])
+        kernels.step_adagrad(table, state["sum"], ids, values, decayed, group["eps"])
+    return others
 
 
 class _Joined(NamedTuple):

@@ -94,6 +94,42 @@ class RowLookup:
                 source.update_rows(self.unique[changed], self.leaf.detach()[changed])
 
 
+def handed_over(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a leaf for rows, and the rows as the result of an operator on it.
+
+    The caller of a lookup may write into the result, so that it is not the leaf. The leaf has a shape and takes the gradient, but no
+    memory: nothing reads its values.
+
+    Example:
+        >>> leaf, result = handed_over(torch.ones(2, 3))
+        >>> result.mul_(2).sum().backward()
+        >>> leaf.grad
+        tensor([[2., 2., 2.],
+                [2., 2., 2.]])
+    """
+    leaf = rows.new_empty(()).expand(rows.shape).requires_grad_()
+    return leaf, cast("Tensor", cast("Any", _HandedOver).apply(leaf, [rows]))
+
+
+class _HandedOver(torch.autograd.Function):
+    """Rows that were fetched for a leaf; their gradient is the leaf's."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
+        return rows[0]
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+    @staticmethod
+    @override
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()
+
+
 class _Spread(torch.autograd.Function):
     """``leaf.index_select(0, places)``, bit for bit, in a quarter of its time.
 

@@ -23,12 +23,14 @@ from typing_extensions import override
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.autograd_engine import own_leaf
 from stratagem._core.torch_patches.compiling import eagerly
-from stratagem._ps.rows import sort_ids
+from stratagem._ps.row_kernels import kernels
+from stratagem._ps.rows import in_range, sort_ids
 from stratagem._ps.tables.lookup_counts import count_lookup
 from stratagem._ps.tables.row_gradient import RowGradient, RowSource
 from stratagem._ps.tables.row_lookup import (
     ID_TYPES,
     RowLookup,
+    handed_over,
     position_of,
     replica_device,
     row_ids,
@@ -38,28 +40,13 @@ from stratagem._ps.tables.writable_rows import WritableRows
 from stratagem.errors import ForeignParameterError
 
 _IN_PLACE = frozenset(
-    {"__setitem__", "__idiv__", "__ipow__"}
-    | {
-        f"__i{name}__"
-        for name in [
-            "add",
-            "sub",
-            "mul",
-            "truediv",
-            "floordiv",
-            "mod",
-            "and",
-            "or",
-            "xor",
-            "lshift",
-            "rshift",
-        ]
-    }
+    {"__setitem__", "__idiv__", "__ipow__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+    | {f"__i{name}__" for name in ("floordiv", "mod", "and", "or", "xor", "lshift", "rshift")}
 )
 """Operators that write their first operand and whose names do not end with one underscore."""
 
-_MOST_AS_ASKED = 1 << 17
-"""Numbers of a lookup that is copied with its duplicates; in larger ones removing them first costs less."""
+_MOST_AS_ASKED = 1 << 17 if kernels is None else 1 << 24
+"""Numbers of a lookup that is copied with its duplicates; in larger ones removing them first costs less time or memory."""
 
 
 class TableParameter(nn.Parameter):
@@ -159,7 +146,7 @@ class TableParameter(nn.Parameter):
         return RowLookup(found, leaf, device)
 
     def lookup_as_asked(self, ids: Tensor, *, sparse: bool) -> Tensor | None:
-        """Fetch one row for each id, in their order, as a leaf of a graph; None if `lookup` is to be used.
+        """Fetch one row for each id, in their order, as part of a graph; None if `lookup` is to be used.
 
         Duplicates are removed when the gradient is used: in a step, in all tables at once.
         """
@@ -169,17 +156,18 @@ class TableParameter(nn.Parameter):
             return None
         if size > _MOST_AS_ASKED or len(source.shape) != 2 or replica_device() is not None:
             return None
+        if not self._wants_gradient():
+            return None
         flat = ids.detach().reshape(-1).clone()  # the caller may use the memory of its ids again
-        numbers = flat.numpy()
-        if not self._wants_gradient() or numbers.min() < 0 or numbers.max() >= source.shape[0]:
+        if not in_range(flat, source.shape[0]):
             return None  # `lookup` raises the error
-        leaf = source.rows_as_asked(flat)
-        if leaf is None:
+        rows = source.rows_as_asked(flat)
+        if rows is None:
             return None
         count_lookup(source.name, ids=flat.numel(), rows=0)  # a step counts distinct rows
-        leaf.requires_grad_()
+        leaf, result = handed_over(rows)
         self.gradient.watch(flat, leaf, sparse=sparse, skip=None, repeats=True)
-        return leaf
+        return result
 
     def _wants_gradient(self) -> bool:
         with private_api.WithoutSubclasses():
@@ -234,8 +222,8 @@ def _embedding(
         )
     if padding_idx is None and max_norm is None and not scale_grad_by_freq:
         rows = weight.lookup_as_asked(input, sparse=sparse)
-        if rows is not None:  # not the leaf itself, into which the caller could not write
-            return rows.clone().view(*input.shape, *rows.shape[1:])
+        if rows is not None:
+            return rows.view(*input.shape, *rows.shape[1:])
     found, padding = _look_up(weight, input, padding_idx, sparse)
     if max_norm is not None:
         found.shorten(weight.source, max_norm, norm_type)

@@ -6,7 +6,8 @@ table gets its own range of numbers, ordered by server, so that one sort puts to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, final
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from stratagem._core.key_map import Ints
 from stratagem._ps.client.remote_variable import RemoteVariable
-from stratagem._ps.rows import sort_ids, sum_rows
+from stratagem._ps.row_kernels import kernels
+from stratagem._ps.rows import sort_ids, sum_rows_into
 from stratagem._ps.tables.lookup_counts import count_lookup
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.types import JoinedGradient
@@ -49,7 +51,9 @@ class JoinLayout:
             for index, remote in enumerate(remotes)
             for place, first in zip(remote.places, remote.layout.offsets, strict=True)
         ]
-        parts.sort(key=lambda one: one.server)  # stable: in the order of the tables
+        # Servers in the order of the first table's shards: the rows of one table alone keep their numbers.
+        order = {server: n for n, server in enumerate(dict.fromkeys(one.server for one in parts))}
+        parts.sort(key=lambda one: order[one.server])  # stable: in the order of the tables
         self.parts = parts
         self.edges: Ints = np.concatenate([[0], np.cumsum([one.rows for one in parts])])
         self.names = [remote.name for remote in remotes]
@@ -57,59 +61,81 @@ class JoinLayout:
         for part, start in zip(parts, self.edges.tolist(), strict=False):
             shifts[part.table].append((part.first, start - part.first))
         # Of each table: first rows of its shards, and what to add to a row of the shard.
-        self.firsts: list[Ints] = []
-        self.shifts: list[Ints] = []
+        self.firsts: list[Tensor] = []
+        self.shifts: list[Tensor] = []
         for some in shifts:
             some.sort()
-            self.firsts.append(np.array([first for first, _ in some]))
-            self.shifts.append(np.array([shift for _, shift in some]))
+            self.firsts.append(torch.tensor([first for first, _ in some]))
+            self.shifts.append(torch.tensor([shift for _, shift in some]))
+        self.is_shifted = any(bool(one.any()) for one in self.shifts)
 
-    def numbers(self, table: int, ids: Ints) -> Ints:
-        """Return the numbers of rows of one table."""
-        shifts = self.shifts[table]
-        shift: Ints
-        if shifts.size <= 2:
-            shift = shifts[:1]
-            if shifts.size == 2:
-                shift = np.where(ids < self.firsts[table][1], shifts[0], shifts[1])
+    def numbers(self, table: int, ids: Tensor, out: Tensor) -> None:
+        """Write the numbers of rows of one table."""
+        firsts, shifts = self.firsts[table], self.shifts[table]
+        if kernels is not None:
+            kernels.shift(ids, firsts, shifts, out)
+        elif shifts.numel() == 1:
+            torch.add(ids, shifts, out=out)
         else:
-            shift = shifts[np.searchsorted(self.firsts[table], ids, side="right") - 1]
-        return ids + shift
+            shard = np.searchsorted(firsts.numpy(), ids.numpy(), side="right") - 1
+            np.add(ids.numpy(), shifts.numpy()[shard], out=out.numpy())
+
+    def all_numbers(self, tables: Sequence[RawTable]) -> Tensor:
+        """Return the numbers of the rows of all lookups, one after the other."""
+        pieces = [(index, ids) for index, one in enumerate(tables) for ids, _ in one.pieces]
+        if len(pieces) == 1 and not self.is_shifted:
+            return pieces[0][1]
+        numbers = torch.empty(sum(ids.numel() for _, ids in pieces), dtype=torch.int64)
+        for (index, ids), out in zip(
+            pieces, numbers.split([ids.numel() for _, ids in pieces]), strict=True
+        ):
+            self.numbers(index, ids, out)
+        return numbers
 
 
-def join(tables: Sequence[RawTable], layout: JoinLayout) -> list[tuple[int, JoinedGradient]]:
-    """Return what each server gets; every shard is named, also without a row."""
-    numbers = [
-        layout.numbers(index, ids.numpy())
-        for index, one in enumerate(tables)
-        for ids, _ in one.pieces
-    ]
-    values = [value for one in tables for _, value in one.pieces]
-    found = sort_ids(torch.from_numpy(np.concatenate(numbers) if len(numbers) > 1 else numbers[0]))
-    summed = sum_rows(torch.cat(values) if len(values) > 1 else values[0], found)
+def join(
+    tables: Sequence[RawTable],
+    layout: JoinLayout,
+    reserve: Callable[[tuple[int, ...], torch.dtype], Tensor],
+) -> list[tuple[int, JoinedGradient]]:
+    """Return what each server gets; every shard is named, also without a row.
+
+    Args:
+        tables: their gradients.
+        layout: of these tables.
+        reserve: returns memory for the rows and ids of a server.
+    """
+    found = sort_ids(layout.all_numbers(tables))
+    pieces = [value for one in tables for _, value in one.pieces]
+    values = (torch.cat(pieces) if len(pieces) > 1 else pieces[0].detach()).contiguous()
     unique = found.unique.numpy()
     bounds = np.searchsorted(unique, layout.edges)
     counts = np.diff(bounds)
-    ids = torch.from_numpy(unique - np.repeat(layout.edges[:-1], counts))
     sizes, ends = counts.tolist(), bounds.tolist()
+    cuts = [
+        n for n, one in enumerate(layout.parts) if not n or one.server != layout.parts[n - 1].server
+    ]
+    cuts.append(len(layout.parts))
+    rows = [
+        reserve((ends[b] - ends[a], *values.shape[1:]), values.dtype) for a, b in pairwise(cuts)
+    ]
+    sum_rows_into(values, found, [ends[cut] for cut in cuts], rows)
     joined: list[tuple[int, JoinedGradient]] = []
-    begin = 0
-    for end in range(1, len(layout.parts) + 1):
-        if end < len(layout.parts) and layout.parts[end].server == layout.parts[begin].server:
-            continue
-        some = slice(ends[begin], ends[end])
+    for (begin, end), summed in zip(pairwise(cuts), rows, strict=True):
+        ids = reserve((summed.shape[0],), torch.int64)
+        firsts = np.repeat(layout.edges[begin:end], counts[begin:end])
+        np.subtract(unique[ends[begin] : ends[end]], firsts, out=ids.numpy())
         gradient = JoinedGradient(
             variables=tuple(one.variable for one in layout.parts[begin:end]),
             counts=tuple(sizes[begin:end]),
-            values=summed[some],
-            ids=ids[some],
+            values=summed,
+            ids=ids,
             sparse=tables[0].table.gradient.sparse,
         )
         joined.append((layout.parts[begin].server, gradient))
-        begin = end
     distinct = [0] * len(tables)
     for part, size in zip(layout.parts, sizes, strict=True):
         distinct[part.table] += size
-    for name, rows in zip(layout.names, distinct, strict=True):
-        count_lookup(name, ids=0, rows=rows)
+    for name, rows_used in zip(layout.names, distinct, strict=True):
+        count_lookup(name, ids=0, rows=rows_used)
     return joined

@@ -1,0 +1,215 @@
+/* Kernels for rows of tables: gather, sort ids, sum repeated rows, and parts of the steps of SGD and Adagrad.
+
+   Plain C without Python's interface: `row_kernels.py` loads the library and calls it. It is optional; without it
+   `rows.py` and `server/row_step.py` use NumPy and torch, with the same results. Callers check ids, types and sizes. Ids may lie in memory that another process can change after
+   the check, so that a kernel treats an id out of range as 0: it never reads or writes outside a table.
+
+   A row that is needed soon is prefetched: the rows of a batch are far apart in memory, so that without it every
+   row waits for main memory. */
+
+#include <stdint.h>
+#include <string.h>
+
+/* One version of a function for processors with FMA (fused multiply and add), another for all others. torch has both, too,
+   and rounds in the same way: a * b + c is one operation where the processor has it. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define VERSIONS __attribute__((target_clones("fma", "default")))
+#else
+#define VERSIONS
+#endif
+
+/* The arrays of a loop do not overlap. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define INDEPENDENT
+#endif
+
+#define LINE 64        /* bytes that are prefetched at once */
+#define LINES 4        /* of a row; the processor itself prefetches the rest of a longer one */
+#define AHEAD 16       /* rows: enough to cover the time of an access to main memory */
+#define BLOCK 64       /* rows that are prefetched, then copied */
+#define DIGIT 11       /* bits that one pass of the sort looks at */
+#define BUCKETS (1 << DIGIT)
+
+static inline void prefetch_read(const char *row, int64_t bytes) {
+    for (int64_t line = 0; line < bytes && line < LINES * LINE; line += LINE)
+        __builtin_prefetch(row + line, 0, 3);
+}
+
+static inline void prefetch_write(const char *row, int64_t bytes) {
+    for (int64_t line = 0; line < bytes && line < LINES * LINE; line += LINE)
+        __builtin_prefetch(row + line, 1, 3);
+}
+
+/* Copy a row; the compiler turns copies of a known size into a few instructions. */
+static inline void copy_row(char *to, const char *from, int64_t bytes) {
+    switch (bytes) {
+    case 32: memcpy(to, from, 32); break;
+    case 64: memcpy(to, from, 64); break;
+    case 128: memcpy(to, from, 128); break;
+    case 256: memcpy(to, from, 256); break;
+    default: memcpy(to, from, (size_t)bytes);
+    }
+}
+
+static inline int64_t inside(int64_t id, int64_t rows) {
+    return (uint64_t)id < (uint64_t)rows ? id : 0;
+}
+
+/* Return 1 if all ids are from 0 to below `rows`. */
+VERSIONS int sg_in_range(const int64_t *ids, int64_t count, int64_t rows) {
+    uint64_t bad = 0;
+    for (int64_t i = 0; i < count; i++)
+        bad |= (uint64_t)((uint64_t)ids[i] >= (uint64_t)rows);
+    return bad == 0;
+}
+
+/* Copy rows of a table in `shards` pieces: piece s has the rows from firsts[s] to below firsts[s + 1]. */
+VERSIONS void sg_take_rows(const char *const *tables, const int64_t *firsts, int64_t shards,
+                           const int64_t *ids, int64_t count, int64_t bytes, char *out) {
+    const char *rows[BLOCK];
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        int64_t size = count - begin < BLOCK ? count - begin : BLOCK;
+        for (int64_t i = 0; i < size; i++) {
+            int64_t id = inside(ids[begin + i], firsts[shards]), shard = 0;
+            for (int64_t s = 1; s < shards; s++) shard += id >= firsts[s]; /* no branch to predict */
+            rows[i] = tables[shard] + (id - firsts[shard]) * bytes;
+            prefetch_read(rows[i], bytes);
+        }
+        for (int64_t i = 0; i < size; i++) copy_row(out + (begin + i) * bytes, rows[i], bytes);
+    }
+}
+
+/* Sort ids, equal ones in the order of their positions.
+
+   unique[u]: the distinct ids in order; starts[u]: where each begins in `order`; order[i]: the position of the i-th
+   id in order; places[p]: which of `unique` position p has. All have room for `count` numbers. Returns the number of
+   distinct ids, or -1 if id and position together do not fit into 64 bits, or there are 2^32 ids; then nothing is written. */
+int64_t sg_sort_ids(const int64_t *ids, int64_t count, int64_t *unique, int64_t *places,
+                    int64_t *order, int64_t *starts) {
+    if (count <= 0) return 0;
+    if (count > UINT32_MAX) return -1;
+    int64_t least = ids[0], most = ids[0];
+    for (int64_t i = 1; i < count; i++) {
+        if (ids[i] < least) least = ids[i];
+        if (ids[i] > most) most = ids[i];
+    }
+    int position_bits = 1, id_bits = 0;
+    while (((uint64_t)(count - 1) >> position_bits) != 0) position_bits++;
+    uint64_t range = (uint64_t)most - (uint64_t)least;
+    while (id_bits < 64 && (range >> id_bits) != 0) id_bits++;
+    if (id_bits + position_bits > 64) return -1;
+
+    int passes = (id_bits + DIGIT - 1) / DIGIT;
+    /* The last pass writes to `order`, whose numbers are then replaced one by one. */
+    uint64_t *from = (uint64_t *)(passes % 2 ? places : order);
+    uint64_t *to = (uint64_t *)(passes % 2 ? order : places);
+    for (int64_t i = 0; i < count; i++)
+        from[i] = ((uint64_t)ids[i] - (uint64_t)least) << position_bits | (uint64_t)i;
+    for (int pass = 0; pass < passes; pass++) {
+        int shift = position_bits + pass * DIGIT;
+        uint32_t ends[BUCKETS] = {0}, before = 0;
+        for (int64_t i = 0; i < count; i++) ends[from[i] >> shift & (BUCKETS - 1)]++;
+        for (int bucket = 0; bucket < BUCKETS; bucket++) {
+            uint32_t size = ends[bucket];
+            ends[bucket] = before;
+            before += size;
+        }
+        for (int64_t i = 0; i < count; i++) to[ends[from[i] >> shift & (BUCKETS - 1)]++] = from[i];
+        uint64_t *swap = from;
+        from = to;
+        to = swap;
+    }
+    uint64_t mask = ((uint64_t)1 << position_bits) - 1, last = 0;
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t key = from[i], id = key >> position_bits;
+        int64_t position = (int64_t)(key & mask);
+        if (i == 0 || id != last) {
+            unique[found] = (int64_t)(id + (uint64_t)least);
+            starts[found++] = i;
+            last = id;
+        }
+        order[i] = position;
+        places[position] = found - 1;
+    }
+    return found;
+}
+
+/* Add to each id the shift of its shard; shard s begins with id firsts[s]. */
+VERSIONS void sg_shift_ids(const int64_t *ids, int64_t count, const int64_t *firsts,
+                           const int64_t *shifts, int64_t shards, int64_t *out) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t id = ids[i], shard = 0;
+        for (int64_t s = 1; s < shards; s++) shard += id >= firsts[s];
+        out[i] = id + shifts[shard];
+    }
+}
+
+/* Sum the rows of some distinct ids, each in the order of positions; `order` as above, `starts` of these ids. `count` is where the
+   last of them ends in `order`. */
+VERSIONS void sg_sum_rows(const float *values, const int64_t *order, const int64_t *starts,
+                          int64_t unique, int64_t count, int64_t width, float *out) {
+    int64_t bytes = width * (int64_t)sizeof(float);
+    for (int64_t u = 0; u < unique; u++) {
+        int64_t end = u + 1 < unique ? starts[u + 1] : count;
+        float *total = out + u * width;
+        for (int64_t i = starts[u]; i < end; i++) {
+            const float *row = values + order[i] * width;
+            if (i + AHEAD < count) prefetch_read((const char *)(values + order[i + AHEAD] * width), bytes);
+            if (i == starts[u]) {
+                INDEPENDENT
+                for (int64_t j = 0; j < width; j++) total[j] = 0.0f + row[j]; /* as a sum that begins with 0 */
+            } else {
+                INDEPENDENT
+                for (int64_t j = 0; j < width; j++) total[j] += row[j];
+            }
+        }
+    }
+}
+
+/* torch's SGD without momentum and decay, on rows; `rate` is the negative learning rate. */
+VERSIONS void sg_step_sgd(float *table, int64_t rows, const int64_t *ids, const float *values,
+                          int64_t count, int64_t width, float rate) {
+    int64_t bytes = width * (int64_t)sizeof(float);
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) prefetch_write((const char *)(table + inside(ids[i + AHEAD], rows) * width), bytes);
+        float *row = table + inside(ids[i], rows) * width;
+        const float *gradient = values + i * width;
+        INDEPENDENT
+        for (int64_t j = 0; j < width; j++) row[j] += rate * gradient[j];
+    }
+}
+
+/* Adagrad's step has two halves. Between them torch takes the roots, since its function rounds in a way of its own.
+   The first half adds squares to rows of the sums, and copies the new sums to `totals`. */
+VERSIONS void sg_add_squares(float *sums, int64_t rows, const int64_t *ids, const float *values,
+                             int64_t count, int64_t width, float *totals) {
+    int64_t bytes = width * (int64_t)sizeof(float);
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) prefetch_write((const char *)(sums + inside(ids[i + AHEAD], rows) * width), bytes);
+        float *row = sums + inside(ids[i], rows) * width, *total = totals + i * width;
+        const float *gradient = values + i * width;
+        INDEPENDENT
+        for (int64_t j = 0; j < width; j++) {
+            float sum = row[j] + gradient[j] * gradient[j];
+            row[j] = sum;
+            total[j] = sum;
+        }
+    }
+}
+
+/* Add rate * value / (root + epsilon) to rows of a table. */
+VERSIONS void sg_add_quotients(float *table, int64_t rows, const int64_t *ids, const float *values,
+                               const float *roots, int64_t count, int64_t width, float rate,
+                               float epsilon) {
+    int64_t bytes = width * (int64_t)sizeof(float);
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) prefetch_write((const char *)(table + inside(ids[i + AHEAD], rows) * width), bytes);
+        float *row = table + inside(ids[i], rows) * width;
+        const float *value = values + i * width, *root = roots + i * width;
+        INDEPENDENT
+        for (int64_t j = 0; j < width; j++) row[j] += rate * value[j] / (root[j] + epsilon);
+    }
+}

@@ -1,0 +1,160 @@
+"""Kernels in C for rows of tables (`row_kernels.c`), if they were built when Stratagem was installed.
+
+`kernels` is None without them: no compiler at installation, or ``STRATAGEM_ROW_KERNELS=0``. Results are the same, bit for
+bit. Callers check ids, types and shapes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from stratagem.config import row_kernels_allowed
+
+_LIBRARY: Final = "_row_kernels"
+_ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_TYPES: Final[dict[str, Any]] = {"a": _ADDRESS, "c": _COUNT, "n": ctypes.c_float}
+
+_ROWS_AT_ONCE: Final = 2048
+"""Rows of which Adagrad's step keeps sums between its halves: they stay in the caches."""
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Return whether tensors are tables or rows of float32 in the order of their memory, as steps and sums need.
+
+    Example:
+        >>> is_plain(torch.zeros(2, 3)), is_plain(torch.zeros(3, 2).t()), is_plain(torch.zeros(2))
+        (True, False, False)
+    """
+    return all(
+        one.dtype is torch.float32
+        and one.dim() == 2
+        and one.device.type == "cpu"
+        and one.is_contiguous()
+        for one in tensors
+    )
+
+
+@final
+class RowKernels:
+    """The functions of the library. All ids are contiguous int64 tensors in host memory.
+
+    Args:
+        path: the library.
+
+    Raises:
+        OSError: it cannot be loaded.
+        AttributeError: it lacks a function.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+
+        def function(name: str, parameters: str, result: Any = None) -> Any:
+            """Return a function; of its parameters `a` is an address, `c` a count and `n` a number."""
+            found = getattr(library, name)
+            found.argtypes = [_TYPES[letter] for letter in parameters]
+            found.restype = result
+            return found
+
+        self._in_range = function("sg_in_range", "acc", ctypes.c_int)
+        self._sort_ids = function("sg_sort_ids", "acaaaa", _COUNT)
+        self._take_rows = function("sg_take_rows", "aacacca")
+        self._shift_ids = function("sg_shift_ids", "acaaca")
+        self._sum_rows = function("sg_sum_rows", "aaaccca")
+        self._step_sgd = function("sg_step_sgd", "acaaccn")
+        self._add_squares = function("sg_add_squares", "acaacca")
+        self._add_quotients = function("sg_add_quotients", "acaaaccnn")
+
+    def in_range(self, ids: Tensor, rows: int) -> bool:
+        """Return whether all ids are from 0 to below `rows`."""
+        return bool(self._in_range(ids.data_ptr(), ids.numel(), rows))
+
+    def take(self, tables: Sequence[Tensor], firsts: Sequence[int], ids: Tensor) -> Tensor:
+        """Return copies of rows of a table whose contiguous shards begin with the rows `firsts`."""
+        table, count = tables[0], len(tables)
+        taken = torch.empty((ids.numel(), *table.shape[1:]), dtype=table.dtype)
+        self._take_rows(
+            (_ADDRESS * count)(*[one.data_ptr() for one in tables]),
+            (_COUNT * (count + 1))(*firsts, firsts[-1] + tables[-1].shape[0]),
+            count,
+            ids.data_ptr(),
+            ids.numel(),
+            math.prod(table.shape[1:]) * table.element_size(),
+            taken.data_ptr(),
+        )
+        return taken
+
+    def sort(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Return unique ids, places, order and starts (`SortedIds`); None if the ids are too far apart."""
+        size = ids.numel()
+        numbers = torch.empty((4, size), dtype=torch.int64)
+        address, step = numbers.data_ptr(), 8 * size
+        found = self._sort_ids(
+            ids.data_ptr(), size, address, address + step, address + 2 * step, address + 3 * step
+        )
+        if found < 0:
+            return None
+        unique, places, order, starts = numbers
+        return unique[:found], places, order, starts[:found]
+
+    def shift(self, ids: Tensor, firsts: Tensor, shifts: Tensor, out: Tensor) -> None:
+        """Add to each id the shift of its shard, of which each begins with one of `firsts`; all are int64."""
+        self._shift_ids(
+            *(ids.data_ptr(), ids.numel(), firsts.data_ptr(), shifts.data_ptr()),
+            *(firsts.numel(), out.data_ptr()),
+        )
+
+    def sum(
+        self, values: Tensor, order: Tensor, starts: Tensor, begin: int, end: int, out: Tensor
+    ) -> None:
+        """Write the sums of the rows of the distinct ids from `begin` to `end`; `values` and `out` are plain."""
+        last = int(starts[end]) if end < starts.numel() else order.numel()
+        self._sum_rows(
+            *(values.data_ptr(), order.data_ptr(), starts.data_ptr() + 8 * begin),
+            *(end - begin, last, values.shape[1], out.data_ptr()),
+        )
+
+    def step_sgd(self, table: Tensor, ids: Tensor, values: Tensor, rate: float) -> None:
+        """Subtract `rate` times the gradient from rows with unique ids; all tensors are plain."""
+        self._step_sgd(
+            table.data_ptr(), len(table), ids.data_ptr(), values.data_ptr(), *values.shape, -rate
+        )
+
+    def step_adagrad(
+        self, table: Tensor, sums: Tensor, ids: Tensor, values: Tensor, rate: float, epsilon: float
+    ) -> None:
+        """Do Adagrad's step on rows with unique ids; all tensors are plain."""
+        rows, all_rows, width = len(values), len(table), values.shape[1]
+        totals = torch.empty(min(rows, _ROWS_AT_ONCE), width)
+        to, number, value = totals.data_ptr(), ids.data_ptr(), values.data_ptr()
+        table_at, sums_at = table.data_ptr(), sums.data_ptr()
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            count = min(_ROWS_AT_ONCE, rows - start)
+            self._add_squares(sums_at, all_rows, number, value, count, width, to)
+            totals[:count].sqrt_()
+            self._add_quotients(table_at, all_rows, number, value, to, count, width, -rate, epsilon)
+            number += 8 * count
+            value += 4 * count * width
+
+
+def load(folder: Path) -> RowKernels | None:
+    """Return the kernels of a library in a folder; None if there is none that can be loaded."""
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / (_LIBRARY + suffix)
+        if path.exists():
+            try:
+                return RowKernels(path)
+            except (OSError, AttributeError):  # of another machine or version
+                return None
+    return None
+
+
+kernels: RowKernels | None = load(Path(__file__).parent) if row_kernels_allowed() else None

@@ -1,0 +1,130 @@
+"""Kernels in C for rows of tables: the results of torch and NumPy, bit for bit, and memory that stays inside."""
+
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratagem._ps import row_kernels, rows
+from stratagem._ps.server import row_step
+from stratagem._ps.server.shard_optimizer import ServerOptimizer
+from stratagem._ps.types import Gradient, GroupSpec
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(COMPILER is None, reason="needs a C compiler, as building the kernels does"),
+]
+SOURCE = Path(row_kernels.__file__).with_suffix(".c")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the library, built from the source."""
+    made = tmp_path_factory.mktemp("kernels")
+    library = made / "_row_kernels.so"
+    command = [COMPILER, "-O3", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", library]
+    subprocess.run([*command, SOURCE], check=True, timeout=120)
+    return made
+
+
+@pytest.fixture(scope="module")
+def built(folder):
+    kernels = row_kernels.load(folder)
+    assert kernels is not None
+    return kernels
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 5000])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 7), (-3, 9), (0, 1 << 20), (-(2**45), 2**45)]
+)
+def test_ids_are_sorted_as_by_numpy(built, count, low, high, monkeypatch):
+    ids = torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(count))
+    monkeypatch.setattr(rows, "kernels", None)
+    expected = rows.sort_ids(ids)
+    found = built.sort(ids)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_ids_that_are_too_far_apart_are_left_to_numpy(built, monkeypatch):
+    ids = torch.tensor([2**63 - 1, -(2**63), 0, 2**63 - 1])
+    assert built.sort(ids) is None
+    monkeypatch.setattr(rows, "kernels", built)
+    assert rows.sort_ids(ids).unique.tolist() == [-(2**63), 0, 2**63 - 1]
+
+
+@pytest.mark.parametrize("width", [1, 8, 16, 20, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_rows_come_from_all_shards(built, width, dtype):
+    table = torch.arange(90 * width).view(90, width).to(dtype)
+    ids = torch.randint(0, 90, (500,), generator=torch.Generator().manual_seed(width))
+    taken = built.take([table[:10], table[10:40], table[40:]], (0, 10, 40), ids)
+    assert torch.equal(taken, table[ids])
+
+
+@pytest.mark.parametrize("bad", [-1, 6, 2**62, -(2**63)])
+def test_an_id_that_changes_after_the_check_stays_inside_the_table(built, bad):
+    """A server's ids lie in memory that a client can write: such an id counts as row 0."""
+    memory = torch.zeros(8, 4)  # the table, and what lies around it
+    table, ids = memory[1:7], torch.tensor([bad, 2])
+    assert not built.in_range(ids, 6)
+    assert built.in_range(ids[1:], 6)
+    built.step_sgd(table, ids, torch.ones(2, 4), 1.0)
+    built.step_adagrad(table, torch.ones(6, 4), ids, torch.ones(2, 4), 1.0, 1e-10)
+    assert memory[[0, 2, 4, 5, 6, 7]].abs().sum() == 0
+    assert (memory[[1, 3]] < -1).all()
+    assert torch.equal(built.take([table], (0,), ids), table[[0, 2]])
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 16, 33])
+def test_rows_are_summed_in_the_order_of_index_add(built, width, monkeypatch):
+    random = torch.Generator().manual_seed(width)
+    found = rows.sort_ids(torch.randint(0, 200, (1500,), generator=random))
+    values = torch.randn(1500, width, generator=random)
+    expected = torch.zeros(found.unique.numel(), width).index_add_(0, found.places, values)
+    monkeypatch.setattr(rows, "kernels", built)
+    assert torch.equal(rows.sum_rows(values, found), expected)
+    cuts = [0, 17, 17, found.unique.numel()]
+    parts = [torch.empty(b - a, width) for a, b in itertools.pairwise(cuts)]
+    rows.sum_rows_into(values, found, cuts, parts)
+    assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("SGD", {"lr": 0.1}),
+        ("SGD", {"lr": 0.1, "maximize": True}),
+        ("Adagrad", {"lr": 0.05}),
+        ("Adagrad", {"lr": 0.05, "maximize": True, "eps": 1e-3}),
+        ("Adagrad", {"lr": 0.05, "lr_decay": 0.1}),
+    ],
+)
+def test_steps_give_the_numbers_of_torch(built, name, settings, monkeypatch):
+    """As torch's own class on the whole table with a sparse gradient's rows; more rows than fit in one part."""
+    start = torch.randn(6000, 16, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for kernels in (None, built):
+        monkeypatch.setattr(row_step, "kernels", kernels)
+        table = start.clone()
+        group = GroupSpec(variables=(1,), settings=settings)
+        stepper = ServerOptimizer(f"torch.optim.{name}", [group], {1: table}, defaults=settings)
+        random = torch.Generator().manual_seed(2)
+        for _ in range(3):
+            ids = torch.randperm(6000, generator=random)[:4500].sort().values
+            values = torch.randn(4500, 16, generator=random)
+            stepper.step([Gradient(variable=1, ids=ids, values=values)])
+        state = [one.value for one in stepper.state_entries()]
+        found[kernels] = [table, *state]
+    assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
+    assert not torch.equal(found[built][0], start)
+
+
+def test_a_library_that_cannot_be_loaded_counts_as_absent(tmp_path):
+    assert row_kernels.load(tmp_path) is None
+    (tmp_path / "_row_kernels.so").write_bytes(b"not a library")
+    assert row_kernels.load(tmp_path) is None

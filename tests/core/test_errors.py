@@ -66,3 +66,10 @@ def test_errors_travel(name):
     error = pickle.loads(pickle.dumps(FAMILY[name]("what happened")))
     assert type(error) is FAMILY[name]
     assert "what happened" in str(error)
+
+
+def test_the_earlier_name_of_an_error_still_works():
+    """Programs that catch it need no change; other names do not exist."""
+    assert errors.ClosurePoisonous is errors.ClosureLostTooOften
+    with pytest.raises(AttributeError, match="NoSuchError"):
+        errors.NoSuchError

@@ -19,7 +19,9 @@ def test_this_torch_has_everything() -> None:
     assert list(private_api.missing()) == []
 
 
-def test_what_is_missing_is_said_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_of_torch_is_reported_when_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The name, this torch, what for, and what to do."""
     monkeypatch.setattr(private_api, "MISSING", {})
     gone = private_api._find("torch._C._no_such_thing", "a test")

@@ -167,3 +167,39 @@ def test_an_index_is_read_again_from_its_array():
     assert again.taken().tolist() == index.taken().tolist()
     assert again.resolve(keys_of(9), create=True).again.size == 1
     assert int((array[:, COUNT] > 0).sum()) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"evict": "age"},
+        {"evict": "count", "admit_probability": 0.3},
+        {"evict": "age", "max_age": 80, "admit_after": 3},
+    ],
+)
+def test_a_copy_goes_on_as_the_original(settings):
+    """A backup is a copy of keys and record: it gives the same rows to the same keys, and removes the same ones."""
+    random = np.random.default_rng(1)
+    rule = KeyRule(width=2, max_rows=600 if settings else 3000, seed=1, **settings)
+    keys = np.zeros((rule.rows, 3), np.int64)
+
+    def look_up(*indices):
+        some, counts = np.unique(random.zipf(1.2, 20) % 2000, return_counts=True)
+        return [one.resolve(some, create=True, counts=counts) for one in indices]
+
+    index = KeyIndex(rule, keys)
+    for _ in range(300):
+        look_up(index)
+    copied = keys.copy()
+    copy = KeyIndex(rule, copied)
+    copy.restore(index.record())
+    rows = np.arange(len(keys))
+    for _ in range(300):
+        one, other = look_up(index, copy)
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        assert np.array_equal(keys, copied)
+        assert index.now == copy.now
+        assert np.array_equal(
+            index.is_older(rows, index.now - 9), copy.is_older(rows, copy.now - 9)
+        )

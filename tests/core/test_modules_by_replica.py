@@ -105,7 +105,7 @@ def test_marks_on_parameters_reach_the_leaves(two):
     assert two.run(lambda: linear.weight.decay) == 0.5
 
 
-def test_recurrent_modules_stay_what_they_are_called(two):
+def test_recurrent_modules_keep_their_class(two):
     with two.scope():
         lstm = nn.LSTM(2, 3)
     assert isinstance(lstm, nn.LSTM)
@@ -157,7 +157,7 @@ def test_deepcopy_inside_a_replica_is_the_replicas_own(two):
     assert two.local_results(sums) == (0.0, 4.0)
 
 
-def test_a_home_of_another_kind_answers_lookups(two):
+def test_another_kind_of_managed_parameter_answers_lookups(two):
     """Contract 3: parameter servers bring homes of their own."""
 
     class Counting(ManagedParameter):

@@ -141,6 +141,32 @@ def test_a_run_without_random_numbers_leaves_the_generator_alone(two):
     assert not torch.equal(before, torch.get_rng_state())
 
 
+def test_a_run_that_only_reads_its_state_leaves_the_generator_alone(two):
+    """torch.compile and checkpoints save and restore the state. What a replica draws afterwards does not depend on it."""
+
+    def read():
+        torch.set_rng_state(torch.get_rng_state())
+
+    def read_and_draw():
+        read()
+        return torch.rand(3)
+
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    two.run(read)
+    assert torch.equal(torch.get_rng_state(), before)
+    first = two.run(read_and_draw)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    second = two.run(lambda: torch.rand(3))
+    for one, other in zip(
+        two.experimental_local_results(first), two.experimental_local_results(second), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not torch.equal(after, before)
+
+
 def test_the_default_stream_outside_is_torchs_own(two):
     """Numbers drawn outside replicas are what plain PyTorch draws."""
     two.run(lambda: None)

@@ -70,6 +70,10 @@ class PlainOnCoordinator:
         self.job = None
         self.staleness: int | None = None
 
+    @property
+    def servers(self) -> PlainOnCoordinator:
+        return self
+
     def describe(self, obj: object) -> Hashable | None:
         return None
 
@@ -112,7 +116,7 @@ class PlainOnCoordinator:
     def promote_backup(self, server: int) -> Any:
         raise NotImplementedError
 
-    def servers_without_backup(self) -> bool:
+    def lack_backups(self) -> bool:
         return False
 
     def repair_backups(self) -> None:

@@ -19,6 +19,19 @@ def strategy(request):
         yield made
 
 
+@pytest.fixture(
+    params=[
+        "central2",
+        "mirrored2",
+        *(pytest.param(k, marks=pytest.mark.soak) for k in ("one", "central3")),
+    ]
+)
+def usual(request):
+    """Central storage and mirrored in turn; for long lists of modules and optimizers. All strategies in the long run."""
+    with STRATEGIES[request.param]() as made:
+        yield made
+
+
 @pytest.fixture(params=["central2", "central3", "mirrored2"])
 def several(request):
     """Every strategy with more than one replica."""

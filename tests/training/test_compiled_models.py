@@ -66,9 +66,24 @@ def two_passes(model, compiled, optimizer, x, y):
     return torch.zeros(())
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("step", [zero_at_the_end, fill_with_zeros, never_zero, two_passes])
-@pytest.mark.parametrize("kind", ["central2", "mirrored2"])
+STEPS = [zero_at_the_end, fill_with_zeros, never_zero, two_passes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "backend"),
+    [
+        *(("central2", step, "eager") for step in STEPS),
+        *(
+            pytest.param(kind, step, backend, marks=pytest.mark.soak)
+            for kind, backend in (
+                ("mirrored2", "eager"),
+                ("central2", "inductor"),
+                ("mirrored2", "inductor"),
+            )
+            for step in STEPS
+        ),
+    ],
+)
 def test_compiled_code_joins_each_run(kind, step, backend, make_strategy):
     """Compiled code asks no module for its parameters, so the run has to begin with all of them."""
     strategy = make_strategy(kind)

@@ -205,9 +205,9 @@ MODULES = {
 # torch says so once, wherever an LSTM with projections runs on a CPU.
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("name", MODULES)
-def test_module_trains_the_same(name, strategy):
+def test_module_trains_the_same(name, usual):
     make, call, batches = MODULES[name]
-    sg.testing.assert_equivalent(lambda: Apply(make(), call), sgd, step, batches, strategy)
+    sg.testing.assert_equivalent(lambda: Apply(make(), call), sgd, step, batches, usual)
 
 
 def test_old_weight_norm_trains_the_same(strategy):
@@ -250,7 +250,7 @@ def test_adaptive_softmax_trains_the_same(strategy):
 
 @pytest.mark.parametrize("kind", ["embedding", "bag"])
 @pytest.mark.parametrize("optimizer", ["SGD", "SparseAdam", "Adagrad"])
-def test_sparse_gradients_train_the_same(kind, optimizer, strategy):
+def test_sparse_gradients_train_the_same(kind, optimizer, usual):
     """Embeddings with sparse=True: gradients stay sparse all the way to the optimizer."""
     layouts = []
 
@@ -270,7 +270,7 @@ def test_sparse_gradients_train_the_same(kind, optimizer, strategy):
         lambda model: getattr(torch.optim, optimizer)(model.parameters(), lr=0.05),
         sparse_step,
         rows(3, high=9),
-        strategy,
+        usual,
     )
     assert set(layouts) == {torch.sparse_coo}
 
@@ -401,6 +401,37 @@ def test_second_derivatives_through_sync_batch_norm(kind, aggregation, rows, mak
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         if name != "3.bias":  # the slope does not depend on it
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+
+
+class NormAndActivation(nn.SyncBatchNorm):
+    """A subclass that does more than to normalise (timm's SyncBatchNormAct)."""
+
+    def forward(self, input):
+        return torch.tanh(super().forward(input))
+
+
+@pytest.mark.parametrize("kind", ["central2", "mirrored2"])
+def test_subclasses_of_sync_batch_norm_keep_their_own_forward(kind, make_strategy):
+    """The activation of such a class was left out in replicas, without an error (issue 20)."""
+    strategy = make_strategy(kind)
+    x = torch.randn(6, 3, dtype=torch.float64)
+
+    def build():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), NormAndActivation(4), nn.Linear(4, 1)).double()
+
+    with strategy.scope():
+        model = build()
+    plain = build()
+    strategy.run(
+        lambda x: model(x).square().mean().backward(), args=(sg.PerReplica([x[:3], x[3:]]),)
+    )
+    plain(x).square().mean().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
+    assert type(model[1]).__name__ == "NormAndActivation"
+    assert isinstance(model[1], NormAndActivation)
 
 
 def test_sync_batch_norm_of_one_value_in_all_raises_as_on_one_device(make_strategy):

@@ -62,14 +62,14 @@ def test_the_list_of_optimizers_is_torchs():
 
 
 @pytest.mark.parametrize("name", [o for o in OPTIMIZERS if o not in NEEDS_CLOSURE | SPARSE_ONLY])
-def test_optimizer_trains_the_same(name, strategy):
+def test_optimizer_trains_the_same(name, usual):
     # Adam-like optimizers divide by the root of tiny numbers: the first steps amplify rounding.
     sg.testing.assert_equivalent(
         mlp,
         lambda model: make_optimizer(name, model),
         step,
         BATCHES,
-        strategy,
+        usual,
         rtol=2e-3,
         atol=1e-4,
     )

@@ -33,7 +33,7 @@ def me():
     return int(sg.get_replica_context().replica_id_in_sync_group)
 
 
-def test_a_replica_that_writes_its_gradient_changes_nobody_elses(strategy):
+def test_a_replica_that_writes_its_gradient_changes_no_other_replicas(strategy):
     """Each replica scales by another number, in place, and sees its own result only."""
     model, optimizer = one_weight(strategy)
 
@@ -95,7 +95,7 @@ def test_gradients_in_memory_that_is_not_torchs_are_copied(strategy):
     assert model.weight.item() == -2.0
 
 
-def test_gradients_of_an_earlier_step_stay_what_they_were(strategy):
+def test_gradients_of_an_earlier_step_do_not_change(strategy):
     """Somebody kept them: later steps write elsewhere."""
     model, optimizer = one_weight(strategy)
     kept = []

@@ -91,7 +91,7 @@ def test_gradients_of_parameters_taken_outside_run_are_the_replicas(use, strateg
     agree(under(strategy, train), on_one_device(train))
 
 
-def test_parameters_without_a_home_lose_their_gradient_in_all_replicas_at_once(several):
+def test_unmanaged_parameters_lose_their_gradient_in_all_replicas_at_once(several):
     """torch frees such a gradient twice when two threads do it at the same time; replicas take turns."""
     shared = [nn.Parameter(torch.zeros(8, 5)) for _ in range(8)]
 

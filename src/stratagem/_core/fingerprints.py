@@ -42,6 +42,7 @@ PLAIN: Final = frozenset(
 _CONTAINERS: Final = frozenset({tuple, list, set, frozenset, dict, OrderedDict})
 _MISSING: Final = "missing"
 _WRAPPED: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
+    weakref.ReferenceType: lambda reference: (reference(),),
     types.MethodType: lambda bound: (bound.__func__, bound.__self__),
     functools.partial: lambda bound: (bound.func, bound.args, bound.keywords),
     staticmethod: lambda member: (member.__func__,),
@@ -178,7 +179,10 @@ class Fingerprint:
         self.counters: list[tuple[Any, str]] = []
         self._find_counters = find_counters
         self._attributes: frozenset[str] = frozenset()
-        code = getattr(getattr(root, "__func__", root), "__code__", None)
+        inner = root
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        code = getattr(getattr(inner, "__func__", inner), "__code__", None)
         if find_counters and isinstance(code, types.CodeType):
             self._attributes = counted_names(code).attributes
         self.can_change = False
@@ -236,7 +240,7 @@ class Fingerprint:
             owner = value.__self__
             is_method = owner is not None and not isinstance(owner, types.ModuleType)
             return (value.__name__, self._walk(owner)) if is_method else Identity(value)
-        if isinstance(value, enum.Enum):
+        if isinstance(value, (enum.Enum, torch.jit.ScriptFunction)):
             return Identity(value)
         self.can_change = True
         if isinstance(value, Tensor):

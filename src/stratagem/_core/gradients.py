@@ -53,32 +53,34 @@ def add_accumulation_hook(leaf: Leaf) -> None:
 
 def accumulation_hook(leaf: Leaf) -> Callable[[Tensor], None]:
     """Return the hook to call after a gradient has arrived at the leaf."""
-    return _hook(leaf, _accumulated)
+    reference = weakref.ref(leaf)  # the leaf keeps the tensor, and the tensor keeps the hook
+
+    def hook(_: Tensor) -> None:
+        leaf = reference()
+        if leaf is not None and not (record := leaf.record).closed:  # else: used outside its run
+            record.accumulated[leaf.managed] = leaf
+            if not record.queued:
+                _queue(record)
+
+    return hook
 
 
 def add_base_hook(leaf: Leaf) -> None:
     """Put earlier gradients aside during each pass, for a leaf whose aggregation needs it."""
     if leaf.tensor.requires_grad:
-        leaf.managed.add_pre_gradient_hook(leaf, _hook(leaf, _put_base_aside))
+        leaf.managed.add_pre_gradient_hook(leaf, _base_hook(leaf))
         leaf.has_base_hook = True
 
 
-def _hook(leaf: Leaf, call: Callable[[Leaf, RunRecord], None]) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference: the leaf keeps the tensor, and the tensor keeps the hook."""
+def _base_hook(leaf: Leaf) -> Callable[[Tensor], None]:
     reference = weakref.ref(leaf)
 
     def hook(_: Tensor) -> None:
         leaf = reference()
-        if leaf is not None and not leaf.record.closed:  # else: used outside its run
-            call(leaf, leaf.record)
+        if leaf is not None and not leaf.record.closed:
+            _put_base_aside(leaf, leaf.record)
 
     return hook
-
-
-def _accumulated(leaf: Leaf, record: RunRecord) -> None:
-    record.accumulated[leaf.managed] = leaf
-    if not record.queued:
-        _queue(record)
 
 
 def _put_base_aside(leaf: Leaf, record: RunRecord) -> None:
@@ -224,22 +226,20 @@ class _Aggregation:
         if by_hand:
             self._by_hand()
             return
-        plain: list[ReplicatedParameter] = []
-        lists: list[list[Tensor]] = [[] for _ in self.live]
+        lists: list[list[tuple[Leaf, Tensor]]] = [[] for _ in self.live]
         for managed in self.order:
-            found = self._gradients(managed)
+            found, dense = self._gradients(managed), True
+            for _, grad in found:
+                dense = dense and grad is not None and grad.layout is torch.strided
             if private_api.has_hooks(managed.central):
-                self._give(managed, self._after_hooks(managed, found))
-                continue
-            dense = [g for g in found if g is not None and g.layout is torch.strided]
-            if len(dense) == len(lists):
-                plain.append(managed)
-                for each, grad in zip(lists, dense, strict=True):
-                    each.append(grad)
+                self._give(managed, self._after_hooks(managed, [grad for _, grad in found]))
+            elif dense:
+                for each, pair in zip(lists, found, strict=True):
+                    each.append(pair)  # type: ignore[arg-type]  # no None among them
             else:
-                self._give(managed, _weighted_sum(found, self.factors, None))
-        if plain:
-            self._combine_lists(plain, lists)
+                self._give(managed, _weighted_sum([grad for _, grad in found], self.factors, None))
+        if lists[0]:
+            self._combine_lists(lists)
 
     def _by_hand(self) -> None:
         for managed in self.order:
@@ -249,38 +249,29 @@ class _Aggregation:
                 # every replica: average it, which changes nothing, under "sum" too.
                 again = any(leaf.aggregated_in is leaf.record for leaf in leaves)
                 factors = self.weights if again else self.factors
-                found = self._gradients(managed, with_graph=True)
+                found = [grad for _, grad in self._gradients(managed, with_graph=True)]
                 self._give(managed, _weighted_sum(found, factors, None))
 
     def _gradients(
         self, managed: ReplicatedParameter, *, with_graph: bool = False
-    ) -> list[Tensor | None]:
-        """Return the live replicas' gradients; refuse those of ``backward(create_graph=True)``."""
-        leaves = [managed.by_replica.get(i) for i in self.live]
-        found = [None if leaf is None else managed.gradient_of(leaf) for leaf in leaves]
-        if not with_graph and any(grad is not None and grad.requires_grad for grad in found):
-            raise ReplicaError(
-                f"backward(create_graph=True) in a replica left a gradient with a graph on "
-                f"{managed.describe()}. Gradients in .grad are aggregated over the replicas and the "
-                "graph ends there, so a loss made of them would have no gradient. Use grads = "
-                "torch.autograd.grad(loss, model.parameters(), create_graph=True) and, for the "
-                "gradient of the whole batch, sg.get_replica_context().all_reduce('mean', grads), "
-                "which is differentiable."
-            )
+    ) -> list[tuple[Leaf | None, Tensor | None]]:
+        """Return the live replicas' leaves and gradients; refuse those of ``backward(create_graph=True)``."""
+        leaves, found = managed.by_replica, []
+        for i in self.live:
+            leaf = leaves.get(i)
+            grad = None if leaf is None else managed.gradient_of(leaf)
+            if grad is not None and grad.requires_grad and not with_graph:
+                raise _graph_ends(managed)
+            found.append((leaf, grad))
         return found
 
-    def _combine_lists(
-        self, order: Sequence[ReplicatedParameter], lists: list[list[Tensor]]
-    ) -> None:
+    def _combine_lists(self, lists: list[list[tuple[Leaf, Tensor]]]) -> None:
         """Combine lists of dense gradients in the memory of the gradients themselves.
 
         Not with copies on write (``torch._lazy_clone``): with them, a backward pass that accumulated into its
         gradient in each of two threads hung inside torch, and a process crashed.
         """
-        results, *others = [
-            [_in_own_memory(m, i, grad) for m, grad in zip(order, each, strict=True)]
-            for i, each in zip(self.live, lists, strict=True)
-        ]
+        results, *others = [[_in_own_memory(leaf, grad) for leaf, grad in each] for each in lists]
         device = self._replicas[self.live[0]].device
         first, *rest = self.factors
         near = [
@@ -296,14 +287,17 @@ class _Aggregation:
                 private_api.foreach_add_(results, each, alpha=factor)
         for each in others:
             private_api.foreach_copy_(each, results)
+        for pairs, grads in zip(lists, [results, *others], strict=True):
+            for (leaf, _), grad in zip(pairs, grads, strict=True):
+                _mark_aggregated(leaf, grad)
         for i in self.present:
-            counts = i in self.live
-            for managed, result in zip(order, results, strict=True):
-                leaf = managed.by_replica.get(i)
-                if leaf is not None:
-                    if not counts:
-                        write_grad(leaf.tensor, result.to(leaf.tensor.device, copy=True))
-                    _mark_aggregated(leaf, read_grad(leaf.tensor))
+            if i not in self.live:
+                for (leaf, _), result in zip(lists[0], results, strict=True):
+                    idle = leaf.managed.by_replica.get(i)
+                    if idle is not None:
+                        own = result.to(idle.tensor.device, copy=True)
+                        write_grad(idle.tensor, own)
+                        _mark_aggregated(idle, own)
 
     def _give(self, managed: ReplicatedParameter, result: Tensor | None) -> None:
         for i in self.present:
@@ -343,7 +337,18 @@ class _Aggregation:
 # ------------------------------------------------------------------ arithmetic
 
 
-def _in_own_memory(managed: ReplicatedParameter, replica_id: int, grad: Tensor) -> Tensor:
+def _graph_ends(managed: ReplicatedParameter) -> ReplicaError:
+    return ReplicaError(
+        f"backward(create_graph=True) in a replica left a gradient with a graph on "
+        f"{managed.describe()}. Gradients in .grad are aggregated over the replicas and the "
+        "graph ends there, so a loss made of them would have no gradient. Use grads = "
+        "torch.autograd.grad(loss, model.parameters(), create_graph=True) and, for the "
+        "gradient of the whole batch, sg.get_replica_context().all_reduce('mean', grads), "
+        "which is differentiable."
+    )
+
+
+def _in_own_memory(leaf: Leaf, grad: Tensor) -> Tensor:
     """Return the gradient, or a copy that replaces it if it shares memory with another tensor.
 
     Autograd passes memory on: the gradients of ``p.unsqueeze(0) + q.unsqueeze(0)`` may share memory, the gradient of
@@ -352,7 +357,7 @@ def _in_own_memory(managed: ReplicatedParameter, replica_id: int, grad: Tensor) 
     if private_api.owns_memory(grad):
         return grad
     copy = grad.clone()
-    write_grad(managed.by_replica[replica_id].tensor, copy)
+    write_grad(leaf.tensor, copy)
     return copy
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -151,6 +151,25 @@ class Resolved(NamedTuple):
 _NONE: Final[Ints] = np.empty(0, np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class IndexRecord:
+    """State of a `KeyIndex` beside the array of keys; a copy of both behaves as the original.
+
+    Attributes:
+        clock: number of lookups.
+        free: rows whose keys have left, in the order in which they are used again within a bucket.
+        given: clock when each row that was ever used got its key; empty if rows stay with their keys.
+        seen_keys: keys that were seen and have no row.
+        seen: how often each of them was seen.
+    """
+
+    clock: int = 0
+    free: Ints = field(default_factory=lambda: _NONE)
+    given: Ints = field(default_factory=lambda: _NONE)
+    seen_keys: Ints = field(default_factory=lambda: _NONE)
+    seen: Ints = field(default_factory=lambda: _NONE)
+
+
 class KeyIndex:
     """Keys of consecutive buckets of a table.
 
@@ -210,6 +229,30 @@ class KeyIndex:
             self._free[bucket] = np.flatnonzero(~has_key) + start
             if len(rows):
                 self.now = max(self.now, int(rows[:, LAST_USE].max()))
+
+    def record(self) -> IndexRecord:
+        """Return what a copy needs beside the array of keys."""
+        seen_keys = self._sights.keys()
+        given = _NONE
+        if self._given_at.size and self.rows_used:
+            given = np.concatenate([self._given_at[low:high] for low, high in self.rows_used])
+        seen = self._seen[: seen_keys.size].copy()
+        return IndexRecord(self.now, np.concatenate([_NONE, *self._free]), given, seen_keys, seen)
+
+    def restore(self, record: IndexRecord) -> None:
+        """Read the array of keys anew, and take the rest from a record."""
+        self.rebuild()
+        self.now = record.clock
+        buckets = record.free // self._rule.bucket_rows
+        self._free = [record.free[buckets == bucket] for bucket in range(len(self._used))]
+        if record.given.size:
+            self._given_at = np.zeros(len(self._keys), np.int64)
+            start = 0
+            for low, high in self.rows_used:
+                self._given_at[low:high] = record.given[start : start + high - low]
+                start += high - low
+        self._sights.insert(record.seen_keys, np.arange(record.seen_keys.size))
+        self._seen = record.seen
 
     def __len__(self) -> int:
         return len(self._map)

@@ -123,6 +123,13 @@ class KeyMap:
             where = left if where is None else where[left]
             places = (places[left] + 1) & last
 
+    def keys(self) -> Ints:
+        """Return all keys in the order of their numbers, which must be 0, 1, 2 and so on."""
+        used = self._entries[self._entries[:, 1] >= _FIRST]
+        found = np.empty(len(used), np.int64)
+        found[used[:, 1] - _FIRST] = used[:, 0]
+        return found
+
     def insert(self, keys: Ints, numbers: Ints) -> None:
         """Add keys that are not here yet, each once, with their numbers."""
         self._make_space(keys.size)

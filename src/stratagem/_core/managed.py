@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from torch import Tensor, nn
 
 from stratagem._core.context import Replica
-from stratagem._core.torch_patches.private_api import outside_all_transforms
+from stratagem._core.torch_patches.private_api import outside_all_transforms, version_of
 
 if TYPE_CHECKING:
     from stratagem._core.replicated_buffers import BufferCopy, ReplicatedBuffer
@@ -195,7 +195,7 @@ def finish_run(replicas: Sequence[Replica]) -> None:
         for leaf in record.leaves:
             if leaf.has_own_memory:
                 leaf.managed.settle()
-            if leaf.is_written():
+            if leaf.is_written(version_of(leaf.managed.central)):
                 leaf.refuse_write()
     copies: dict[ReplicatedBuffer, list[BufferCopy]] = {}
     seen: dict[ReplicatedParameter, Any] = {}

@@ -15,14 +15,13 @@ from __future__ import annotations
 import _thread
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from typing_extensions import override
 
 from stratagem import config
 from stratagem._core import context
 from stratagem._core.context import Replica
-from stratagem._core.step_counters import StepCounters
 from stratagem.errors import ReplicaMismatch, ReplicaTimeout
 
 Combine = Callable[[list[Any]], Sequence[Any]]
@@ -37,6 +36,25 @@ POLL_S = 0.5
 
 class Aborted(BaseException):
     """Ends a replica whose run has failed elsewhere; `replicas` catches it."""
+
+
+class OwnValues(Protocol):
+    """Values that replicas share in the program, and of which each replica has its own while replicas take turns."""
+
+    def resume(self, replica_id: int) -> None:
+        """Give the program the values of a replica, whose turn begins."""
+
+    def pause(self, replica_id: int) -> None:
+        """Keep the values of a replica, whose turn ends."""
+
+    def settle(self, replicas: Sequence[int]) -> None:
+        """Combine the values of these replicas, which all wait."""
+
+    def share(self, replica_id: int) -> None:
+        """Let all replicas see what code did that ran once for them, with the values of this one."""
+
+    def finish(self, replicas: Sequence[int], *, succeeded: bool) -> None:
+        """End the run."""
 
 
 class _Failure:
@@ -65,7 +83,7 @@ class Rendezvous:
     """
 
     __slots__ = (
-        "_blocked", "_caller", "_caller_combines", "_counters", "_label", "_lock", "_parallel", "_replicas", "_results",
+        "_blocked", "_caller", "_caller_combines", "_label", "_lock", "_own", "_parallel", "_replicas", "_results",
         "_size", "_start", "_timeout_s", "_turn", "_turn_began_s", "_unstarted", "_waiting", "_wake", "_weights",
         "aborted", "combine_error", "ended", "errors",
     )  # fmt: skip
@@ -96,7 +114,7 @@ class Rendezvous:
         self._blocked: set[int] = set()  # replicas that have their result and wait for their turn
         self._turn = 0  # the replica that runs now
         self._turn_began_s = 0.0
-        self._counters: StepCounters | None = None
+        self._own: Sequence[OwnValues] = ()
         self.aborted = False
         self.errors: dict[int, BaseException] = {}
         self.combine_error: BaseException | None = None
@@ -111,15 +129,15 @@ class Rendezvous:
 
     # -------------------------------------------------------------- replicas
 
-    def begin(self, start: Callable[[int], None], counters: StepCounters | None = None) -> None:
+    def begin(self, start: Callable[[int], None], own: Sequence[OwnValues] = ()) -> None:
         """Start the replicas: all at once, or the first one, which starts the next when it waits.
 
         Args:
             start: starts the job of one replica on its thread.
-            counters: the counters of the step, if replicas take turns.
+            own: values of which each replica has its own, if replicas take turns.
         """
         self._start = start
-        self._counters = counters
+        self._own = own
         with self._lock:
             while self._unstarted and (self._parallel or len(self._unstarted) == self._size):
                 self._pass_turn()
@@ -138,8 +156,8 @@ class Rendezvous:
             self._start(self._turn)
 
     def _resume(self) -> None:
-        if self._counters is not None:
-            self._counters.resume(self._turn)
+        for each in self._own:
+            each.resume(self._turn)
 
     def meet(
         self, replica_id: int, label: Hashable, value: Any, combine: Combine, *, on_caller: bool
@@ -153,8 +171,8 @@ class Rendezvous:
                 self._check(replica_id, label)
             self._label = label
             self._waiting[replica_id] = (value, combine)
-            if self._counters is not None:
-                self._counters.pause(replica_id)
+            for each in self._own:
+                each.pause(replica_id)
             complete = len(self._waiting) + len(self.ended) == self._size
             arrived: _Arrived = {}
             if replica_id not in self._wake:
@@ -211,18 +229,19 @@ class Rendezvous:
         """
         values = [arrived[i][0] if i in arrived else None for i in range(self._size)]
         first = min(arrived)
-        counters = self._counters
-        if counters is not None:
-            counters.resume(first)
+        own = self._own
         try:
+            for each in own:
+                each.settle([i for i in range(self._size) if self._weights[i] > 0])
+                each.resume(first)
             with context.entered(self._replicas[first].strategy, None):
                 results = arrived[first][1](values)
             self._results.update((i, results[i]) for i in arrived)
         except BaseException as error:  # noqa: BLE001 - raised again in every replica
             self.combine_error = error
             self._results.update(dict.fromkeys(arrived, _Failure(error)))
-        if counters is not None:
-            counters.share(first)
+        for each in own:
+            each.share(first)
         if self._parallel:
             for i in arrived:
                 if i != runner:
@@ -276,8 +295,8 @@ class Rendezvous:
     def leave(self, replica_id: int, error: BaseException | None) -> None:
         """Note that a replica's function has ended, with or without an error."""
         with self._lock:
-            if self._counters is not None:
-                self._counters.pause(replica_id)
+            for each in self._own:
+                each.pause(replica_id)
             if error is not None:
                 self.errors[replica_id] = error
                 if error is not self.combine_error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,16 +17,23 @@ from typing_extensions import override
 from stratagem._core import context, gradients, values
 from stratagem._core.context import Replica
 from stratagem._core.devices import Device
+from stratagem._core.kept_values import WatchedValues, kept_by
 from stratagem._core.managed import finish_run
-from stratagem._core.rendezvous import STRAGGLER_LIMIT_S, Aborted, Combine, Rendezvous
+from stratagem._core.rendezvous import (
+    STRAGGLER_LIMIT_S,
+    Aborted,
+    Combine,
+    OwnValues,
+    Rendezvous,
+)
 from stratagem._core.replica_threads import (
     CallerSettings,
     ReplicaThread,
     ReplicaThreads,
     compute_on,
 )
-from stratagem._core.replicated_parameters import join_run
-from stratagem._core.step_counters import counters_of
+from stratagem._core.replicated_parameters import LeafWrites, join_run
+from stratagem._core.step_counters import counters_of, function_key, with_objects
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.random_streams import Streams
@@ -49,12 +56,14 @@ class ReplicaGroup:
         row_weights: each replica's share of the rows; adds up to 1, 0 for a replica without rows.
         shared: values that modules of this package keep for the run, for all replicas.
         read_central: if set, replicas get the result of ``read_central(replica, central)`` for a parameter, not leaves.
+        saves_parameters: of which parameters a copy is kept, so that writes in place can be undone: of none, of those that
+            replicas have written before, or of all.
         streams: the replicas' random numbers (two or more replicas).
     """
 
     __slots__ = (
         "_after_success", "_parallel", "_rendezvous", "_reset_cores", "_results", "_settings", "_strategy",
-        "read_central", "replicas", "row_weights", "rows", "shared", "size", "streams",
+        "read_central", "replicas", "row_weights", "rows", "saves_parameters", "shared", "size", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +84,7 @@ class ReplicaGroup:
         )
         self.shared: dict[Hashable, Any] = {}
         self.read_central: Callable[[Replica, Tensor], Tensor] | None = None
+        self.saves_parameters: Literal["", "written", "always"] = ""
         self._after_success: dict[Hashable, Callable[[], None]] = {}
         if size > 1:
             self._parallel = parallel
@@ -98,9 +108,12 @@ class ReplicaGroup:
         threads = threads.for_this_thread()
         meeting = self._rendezvous
         used = threads.acquire(self.size, limit_s=meeting.timeout_s)
-        counters = None if self._parallel else counters_of(calls[0], self.size)
+        with_rows = [i for i in range(self.size) if self.row_weights[i]]
+        own: Sequence[OwnValues] = ()
+        succeeded = False
         try:
-            meeting.begin(lambda i: used[i].start(_Job(self, i, calls[i], used[i])), counters)
+            own = self._own_values(calls[0])
+            meeting.begin(lambda i: used[i].start(_Job(self, i, calls[i], used[i])), own)
             try:
                 if not meeting.wait_for_end():
                     self._give_up(used, limit_s=0.0)
@@ -109,17 +122,37 @@ class ReplicaGroup:
                 raise
             if meeting.errors:
                 raise self._first_error()
+            for each in own:
+                each.settle(with_rows)
             self._succeed()  # before another thread's run begins, which uses the same tensors
+            succeeded = True
             return self._results
         finally:
-            if counters is not None:
-                counters.finish([i for i in range(self.size) if self.row_weights[i]])
+            for each in own:
+                each.finish(with_rows, succeeded=succeeded)
             threads.release()
             if self._reset_cores:
                 torch.set_num_threads(self._settings.intra_op_threads)
             # Replicas refer to their group: without this, every run would leave a cycle.
             self.replicas = ()
             meeting.close()
+
+    def _own_values(self, call: Any) -> Sequence[OwnValues]:
+        """Return the values that replicas share in the program, and of which each has its own in its turn."""
+        function = with_objects(call)
+        key = function_key(function)
+        kept = kept_by(self._strategy, key)
+        watched = kept.begin(function)
+        if self._parallel:
+            return [WatchedValues(kept)] if watched else []
+        counters = counters_of(function, self.size, key)
+        found: list[OwnValues] = [] if counters is None else [counters]
+        if watched:
+            found.append(kept)
+        if kept.writes:
+            self.saves_parameters = "always" if kept.is_first_run else "written"
+            found.append(LeafWrites(self.replicas))
+        return found
 
     def run_alone(self, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run the only replica of a group on the calling thread."""

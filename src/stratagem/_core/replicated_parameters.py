@@ -12,7 +12,7 @@ clipping of weights). Its leaf then gets memory of its own. If all replicas wrot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
+from stratagem._core.kept_values import is_equal
 from stratagem._core.managed import (
     BLANK,
     ManagedParameter,
@@ -61,14 +62,6 @@ keeps the version counter."""
 
 
 _set_memory: Callable[[Tensor, Tensor], None] = cast("Any", Tensor.data).__set__
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same numbers; two that are not numbers are the same."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    one, other = one.detach(), other.detach().to(one.device)
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class Leaf:
@@ -123,14 +116,24 @@ class Leaf:
         self.refresh(central)
         self.version = version(self.tensor)
 
+    def keep_write(self) -> None:
+        """Keep what the replica has written in place, for itself; bring central back."""
+        managed = self.managed
+        managed.is_written = self.has_own_memory = True
+        if self.shares:
+            own = _memory(self.tensor).clone()
+            assert managed.saved is not None, "the caller has checked it"
+            _memory(managed.central).copy_(managed.saved)
+            _set_memory(self.tensor, own)
+
     def fits(self, central: Tensor) -> bool:
         """Return whether this is still a view of central, which may have been moved or replaced."""
         tensor = self.tensor
-        if tensor.dtype != central.dtype or tensor.shape != central.shape:
+        if tensor.dtype != central.dtype:
             return False
         if self.shares:
-            return tensor.data_ptr() == central.data_ptr() and tensor.stride() == central.stride()
-        return tensor.device != central.device
+            return tensor.is_set_to(central)  # memory, shape and strides in one call
+        return tensor.device != central.device and tensor.shape == central.shape
 
     def refresh(self, central: Tensor) -> None:
         """Note central's version; copy its values to a leaf on another device."""
@@ -158,9 +161,13 @@ class Leaf:
             f"{self.managed.describe()} was written in place inside replica {self.replica_id}{why}. {WRITE_ONCE}"
         )
 
-    def is_written(self) -> bool:
-        """Return whether the replica, or another one, has written the parameter in place."""
-        if version_of(self.managed.central) != self.central_version:
+    def is_written(self, central_version: int) -> bool:
+        """Return whether the replica, or another one, has written the parameter in place.
+
+        Args:
+            central_version: the present version of central.
+        """
+        if central_version != self.central_version:
             return True
         return not self.has_own_memory and version(self.tensor) != self.version
 
@@ -172,9 +179,13 @@ class ReplicatedParameter(ManagedParameter):
         adds_up: whether the replicas' gradients are summed, not averaged.
         by_replica: the leaf of every replica that ever asked, by replica number.
         name: for error messages.
+        is_written: whether replicas have written it in place.
+        saved: copy of central, from which a write in place can be undone; None: there is none.
     """
 
-    __slots__ = ("_exposed", "_strategy", "adds_up", "by_replica", "name")
+    __slots__ = (
+        "_exposed", "_saved_version", "_strategy", "adds_up", "by_replica", "is_written", "name", "saved",
+    )  # fmt: skip
 
     def __init__(self, central: nn.Parameter, strategy: StrategyHooks, name: str = "") -> None:
         super().__init__(central)
@@ -183,6 +194,9 @@ class ReplicatedParameter(ManagedParameter):
         self.by_replica: dict[int, Leaf] = {}
         self._exposed: weakref.ref[Tensor] | None = None  # the leaf's gradient that central shows
         self.name = name
+        self.is_written = False
+        self.saved: Tensor | None = None
+        self._saved_version = -1
         _OF_STRATEGY.setdefault(strategy, weakref.WeakSet()).add(self)
 
     def resolve(self) -> Tensor:
@@ -248,10 +262,30 @@ class ReplicatedParameter(ManagedParameter):
             _follow_gradient(leaf, grad)
         if not leaf.has_base_hook and (self.adds_up or has_hooks(central)):
             gradients.add_base_hook(leaf)
+        if replica.group.saves_parameters:
+            self._save(always=replica.group.saves_parameters == "always")
         leaf.version = version(tensor)
         leaf.record = record = replica.record or run_record(replica)
         record.leaves.append(leaf)
         return tensor
+
+    def _save(self, *, always: bool) -> None:
+        """Keep a copy of central if replicas may write it in place."""
+        now = version_of(self.central)
+        if self._saved_version == now:
+            return
+        is_first, self._saved_version = self._saved_version == -1, now
+        if not (always or is_first or self.is_written):
+            self.saved = None
+        elif self.saved is None or self.saved.shape != self.central.shape:
+            self.saved = _memory(self.central).clone()
+        else:
+            self.saved.copy_(_memory(self.central))
+
+    @property
+    def can_undo(self) -> bool:
+        """True if a copy of central's present value exists."""
+        return self.saved is not None and self._saved_version == version_of(self.central)
 
     def gradient_of(self, leaf: Leaf) -> Tensor | None:
         """Return a leaf's gradient in a form that can be added to other leaves'."""
@@ -281,8 +315,9 @@ class ReplicatedParameter(ManagedParameter):
 
     def refuse_writes(self) -> None:
         """Raise if any replica wrote the parameter in place."""
+        now = version_of(self.central)
         for leaf in self.by_replica.values():
-            if not leaf.record.closed and leaf.is_written():
+            if not leaf.record.closed and leaf.is_written(now):
                 leaf.refuse_write()
 
     def settle(self) -> None:
@@ -291,18 +326,24 @@ class ReplicatedParameter(ManagedParameter):
         Raises:
             ReplicaError: the replicas with rows did not all write the same value.
         """
+        for leaf in self.by_replica.values():
+            if leaf.has_own_memory:
+                break
+        else:
+            return
         active = [leaf for leaf in self.by_replica.values() if not leaf.record.closed]
         own = [leaf for leaf in active if leaf.has_own_memory]
         if not own:
             return
         central, first = self.central, own[0]
-        if any(not _are_equal(leaf.tensor, central) for leaf in own):
+        if any(not is_equal(leaf.tensor, central) for leaf in own):
             replica = first.record.replica
             assert replica is not None, "its run is active"
             for number, weight in enumerate(replica.group.row_weights):
-                leaf = self.by_replica.get(number)
-                wrote = leaf in own and _are_equal(leaf.tensor, first.tensor)
-                if first.is_written() or (not wrote and (weight > 0 or leaf in own)):
+                other = self.by_replica.get(number)
+                wrote = other in own and is_equal(other.tensor, first.tensor)
+                written = first.is_written(version_of(central))
+                if written or (not wrote and (weight > 0 or other in own)):
                     first.refuse_write(
                         f", and replica {number} has another value (the value depends on a replica's rows, or "
                         "not every replica wrote)"
@@ -314,8 +355,18 @@ class ReplicatedParameter(ManagedParameter):
 
     def stepped(self) -> None:
         """Let the leaves follow central, which was updated once for all replicas during a run."""
+        central = self.central
+        now = version_of(central)
+        saves = ""
         for leaf in self.by_replica.values():
-            leaf.refresh(self.central)
+            if leaf.shares and not leaf.has_own_memory:
+                leaf.central_version = now
+            else:
+                leaf.refresh(central)
+            if leaf.record.replica is not None:
+                saves = leaf.record.replica.group.saves_parameters
+        if saves:
+            self._save(always=saves == "always")
 
     def expose_gradient(self, leaf: Leaf | None) -> None:
         """Make the gradient of a leaf visible in ``central.grad``.
@@ -359,6 +410,41 @@ def join_run(replica: Replica) -> None:
         for managed in list(_OF_STRATEGY.get(replica.strategy, ())):
             if replica.id in managed.by_replica:
                 managed.resolve()
+
+
+class LeafWrites:
+    """Writes in place to parameters (``average.mul_(0.9)`` under ``no_grad``), in the turns of replicas.
+
+    When a replica's turn ends, its leaf keeps what was written, and the next replica finds the value from before.
+    `ReplicatedParameter.settle` compares the replicas' values and writes them once.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+
+    def pause(self, replica_id: int) -> None:
+        """Keep the writes of a replica apart from the others'."""
+        record = self._replicas[replica_id].record
+        if record is None:
+            return
+        for leaf in record.leaves:
+            if leaf.has_own_memory or version(leaf.tensor) == leaf.version:
+                continue
+            if not leaf.shares or leaf.managed.can_undo:
+                with torch.inference_mode(False), torch.no_grad():
+                    leaf.keep_write()
+
+    def resume(self, replica_id: int) -> None:
+        """Do nothing: the leaves have the replica's values."""
+
+    def settle(self, replicas: Sequence[int]) -> None:
+        """Do nothing: `finish_run` settles parameters."""
+
+    def share(self, replica_id: int) -> None:
+        """Do nothing: leaves follow the central parameters."""
+
+    def finish(self, replicas: Sequence[int], *, succeeded: bool) -> None:
+        """Do nothing."""
 
 
 def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, final
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -62,7 +63,10 @@ class StepCounters:
                 else:
                     values[k] = after
 
-    def finish(self, replicas: Sequence[int]) -> None:
+    def settle(self, replicas: Sequence[int]) -> None:
+        """Do nothing: replicas may count differently until the run ends."""
+
+    def finish(self, replicas: Sequence[int], *, succeeded: bool) -> None:
         """Set the counters after the run: by one run if these replicas agree, else by all that they counted."""
         for k, slot in enumerate(self._slots):
             start, values = self._start[k], [self._values[i][k] for i in replicas]
@@ -72,8 +76,15 @@ class StepCounters:
             slot.set(start + (moves[0] if len(set(moves)) == 1 else sum(moves)))
 
 
-def counters_of(function: Callable[..., Any], size: int) -> StepCounters | None:
+def counters_of(
+    function: Callable[..., Any], size: int, key: Hashable = None
+) -> StepCounters | None:
     """Return the step counters of a function for a run on several replicas; None if it has none.
+
+    Args:
+        function: the function.
+        size: number of replicas.
+        key: its `function_key`, if the caller knows it.
 
     Example:
         >>> class Rule:
@@ -88,13 +99,11 @@ def counters_of(function: Callable[..., Any], size: int) -> StepCounters | None:
         ...     counters.resume(replica)
         ...     rule.rate()
         ...     counters.pause(replica)
-        >>> counters.finish([0, 1])
+        >>> counters.finish([0, 1], succeeded=True)
         >>> rule.steps
         5
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    key = _key(function)
+    key = function_key(function) if key is None else key
     known = _known.get(key)
     if known is None:
         if len(_known) >= MOST_FUNCTIONS:
@@ -125,14 +134,31 @@ class _Found:
 _known: dict[Hashable, _Found] = {}
 
 
-def _key(function: Any) -> Hashable:
-    """Return the code of a function and the identities of the objects that it refers to."""
+def with_objects(call: functools.partial[Any]) -> Callable[..., Any]:
+    """Return a function with those of its arguments that may count or keep something: not the batch."""
+    given = [one for one in (*call.args, *call.keywords.values()) if _is_object(one)]
+    return functools.partial(call.func, *given) if given else call.func
+
+
+def _is_object(value: object) -> bool:
+    return type(value) not in PLAIN and not isinstance(value, _OF_BATCHES)
+
+
+_OF_BATCHES: Final = (Tensor, list, tuple, dict, np.ndarray)
+
+
+def function_key(function: Any) -> Hashable:
+    """Return the code of a function and the identities of the objects that it refers to or gets."""
+    given: list[int] = []
+    while isinstance(function, functools.partial):
+        given += [_identity(one) for one in function.args]
+        function = function.func
     owner = id(getattr(function, "__self__", None))
     inner = getattr(function, "__func__", function)
     if type(inner) is not types.FunctionType:
-        return type(function), id(function)
+        return type(function), id(function), *given
     held = inner.__globals__
-    found = [owner, *[_identity(held.get(name)) for name in names_of(inner.__code__)]]
+    found = [*given, owner, *[_identity(held.get(name)) for name in names_of(inner.__code__)]]
     for cell in inner.__closure__ or ():
         try:
             found.append(_identity(cell.cell_contents))
@@ -149,6 +175,8 @@ def _identity(value: object) -> int:
 def _search(function: Any) -> Iterator[tuple[Any, str]]:
     """Yield owner and name of each counter that counts calls."""
     seen = Fingerprint(function, _token_of, lambda value: (id(value), ()), find_counters=True)
+    while isinstance(function, functools.partial):
+        function = function.func
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     own = counted_names(code, varying=True).attributes if code is not None else frozenset()
     for owner, name in seen.counters:

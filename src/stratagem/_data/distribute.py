@@ -228,11 +228,6 @@ class DistributedDataset:
         self._epochs.load(state, self._pipeline())
 
     @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return self._plan.replicas
-
-    @property
     def cardinality(self) -> Cardinality:
         """Number of steps, or `INFINITE`, or `UNKNOWN`."""
         return Cardinality(self._node.cardinality())

@@ -16,15 +16,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from stratagem._core import gradients
-from stratagem._core.context import Replica, current_replica
+from stratagem._core.context import Replica, current_replica, current_strategy
 from stratagem._core.managed import ManagedParameter, find_managed, write_grad
 from stratagem._core.replicas import once_for_all
 from stratagem._core.replicated_parameters import ReplicatedParameter
@@ -32,7 +32,7 @@ from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import closure_step, private_api
 from stratagem._core.torch_patches.autograd_engine import REMEDY, owner_of
 from stratagem._core.torch_patches.compiling import eagerly
-from stratagem._core.torch_patches.module_members import ByContext
+from stratagem._core.torch_patches.module_members import ByContext, adopt_parameter
 from stratagem._core.torch_patches.schedulers import mean_arguments
 from stratagem._core.values import leaves
 from stratagem.errors import ForeignParameterError, ReplicaError, UnsupportedOptimizer
@@ -207,12 +207,32 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
 # ------------------------------------------------------------------ the step
 
 
+def _adopt_bare(optimizer: Optimizer) -> list[ManagedParameter | None]:
+    """Make tensors of no module (``log_alpha = torch.zeros(1, requires_grad=True)``) parameters of the strategy.
+
+    Parameters are left alone: their module may be made outside the scope, and is refused in a replica.
+    """
+    strategy = current_strategy()
+    if strategy is None or not strategy._steps_here or strategy.num_replicas_in_sync == 1:
+        return []
+    adopted: list[ManagedParameter | None] = []
+    for tensor in (each for group in optimizer.param_groups for each in group["params"]):
+        if type(tensor) is Tensor and find_managed(tensor) is None and current_replica() is None:
+            tensor.__class__ = nn.Parameter
+            adopted.append(
+                adopt_parameter(strategy, "", cast("nn.Parameter", tensor), tensor.device)
+            )
+    return adopted
+
+
 def _adopt(optimizer: Optimizer) -> None:
     """Adopt an optimizer if any of its parameters is managed. May be repeated."""
     groups = optimizer.param_groups
+    bare = _adopt_bare(optimizer)  # the groups below keep them
     for i, group in enumerate(groups):
         if any(find_managed(each) is not None for each in group["params"]):
             groups[i] = _by_replica(group)
+    del bare
     if not any(isinstance(group, GroupByReplica) for group in groups):
         return
     if not isinstance(optimizer.state, _State):

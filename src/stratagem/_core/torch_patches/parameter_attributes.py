@@ -121,6 +121,18 @@ def _managed_here(tensor: Tensor) -> ReplicatedParameter | None:
 
 
 def _get_data(tensor: nn.Parameter) -> Tensor:
+    replica = current_replica()
+    if replica is not None and replica.group.size > 1:
+        known = find_registered(tensor)
+        leaf = known.by_replica.get(replica.id) if type(known) is ReplicatedParameter else None
+        if (
+            leaf is not None
+            and leaf.has_own_memory
+            and leaf.record is replica.record
+            and (leaf.tensor is tensor or leaf.managed.central is tensor)
+        ):  # asked for before in this run
+            again: Tensor = _plain_data.__get__(leaf.tensor)
+            return again
     managed = _managed_here(tensor)
     if managed is None:
         if _note_write(tensor, assigned=False):

@@ -205,12 +205,9 @@ graph_nodes: Callable[[], int] = _find(
 """Return how many nodes of autograd's graph this thread has made so far."""
 
 _COMBINE: Final = "combining gradients"
-foreach_add: Callable[..., Any] = _find("torch._foreach_add", _COMBINE)
 foreach_add_: Callable[..., Any] = _find("torch._foreach_add_", _COMBINE)
 foreach_copy_: Callable[..., Any] = _find("torch._foreach_copy_", _COMBINE)
-foreach_lerp: Callable[..., Any] = _find("torch._foreach_lerp", _COMBINE)
 foreach_lerp_: Callable[..., Any] = _find("torch._foreach_lerp_", _COMBINE)
-foreach_mul: Callable[..., Any] = _find("torch._foreach_mul", _COMBINE)
 foreach_mul_: Callable[..., Any] = _find("torch._foreach_mul_", _COMBINE)
 version: Callable[[Tensor], int] = _find("torch.Tensor._version.__get__", "noticing writes")
 """Return how often a tensor was written in place; raises for an inference tensor."""

@@ -8,7 +8,8 @@ own if none was given; all others fall through in C++ at no cost. This covers ra
 C++ composites.
 
 The first random operator of a run draws one number from the default generator to seed the run's streams. So a run
-after ``torch.manual_seed`` repeats bit for bit, and a run that draws nothing leaves the default generator untouched.
+after ``torch.manual_seed`` repeats bit for bit, and a run that draws nothing leaves the default generator untouched, also if
+it reads or sets the state of a stream, as torch.compile and activation checkpointing do.
 
 In a replica, ``torch.get_rng_state``, ``set_rng_state``, ``fork_rng`` and ``manual_seed`` mean the replica's stream.
 Activation checkpointing depends on it to draw the same dropout mask twice. These functions all read the module variable
@@ -28,7 +29,7 @@ import torch
 from typing_extensions import override
 
 from stratagem._core import context, torch_patches
-from stratagem._core.context import RandomStream, Replica, current_replica
+from stratagem._core.context import RandomStream, current_replica
 from stratagem._core.torch_patches import private_api
 
 _KEY = "TESTING_ONLY_GenericMode"
@@ -38,13 +39,14 @@ _installed: list[Any] = []  # the dispatch key, and the libraries that torch mus
 
 
 class Streams:
-    """The random streams of one run; created when first drawn from."""
+    """The random streams of one run; created when first used."""
 
-    __slots__ = ("_generators", "_lock", "_seed")
+    __slots__ = ("_generators", "_is_drawn", "_lock", "_seed")
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
         self._seed: int | None = None
+        self._is_drawn = False  # whether the default generator has moved past the seed
         self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
 
     def active(self) -> AbstractContextManager[object]:
@@ -52,13 +54,23 @@ class Streams:
         return private_api.IncludeKey(_installed[0])
 
     def generator(self, replica_id: int, device: torch.device) -> torch.Generator:
-        """Return the replica's generator on a device, seeded by the run, the replica and the device."""
+        """Return the replica's generator on a device, to draw from."""
+        if not self._is_drawn:
+            with self._lock:
+                if not self._is_drawn:
+                    number = _next_number(torch.default_generator)
+                    self._seed = number if self._seed is None else self._seed
+                    self._is_drawn = True
+        return self.unmoved(replica_id, device)
+
+    def unmoved(self, replica_id: int, device: torch.device) -> torch.Generator:
+        """Return the replica's generator, seeded by the run, the replica and the device, to read or set its state."""
         key = (replica_id, device)
         found = self._generators.get(key)
         if found is None:
             with self._lock:
                 if self._seed is None:
-                    self._seed = _draw_seed()
+                    self._seed = _next_number(torch.default_generator.clone_state())
             # The device takes part, so that one replica's streams differ between devices.
             turn = replica_id + 1 + ((device.index or 0) << 20) + ((device.type != "cpu") << 40)
             found = torch.Generator(device).manual_seed(_mix(self._seed, turn) & (_MASK >> 1))
@@ -66,10 +78,10 @@ class Streams:
         return found
 
 
-def _draw_seed() -> int:
+def _next_number(generator: torch.Generator) -> int:
     with private_api.WithoutTransforms():  # the first draw may come from inside vmap
         number = torch.empty((), dtype=torch.int64, device="cpu")
-        return int(number.random_(generator=torch.default_generator))
+        return int(number.random_(generator=generator))
 
 
 def _mix(seed: int, turn: int) -> int:
@@ -101,10 +113,6 @@ class Drawing:
     def __exit__(self, *error: object) -> None:
         self._guard.__exit__(*error)
         context.swap_stream(self._before)
-
-
-def _stream_of(replica: Replica, device: torch.device) -> torch.Generator:
-    return replica.group.streams.generator(replica.id, device)
 
 
 # ------------------------------------------------------------------ the kernels
@@ -143,7 +151,7 @@ def _current_generator(device: torch.device) -> torch.Generator | None:
     if stream is not None:
         return stream(device)
     replica = current_replica()
-    return None if replica is None else _stream_of(replica, device)
+    return None if replica is None else replica.group.streams.generator(replica.id, device)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -163,7 +171,7 @@ class _GeneratorProxy:
         replica = current_replica()
         if replica is None or replica.group.size == 1:
             return getattr(torch.default_generator, name)
-        return getattr(_stream_of(replica, torch.device("cpu")), name)
+        return getattr(replica.group.streams.unmoved(replica.id, torch.device("cpu")), name)
 
     @override
     def __repr__(self) -> str:

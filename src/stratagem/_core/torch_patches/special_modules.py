@@ -63,7 +63,12 @@ def _special_class(plain: type[nn.Module], mixin: type[_Special]) -> type[nn.Mod
     found = _CLASSES.get((plain, mixin))
     if found is None:
         content = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-        found = type(plain.__name__, (mixin, plain), {**content, "_plain_class": plain})
+        bases: tuple[type, ...] = (mixin, plain)
+        if mixin is _Synchronised:
+            # Below the user's class, whose own forward() may do more (timm's SyncBatchNormAct).
+            own = () if plain is nn.SyncBatchNorm else (plain,)
+            bases = (mixin, *own, _NormOverReplicas)
+        found = type(plain.__name__, bases, {**content, "_plain_class": plain})
         _CLASSES[plain, mixin] = found
     return found
 
@@ -158,7 +163,11 @@ class _Computing(_Special):
 
 
 class _Synchronised(_Special):
-    """SyncBatchNorm: in training, statistics over the rows of all replicas."""
+    """SyncBatchNorm and its subclasses; `_NormOverReplicas` is the second base of the special class."""
+
+
+class _NormOverReplicas(nn.SyncBatchNorm):
+    """SyncBatchNorm whose statistics in training are those of the rows of all replicas."""
 
     @eagerly
     def forward(self, input: Tensor) -> Tensor:

@@ -1,0 +1,265 @@
+"""Search for the tensors that a function keeps between its calls, where replicas share them.
+
+They lie in closure variables, globals, attributes of objects and modules, lists and dicts. Parameters and buffers of
+modules are left out: the strategy manages them. `kept_values` uses the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from stratagem._core.fingerprints import PLAIN, names_of
+from stratagem._core.installed import is_installed
+from stratagem._core.managed import find_managed
+from stratagem._core.write_kinds import LOCAL, Kinds, writes_of
+
+MOST_OBJECTS: Final = 20_000
+"""Objects that one search visits."""
+MOST_ITEMS: Final = 4096
+"""Items of a list or dict that is searched; larger ones are data."""
+
+_DICTS: Final = (dict, OrderedDict, defaultdict)
+_LEFT_OUT: Final = (
+    Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    Dataset,
+    DataLoader,
+    torch.Generator,
+)
+"""Optimizers, schedulers and scalers work once for all replicas; data is not written."""
+_OF_MODULES: Final = frozenset(
+    {*vars(nn.Module()), "_parameters", "_buffers", "_modules"} - {"training"}
+)
+_SETUP: Final = ("init", "reset", "load", "setstate")
+"""How the names of methods begin that prepare an object; a step does not call them."""
+_FUNCTION: Final = types.FunctionType
+
+
+@final
+class Place:
+    """Where a program keeps tensors: a dict, list, closure cell, or the attributes of an object.
+
+    Args:
+        holder: the object that holds the tensors: a dict (also of attributes or globals), list, deque, tuple or cell.
+        keys: the keys of the tensors in a dict of attributes or globals; None: everything in the holder.
+        path: the place in words, for errors.
+        name: the variable or attribute by which code refers to it.
+
+    Attributes:
+        kinds: how the code that was found writes it; empty: no code that was found does.
+        by_memory: whether code may write it through ``.data``, which counts no version.
+    """
+
+    __slots__ = ("by_memory", "holder", "keys", "kinds", "name", "path")
+
+    def __init__(self, holder: Any, keys: tuple[str, ...] | None, path: str, name: str) -> None:
+        self.holder, self.keys, self.path, self.name = holder, keys, path, name
+        self.kinds: Kinds = frozenset()
+        self.by_memory = False
+
+    def values(self) -> list[Any]:
+        """Return what the place holds now."""
+        holder = self.holder
+        if self.keys is not None:
+            return [holder.get(key) for key in self.keys]
+        if isinstance(holder, types.CellType):
+            try:
+                return [holder.cell_contents]
+            except ValueError:  # the variable has been deleted
+                return [None]
+        return list(holder.values()) if isinstance(holder, dict) else list(holder)
+
+    def within(self, value: Any) -> Place:
+        """Return the place of a list or dict that this place holds."""
+        found = Place(value, None, self.path, self.name)
+        found.kinds, found.by_memory = self.kinds, self.by_memory
+        return found
+
+    def contents(self) -> Any:
+        """Return what `put` needs to bring back what the place holds now."""
+        holder = self.holder
+        if self.keys is None and isinstance(holder, dict):
+            return dict(holder)
+        return self.values()
+
+    def put(self, contents: Any) -> None:
+        """Bring back contents."""
+        holder = self.holder
+        if self.keys is not None:
+            for key, value in zip(self.keys, contents, strict=True):
+                holder[key] = value
+        elif isinstance(holder, types.CellType):
+            holder.cell_contents = contents[0]
+        elif isinstance(holder, dict):
+            holder.clear()
+            holder.update(contents)
+        elif isinstance(holder, list):
+            holder[:] = contents
+
+
+@final
+class Search:
+    """Find the tensors that a function keeps.
+
+    Args:
+        function: the function, perhaps with objects that it gets as arguments (``functools.partial``).
+
+    Attributes:
+        places: where the tensors are.
+        writes: whether any code that was found writes in place.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.places: list[Place] = []
+        self._codes: set[types.CodeType] = set()
+        self._seen: set[Any] = set()
+        self._todo: deque[Callable[[], None]] = deque()
+        self._visit(function, "the step", LOCAL)
+        while self._todo and len(self._seen) < MOST_OBJECTS:
+            self._todo.popleft()()
+        writing = [(_names(code), table) for code in self._codes if (table := writes_of(code))]
+        self.writes = bool(writing)
+        anything = frozenset(kind for _, table in writing for kind in table.get(LOCAL, ()))
+        for place in self.places:
+            found = [table.get(place.name, table.get(LOCAL, frozenset()))
+                     for names, table in writing if place.name in names]  # fmt: skip
+            place.kinds = frozenset().union(*found) or anything - {"binds"}
+            place.by_memory = any("data" in names for names, _ in writing if place.name in names)
+        self._todo.clear()
+
+    def _visit(self, value: Any, path: str, name: str) -> None:
+        """Search a value, later: the order is by distance from the function."""
+        kind = type(value)
+        if kind in PLAIN or isinstance(value, (Tensor, *_LEFT_OUT)) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if kind is _FUNCTION:
+            self._todo.append(lambda: self._function(value, path))
+        elif kind is types.MethodType:
+            self._visit(value.__func__, path, name)
+            self._visit(value.__self__, path, name)
+        elif kind is functools.partial:
+            for one in (value.func, *value.args, *value.keywords.values()):
+                self._visit(one, path, name)
+        elif isinstance(value, (*_DICTS, list, tuple, deque)):
+            if len(value) <= MOST_ITEMS:
+                self._todo.append(lambda: self._container(value, path, name))
+        elif isinstance(value, type):
+            self._todo.append(lambda: self._class(value))
+        elif not isinstance(value, types.ModuleType) and not _is_ours(kind):
+            self._todo.append(lambda: self._object(value, path))
+
+    def _function(self, function: types.FunctionType, path: str) -> None:
+        code, held = function.__code__, function.__globals__
+        installed = is_installed(function.__module__)
+        self._codes.add(code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._held(Place(cell, None, f"variable {name!r}", name))
+        if installed:
+            return
+        names = names_of(code)
+        for name in names:
+            value = held.get(name)
+            if isinstance(value, types.ModuleType):
+                self._module(value, names, name)
+            elif value is not None:
+                self._global(held, name, f"variable {name!r}")
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(default, path, LOCAL)
+
+    def _module(self, module: types.ModuleType, names: Sequence[str], path: str) -> None:
+        """Search these names in a module of the user; only look at the code of functions in installed ones."""
+        held = vars(module)
+        if not is_installed(module.__name__):
+            for name in names:
+                self._global(held, name, f"{path}.{name}")
+        elif module.__name__.partition(".")[0] != "torch":
+            found = [held.get(name) for name in names]
+            self._codes.update(one.__code__ for one in found if type(one) is _FUNCTION)
+
+    def _global(self, held: dict[str, Any], name: str, path: str) -> None:
+        if name in held and (id(held), name) not in self._seen:
+            self._seen.add((id(held), name))
+            self._held(Place(held, (name,), path, name))
+
+    def _container(self, value: Any, path: str, name: str) -> None:
+        self._held(Place(value, None, path, name), items=True)
+
+    def _class(self, kind: type[Any]) -> None:
+        for base in kind.__mro__[:-1]:
+            if base is nn.Module or base.__module__.startswith("torch.nn.modules."):
+                continue
+            own = not is_installed(base.__module__)
+            for name, member in vars(base).items():
+                if name.lstrip("_").startswith(_SETUP):
+                    continue
+                function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+                if type(function) is not _FUNCTION:
+                    continue
+                if own:
+                    self._visit(function, base.__qualname__, LOCAL)
+                else:
+                    inner = getattr(function, "__wrapped__", function)
+                    # Methods of torch.Tensor are Python functions around builtin ones, which have no code.
+                    self._codes.add((inner if type(inner) is _FUNCTION else function).__code__)
+
+    def _object(self, value: Any, path: str) -> None:
+        kind = type(value)
+        self._visit(kind, path, LOCAL)
+        held = getattr(value, "__dict__", None)
+        if type(held) is not dict:
+            return
+        where = f"{path} → {kind.__qualname__}"
+        if isinstance(value, nn.Module):
+            for name, part in list(value._modules.items()):
+                self._visit(part, f"{where}.{name}", LOCAL)
+        for name in list(held):
+            if not (isinstance(value, nn.Module) and name in _OF_MODULES):
+                self._held(Place(held, (name,), f"{where}.{name}", name))
+
+    def _held(self, place: Place, *, items: bool = False) -> None:
+        """Note a place with tensors; search the other values in it."""
+        values = place.values()
+        if any(is_kept(value) or holds_tensors(value) for value in values):
+            self.places.append(place)
+        for number, value in enumerate(values):
+            self._visit(value, f"{place.path}[{number}]" if items else place.path, place.name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes, globals and closure variables in code."""
+    inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return frozenset({*names_of(code), *code.co_freevars}).union(*inner)
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    return kind.__module__.partition(".")[0] in ("stratagem", "builtins", "threading", "_thread")
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return whether a value is a list, tuple or dict of tensors, which code may replace."""
+    if isinstance(value, (list, tuple, *_DICTS)) and 0 < len(value) <= MOST_ITEMS:
+        return any(map(is_kept, value.values() if isinstance(value, dict) else value))
+    return False
+
+
+def is_kept(value: Any) -> bool:
+    """Return whether a value is a tensor that replicas may write: no result of a graph, no replica's own view."""
+    if not isinstance(value, Tensor) or value.is_inference() or value.layout is not torch.strided:
+        return False
+    if value.requires_grad and not value.is_leaf:
+        return False
+    managed = find_managed(value)
+    return managed is None or managed.central is value

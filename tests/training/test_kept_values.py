@@ -1,0 +1,359 @@
+"""Tensors that a step keeps between its calls: replicas that agree write them once (issue 20, points 6 and 12)."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stratagem as sg
+from stratagem.errors import ReplicaError
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.fixture(params=["central2", "mirrored2"])
+def pair(request, make_strategy):
+    """Each strategy with two replicas."""
+    return make_strategy(request.param)
+
+
+# ------------------------------------------------------------------ moving averages
+
+
+class ShadowList:
+    """A moving average as in the package torch_ema: a list of tensors, written in place."""
+
+    def __init__(self, model, decay=0.9):
+        self.decay, self.updates, self.model = decay, 0, model
+        self.shadow = [p.clone().detach() for p in model.parameters()]
+
+    def update(self):
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        with torch.no_grad():
+            for s, p in zip(self.shadow, self.model.parameters(), strict=True):
+                s.sub_((1 - decay) * (s - p))
+
+    def values(self):
+        return self.shadow
+
+
+class ShadowDict(ShadowList):
+    """The same, with new tensors in a dict at every update."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+
+    def update(self):
+        for name, p in self.model.named_parameters():
+            average = 0.1 * p.data + 0.9 * self.shadow[name]
+            self.shadow[name] = average.clone()
+
+    def values(self):
+        return list(self.shadow.values())
+
+
+class NewList(ShadowList):
+    """The same, with another list at every update."""
+
+    def update(self):
+        self.shadow = [
+            0.9 * s + 0.1 * p.detach()
+            for s, p in zip(self.shadow, self.model.parameters(), strict=True)
+        ]
+
+
+class Seldom(ShadowList):
+    """The same, in every third step only, after it was left alone for two."""
+
+    def update(self):
+        self.updates += 1
+        if self.updates % 3 == 0:
+            lerp(self.shadow, self.model)
+
+
+def lerp(shadow, model):
+    for s, p in zip(shadow, model.parameters(), strict=True):
+        s.lerp_(p.detach(), 0.1)
+
+
+class Added(ShadowList):
+    """The same, by adding a difference that was computed before."""
+
+    def update(self):
+        for s, p in zip(self.shadow, self.model.parameters(), strict=True):
+            difference = p.detach() - s
+            s.add_(difference, alpha=0.1)
+
+
+class ThroughData(ShadowList):
+    """The same, through ``.data``, which counts no version."""
+
+    def update(self):
+        for s, p in zip(self.shadow, self.model.parameters(), strict=True):
+            s.data.mul_(0.9).add_(p.data, alpha=0.1)
+
+
+class OfParameters(ShadowList):
+    """The same, for the parameters of a copy, in place under ``no_grad``."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.average = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self):
+        for e, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            e.mul_(0.9).add_(p, alpha=0.1)
+
+    def values(self):
+        return [p.detach() for p in self.average.parameters()]
+
+
+class OfListedParameters(OfParameters):
+    """The same, for a list of parameters that was made outside the step."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.listed = list(self.average.parameters())
+
+    @torch.no_grad()
+    def update(self):
+        for e, p in zip(self.listed, self.model.parameters(), strict=True):
+            e.mul_(0.9).add_(p, alpha=0.1)
+
+
+class ByAttribute(OfParameters):
+    """The same, for parameters by their names."""
+
+    @torch.no_grad()
+    def update(self):
+        self.average[0].weight.lerp_(self.model[0].weight, 0.1)
+
+
+class Target(OfParameters):
+    """A target network that follows in every third step (the DQN tutorial)."""
+
+    def update(self):
+        self.updates += 1
+        if self.updates % 3 == 0:
+            self.average.load_state_dict(self.model.state_dict())
+
+
+class Clipped(ShadowList):
+    """Clipping of trained weights in place."""
+
+    @torch.no_grad()
+    def update(self):
+        for p in self.model.parameters():
+            p.clamp_(-0.2, 0.2)
+
+
+AVERAGES = [
+    ShadowList, ShadowDict, NewList, Seldom, Added, ThroughData, OfParameters, OfListedParameters, ByAttribute, Target, Clipped,
+]  # fmt: skip
+
+
+def train(strategy, kind, steps=7):
+    with sg.OneDeviceStrategy("cpu:0").scope() if strategy is None else strategy.scope():
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        average = kind(model)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        average.update()
+
+    for number in range(steps):
+        if number == 4:  # what code outside the step replaces is found again
+            average.shadow = copy.deepcopy(average.shadow)
+        if strategy is None:
+            step(X, Y)
+        else:
+            strategy.run(step, args=[sg.PerReplica(list(each.chunk(2))) for each in (X, Y)])
+    return [*(p.detach() for p in model.parameters()), *average.values()]
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averages_move_once_for_all_replicas(kind, pair):
+    """Every replica computes the same average: it is written once, not once per replica."""
+    for mine, plain in zip(train(pair, kind), train(None, kind), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ values that depend on rows
+
+
+class Kept:
+    """Values that depend on the rows of a replica."""
+
+    def __init__(self):
+        self.mean = torch.zeros(4)
+        self.total = torch.zeros(())
+        self.rows = torch.zeros((), dtype=torch.long)
+        self.last = torch.zeros(4)
+        self.hidden = torch.zeros(4)
+
+    def average(self, x):
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+    def carry(self, x):
+        self.hidden = torch.tanh(self.hidden + x.mean(0))
+
+    def add_up(self, x):
+        self.total += x.sum()
+        self.rows.add_(len(x))
+
+    def scratch(self, x):
+        self.last.copy_(x[0])
+        assert torch.equal(self.last, x[0])
+        sg.get_replica_context().all_reduce("sum", x.sum())
+        assert torch.equal(self.last, x[0])  # not another replica's
+
+
+@pytest.mark.parametrize(("method", "name"), [("average", "mean"), ("carry", "hidden")])
+def test_a_kept_value_that_depends_on_rows_is_refused(method, name, pair):
+    """The error names the attribute; the value is the one from before."""
+    kept = Kept()
+
+    def step(x):
+        getattr(kept, method)(x)
+
+    with pytest.raises(ReplicaError, match=rf"Kept\.{name}(.|\n)*merge_call"):
+        pair.run(step, args=[sg.PerReplica([X[:4], X[4:]])])
+    assert not getattr(kept, name).any()
+
+
+def test_sums_over_rows_add_up(pair):
+    kept = Kept()
+    for _ in range(3):
+        pair.run(kept.add_up, args=[sg.PerReplica([X[:5], X[5:]])])
+        pair.run(lambda x: kept.add_up(x), args=[sg.PerReplica([X[:4], X[4:]])])
+    assert int(kept.rows) == 48
+    torch.testing.assert_close(kept.total, X.sum() * 6)
+
+
+def test_each_replica_reads_what_it_has_written(pair):
+    """A tensor that every step overwrites belongs to the replica for the whole run."""
+    kept = Kept()
+    for _ in range(3):
+        pair.run(kept.scratch, args=[sg.PerReplica([X[:4], X[4:]])])
+    assert torch.equal(kept.last, X[4])
+
+
+class Smoothing:
+    """Keeps what it computed for a plot, under the name of a local variable (the annotated transformer)."""
+
+    shown = None
+
+    def __call__(self, x):
+        shown = x.clone()
+        shown.fill_(0.1)
+        shown[:, 0] = x[:, 1]
+        self.shown = shown
+        return (x * shown.clone()).sum()
+
+
+def test_a_result_kept_under_the_name_of_a_local_variable_is_the_last_replicas(pair):
+    smoothing = Smoothing()
+    for _ in range(3):
+        pair.run(lambda x: smoothing(x), args=[sg.PerReplica([X[:4], X[4:]])])
+    assert torch.equal(smoothing.shown[:, 0], X[4:, 1])
+
+
+def test_a_run_that_fails_leaves_the_kept_values(pair):
+    model = mlp()
+    average = ShadowList(model)
+    before = copy.deepcopy(average.shadow)
+
+    def step(x):
+        with torch.no_grad():
+            for s in average.shadow:
+                s.mul_(0.5)
+        if sg.get_replica_context().replica_id_in_sync_group == 1:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        pair.run(step, args=[sg.PerReplica([X[:4], X[4:]])])
+    for now, then in zip(average.shadow, before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_a_tensor_written_in_merge_call_is_written_once(pair):
+    average = ShadowList(mlp())
+
+    def step(x):
+        sg.get_replica_context().merge_call(lambda strategy: average.update())
+
+    for _ in range(3):
+        with torch.no_grad():
+            for p in average.model.parameters():
+                p.add_(1.0)
+        pair.run(step, args=[sg.PerReplica([X[:4], X[4:]])])
+    plain = ShadowList(mlp())
+    for _ in range(3):
+        with torch.no_grad():
+            for p in plain.model.parameters():
+                p.add_(1.0)
+        plain.update()
+    for mine, other in zip(average.shadow, plain.shadow, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_an_object_given_as_an_argument_moves_once(pair):
+    average, plain = ShadowList(mlp()), ShadowList(mlp())
+    for each in (average, plain):
+        with torch.no_grad():
+            for p in each.model.parameters():
+                p.add_(1.0)
+    plain.update()
+    pair.run(lambda given, x: given.update(), args=(average, sg.PerReplica([X[:4], X[4:]])))
+    for mine, other in zip(average.shadow, plain.shadow, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_replicas_that_run_at_the_same_time_may_not_move_a_kept_tensor():
+    """A write of one replica cannot be told from another's."""
+    average = ShadowList(mlp())
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], parallel_replicas=True) as strategy:
+        with pytest.raises(ReplicaError, match=r"ShadowList\.shadow(.|\n)*parallel_replicas=True"):
+            strategy.run(lambda x: average.update(), args=[sg.PerReplica([X[:4], X[4:]])])
+
+
+def test_what_a_function_keeps_is_freed_with_its_strategy(make_strategy):
+    average = ShadowList(mlp())
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        average.strategy = strategy
+        strategy.run(average.update)
+    gone = weakref.ref(average.shadow[0])
+    del average, strategy
+    gc.collect()
+    assert gone() is None
+
+
+Floats = torch.Tensor
+
+
+def test_a_step_may_name_the_class_of_tensors(pair):
+    """``Tensor = torch.FloatTensor`` of PyTorch-GAN: its methods are Python functions around builtin ones."""
+    with pair.scope():
+        model = mlp()
+
+    def step(x):
+        model(x).mean().backward()
+        return Floats(2).fill_(1.0).sum()
+
+    assert float(next(pair.run_steps(step, [X]))) == 2.0

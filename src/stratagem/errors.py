@@ -48,7 +48,7 @@ written for Python's or tf.distribute's exception types keeps working::
         ├── ClosureCancelled                         cancelled after another closure failed
         │   └── ClosureAborted                       the worker that held the resource was lost
         ├── ClosureInputError                        an input of the closure failed to build
-        ├── ClosurePoisonous                         several workers in a row were lost with it
+        ├── ClosureLostTooOften                      several workers in a row were lost with it
         └── RemoteError                              a remote exception of an unknown type
 
 An exception carries its facts as attributes. Code reads the attributes, never the message text.
@@ -409,7 +409,7 @@ class ClosureInputError(ClosureError):
         self.original_exception: BaseException = original_exception
 
 
-class ClosurePoisonous(ClosureError):
+class ClosureLostTooOften(ClosureError):
     """Several workers in a row were lost while they ran the closure; it is not retried.
 
     Attributes:
@@ -439,3 +439,9 @@ class RemoteError(ClosureError):
         self.type_name = type_name
         self.task = task
         self.remote_traceback = remote_traceback
+
+
+def __getattr__(name: str) -> type[StratagemError]:
+    if name == "ClosurePoisonous":  # the name in earlier versions
+        return ClosureLostTooOften
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

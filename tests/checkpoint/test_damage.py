@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem._checkpoint.directory import load
@@ -169,7 +170,7 @@ with sg.CheckpointManager(sg.Checkpoint(model=model), directory) as manager:
 @pytest.mark.parametrize("limit", [100, 10_000, 500_000, 1_000_000])
 def test_a_file_that_cannot_grow(tmp_path: Path, limit: int) -> None:
     """The limit strikes in a frame, in the rows, in small files: the save fails, nothing is left."""
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", FULL, str(tmp_path), str(limit)],
         capture_output=True,
         text=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm_start import Program
 
 import stratagem as sg
 from stratagem.errors import CheckpointMismatch, CheckpointTimeout
@@ -55,7 +55,7 @@ with sg.OneDeviceStrategy("cpu:0") as strategy:
 @pytest.mark.process
 def test_beside_a_training_program(tmp_path: Path) -> None:
     """Checkpoints come and go quickly; what is evaluated is always whole, and the last one is."""
-    with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)]) as trainer:
+    with Program([sys.executable, "-c", TRAINER, str(tmp_path)]) as trainer:
         evaluator = sg.Evaluator(tmp_path, build, bias, poll_s=0.001, timeout_s=LIMIT_S)
         results = evaluator.run()
         assert trainer.wait(LIMIT_S) == 0

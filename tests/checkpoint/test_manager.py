@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem import metrics
 from stratagem._checkpoint import checkpoint_writer
+from stratagem._checkpoint.sigterm import SigtermNote
 from stratagem.errors import (
     CheckpointBusy,
     CheckpointError,
@@ -217,7 +219,7 @@ def test_a_failed_save_is_counted_logged_raised_once_and_changes_nothing(
     assert steps_in(tmp_path) == ["step_00000001", "step_00000004"]
 
 
-def test_a_failure_nobody_has_heard_of_is_raised_by_close(
+def test_a_failure_that_was_not_raised_yet_is_raised_by_close(
     tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_with(monkeypatch, ValueError("broken"))
@@ -298,13 +300,38 @@ def test_two_managers_on_one_directory(tmp_path: Path, model: nn.Module) -> None
         with pytest.raises(CheckpointBusy, match="in use by this process, <Checkpoint of model>"):
             sg.CheckpointManager(checkpoint, tmp_path / ".." / tmp_path.name)
         code = f"import stratagem as sg; sg.CheckpointManager(sg.Checkpoint(), {str(tmp_path)!r})"
-        done = subprocess.run(
+        done = run_program(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
         )
         assert f"CheckpointBusy: {tmp_path} is in use by process {os.getpid()} on" in done.stderr
         manager.save(1, wait=True)
     with sg.CheckpointManager(checkpoint, tmp_path):
         pass
+
+
+def test_a_dropped_manager_releases_its_directory(tmp_path: Path, model: nn.Module) -> None:
+    """Without close(); also as part of a cycle, and with a handler of SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoint = sg.Checkpoint(model=model)
+    manager = sg.CheckpointManager(checkpoint, tmp_path, save_on_sigterm=True)
+    manager.save(1).wait(LIMIT_S)
+    holder = [manager]
+    holder.append(holder)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        del manager, holder
+        with sg.CheckpointManager(checkpoint, tmp_path) as following:
+            assert following.restore_or_initialize() == 1
+            following.save(2, wait=True)
+    finally:
+        gc.enable()
+    arrived: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: arrived.append(number))
+    dropped = SigtermNote()
+    del dropped
+    signal.raise_signal(signal.SIGTERM)
+    assert arrived == [signal.SIGTERM]  # not noted for nobody
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.process
@@ -389,7 +416,7 @@ def test_sigterm_saves_at_the_next_step_and_ends(
     tmp_path: Path, mode: str, code: int, steps: list[str]
 ) -> None:
     """A second SIGTERM ends the program at once; one after the last step ends it at `close`."""
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", SIGTERM_PROGRAM, str(tmp_path), mode],
         capture_output=True,
         text=True,

@@ -14,12 +14,12 @@ The page has it for parameter servers; here it runs on a synchronous strategy. T
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from warm_start import run_program
 
 PROGRAM = """
 import os, signal, sys
@@ -73,7 +73,7 @@ strategy.close()
 
 
 def run(directory: Path, stop_in_epoch: int) -> list[str]:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", PROGRAM, str(directory), str(stop_in_epoch)],
         capture_output=True,
         text=True,

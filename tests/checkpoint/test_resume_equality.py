@@ -6,11 +6,11 @@ The program, with everything that has a state, is `resumed_training.py`.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_start import run_program
 
 PROGRAM = Path(__file__).with_name("resumed_training.py")
 
@@ -36,7 +36,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
         "optimizers": optimizers,
         "stops": stops,
     }
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, str(PROGRAM), json.dumps(job)], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from warm_start import Program
 
 from stratagem._checkpoint.directory import CheckpointDirectory
 from stratagem.errors import CheckpointCorrupt
@@ -54,7 +55,7 @@ def test_a_reader_sees_complete_checkpoints_only(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     read = deleted_meanwhile = 0
     began: list[int] = []
-    with subprocess.Popen(
+    with Program(
         [sys.executable, "-c", WRITER, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from warm_start import Program
 
 from stratagem._ps.server.loop import ParameterServer
 
@@ -30,7 +31,7 @@ server.serve()
 @pytest.fixture
 def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and its address."""
-    child = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    child = Program([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         yield child, child.stdout.readline().strip()

@@ -9,7 +9,7 @@ from stratagem._ps.server.loop import ParameterServer
 from stratagem.errors import ParameterServerLost
 
 
-def test_who_asks_while_or_after_it_is_closed_opens_nothing() -> None:
+def test_requests_during_and_after_close_open_nothing() -> None:
     """A watching thread may be about to ping when its coordinator is forgotten."""
     with ParameterServer("127.0.0.1:0").start() as server:
         control = ControlConnections([("/job:ps/task:0", server.address)], key=None)

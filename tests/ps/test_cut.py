@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem._ps.server import cut as cuts
-from stratagem._ps.server.cut import Cut
+from stratagem._ps.server.cut import LEAST_ASIDE_BYTES, Cut
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.types import Gradient, GroupSpec
 
@@ -140,3 +140,31 @@ def test_a_deleted_variable_is_still_saved() -> None:
     value.zero_()  # its memory is used again
     assert torch.equal(cut.tensors[1, 0, ""].read(0, ROWS), expected[1, 0, ""])
     assert torch.equal(cut.tensors[1, 1, "sum"].read(0, ROWS), expected[1, 1, "sum"])
+
+
+def test_the_reading_thread_rests_until_a_write_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other work needs all cores a save gives way; a write that waits for it ends that."""
+    monkeypatch.setattr(cuts, "_LONGEST_REST_S", 1000.0)
+    monkeypatch.setattr(cuts, "_runnable_threads", lambda: 10_000)
+    value = torch.zeros(2 * LEAST_ASIDE_BYTES // 4)
+    cut = Cut({(1, 0, ""): value})
+    cut.begin_reading()
+    rows = cut.tensors[1, 0, ""]
+    rested = threading.Event()
+
+    def read() -> None:
+        half = len(value) // 2
+        rows.read(0, half)
+        cut.rest(1000.0)
+        rested.set()
+        rows.read(half, len(value))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    cut.before_write(1, None)  # has no room for the rest, and waits
+    assert rested.wait(60.0)
+    thread.join(60.0)
+    cut.rest(1000.0)  # returns at once from now on
+    monkeypatch.setattr(cuts, "_runnable_threads", lambda: 1)
+    Cut({}).rest(1000.0)  # and if a core is idle
+    cut.close()

@@ -15,7 +15,7 @@ def write(sequence, incarnation=1, closure=None, nth=0, worker="worker:0"):
     )
 
 
-def test_a_new_life_starts_counting_again_and_ends_the_old_one():
+def test_a_new_incarnation_counts_from_one_and_ends_the_old_one():
     """Contract 6."""
     ledger = WriteLedger()
     answers = [ledger.admit(w) for w in (write(1), write(2), write(1, 2), write(3, 1), write(2, 2))]

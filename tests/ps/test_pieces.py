@@ -128,7 +128,7 @@ def test_a_step_that_fails_leaves_the_groups_as_they_were(monkeypatch):
     torch.testing.assert_close(tensors[1][-5:], torch.full((5,), 0.9))
 
 
-def test_a_class_of_somebody_else_gets_its_parameter_whole():
+def test_an_unknown_optimizer_class_gets_its_whole_parameter():
     """Nobody knows what a subclass of a known class does with it."""
     weight, gradient = start((5000,)), torch.arange(5000.0)
     group = GroupSpec(variables=(1,), settings={"lr": 1.0})

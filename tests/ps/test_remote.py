@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.remote_storage import RETURNED_BYTES, ReadCache, RemoteStorage
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.placement import Placement
@@ -75,6 +76,50 @@ def test_reading_and_writing(remote):
     assert remote.rows(torch.tensor([0, 10])).tolist() == [[2, 2], [3, 3]]
     remote.update_rows(torch.tensor([5]), torch.tensor([[9.0, 9.0]]))
     assert remote.read()[5].tolist() == [9.0, 9.0]
+
+
+@pytest.mark.parametrize("shape", [(11, 2), (), (0, 2)])
+@pytest.mark.parametrize("client", [False], ids=["connection"], indirect=True)
+def test_a_value_received_over_a_connection_is_used_where_it_was_received(
+    client, monkeypatch, shape
+):
+    remote = RemoteVariable(Placement(2).place("w", shape, torch.float32, shards=1), client)
+    client.create_all(remote.wanted())
+    remote.put(torch.ones(shape))
+    received = []
+    read = client.read_newer
+    monkeypatch.setattr(
+        client, "read_newer", lambda wanted: received.append(read(wanted)) or received[-1]
+    )
+    first = remote.whole()
+    assert remote.whole() is first
+    remote.assign("add", torch.ones(shape))
+    second = remote.whole()
+    assert first.eq(1).all()
+    assert second.eq(2).all()
+    assert first.shape == second.shape == shape
+    ((value, _),) = received[-1].values()
+    if value is not None and len(value):
+        assert torch.frombuffer(value, dtype=torch.float32).data_ptr() == second.data_ptr()
+    remote.release()
+
+
+@pytest.mark.parametrize("client", [False], ids=["connection"], indirect=True)
+def test_the_leaf_of_a_large_variable_takes_the_received_memory(client):
+    count = RETURNED_BYTES // 4 + 1
+    remote = RemoteVariable(Placement(2).place("w", (count,), torch.float32, shards=1), client)
+    client.create_all(remote.wanted())
+    remote.put(torch.ones(count))
+    storage = RemoteStorage(remote, tracks=True, strategy=None, cache=ReadCache())
+    leaf = storage.read()
+    before = (2 * leaf).sum()
+    remote.assign("add", torch.ones(count))
+    assert storage.read() is leaf
+    assert leaf.detach().eq(2).all()
+    assert leaf.data_ptr() == remote.whole().data_ptr()
+    (before + leaf.sum()).backward()
+    assert leaf.grad.eq(3).all()
+    remote.release()
 
 
 @settings(

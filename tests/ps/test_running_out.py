@@ -186,7 +186,7 @@ def test_a_server_without_memory_for_a_message_says_so_and_goes_on(
     assert server.process.poll() is None
 
 
-def test_connections_that_eat_all_memory_are_refused_and_the_server_lives(
+def test_connections_that_would_exhaust_memory_are_refused(
     start: Callable[..., Task],
 ) -> None:
     """Hundreds of half-sent messages of 16 MB each: some are hung up on, with the reason logged."""

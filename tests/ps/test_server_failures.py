@@ -18,6 +18,7 @@ import pytest
 import torch
 from one_server import CHIEF, STEADY, WORKER, W, add_one, listed, stop
 from waiting import wait_until
+from warm_start import Program
 
 import stratagem as sg
 from stratagem._ps.client.ps_client import PsClient
@@ -145,7 +146,7 @@ def worker(address: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("somebody", [other_key, worker])
-def test_a_server_whose_address_somebody_else_has_now_is_lost(
+def test_a_server_is_lost_if_another_process_has_its_address(
     server: ParameterServer, somebody: Callable[[str], AbstractContextManager[None]]
 ) -> None:
     """FLT-10: they answer, and refuse; to whoever asks for a variable, pings, or watches."""
@@ -349,7 +350,7 @@ def test_a_worker_killed_leaves_server_and_others_unharmed(
     )
     with PsClient([("/job:ps/task:0", address)], CHIEF) as chief:
         chief.create(W, "w", value=torch.zeros(2))
-        worker = subprocess.Popen([sys.executable, "-c", pusher])
+        worker = Program([sys.executable, "-c", pusher])
         try:
             wait_until(lambda: chief.versions(0)[1] > 50)
         finally:

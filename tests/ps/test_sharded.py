@@ -97,7 +97,7 @@ def test_scatter_equals_an_unsharded_variables(operation):
     torch.testing.assert_close(sg.convert_to_tensor(made), sg.convert_to_tensor(plain))
 
 
-def test_scatter_refuses_what_is_no_set_of_rows():
+def test_scatter_raises_for_rows_that_do_not_fit():
     """SHV-5."""
     made = sharded()
     made.scatter_add(torch.sparse_coo_tensor(torch.zeros(1, 0), torch.zeros(0, 2), (8, 2)))

@@ -191,7 +191,7 @@ def test_zero_grad_both_ways_and_setting_grad(table):
         table.grad = torch.ones(2, 2)
 
 
-def test_max_norm_shortens_rows_at_home_as_plain_pytorch_does(table, source):
+def test_max_norm_shortens_stored_rows_as_plain_pytorch_does(table, source):
     plain = nn.Parameter(source.data.clone())
     options = {"max_norm": 1.0, "norm_type": 2.0}
     torch.testing.assert_close(

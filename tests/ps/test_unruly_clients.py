@@ -185,7 +185,7 @@ def test_fifty_clients(server: ParameterServer) -> None:
 # Keys, life and end.
 
 
-def test_a_server_with_a_key_lets_in_only_who_has_it() -> None:
+def test_a_server_with_a_key_accepts_only_clients_with_that_key() -> None:
     """Data and control connections alike."""
     key = ClusterKey.random()
     with ParameterServer("127.0.0.1:0", key=key).start() as server:

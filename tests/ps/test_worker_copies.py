@@ -189,7 +189,7 @@ def test_a_deleted_buffer_is_forgotten_after_a_refresh_has_missed_it(cluster):
     variables.close()
 
 
-def test_what_would_be_sent_again_does_not_change_with_the_callers_tensor(cluster):
+def test_repeated_writes_do_not_depend_on_later_changes_of_the_callers_tensor(cluster):
     """Gradients are sent from where they are. After Ctrl-C their bytes are kept, and the tensor is the caller's again."""
     client, _, __ = cluster
     remotes = place(client)

@@ -162,7 +162,7 @@ def test_failures_of_the_other_side_are_raised_here(pair: tuple[Channel, Channel
     assert caught.value.__notes__ == ["raised by /job:ps/task:0"]
 
 
-def test_everybody_waiting_is_told_when_the_other_side_closes(
+def test_all_waiting_threads_return_when_the_peer_closes(
     pair: tuple[Channel, Channel],
 ) -> None:
     """All threads that wait on the channel, at once, not after their limits."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from warm_start import Program
 
 from stratagem import (
     ClusterCoordinator,
@@ -48,7 +49,7 @@ def test_the_key_file_is_created_once_and_only_its_user_can_read_it():
 def test_processes_that_start_together_get_the_same_key():
     """Creating the file is atomic."""
     command = [sys.executable, "-c", _PRINT_KEY]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    started = [Program(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     keys = {process.communicate(timeout=120)[0].strip() for process in started}
     assert keys == {user_key_text()}
 

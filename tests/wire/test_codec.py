@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,3 +227,39 @@ def test_digest_depends_on_code_and_tensors() -> None:
 
     assert digest(1.0) == digest(1.0)
     assert digest(1.0) != digest(2.0)
+
+
+SCRIPT = """
+FACTOR = 3.0
+
+def inner(x):
+    return x.sin() * FACTOR
+
+def outer(x, inner):
+    return inner(x) + FACTOR
+
+def named():
+    return __name__
+
+def defines():
+    class Local:
+        pass
+    return Local
+"""
+
+
+def test_functions_that_travelled_are_compiled_with_their_own_globals() -> None:
+    """The receiver's ``__main__`` is another module: `torch.compile` must not look there (issue 20)."""
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT, script)
+    inner, outer = trip(script["inner"]), trip(script["outer"])
+    assert inner.__globals__ is not outer.__globals__
+    x = torch.arange(4.0)
+    try:
+        torch.testing.assert_close(
+            torch.compile(outer, backend="eager")(x, inner), x.sin() * 3.0 + 3.0
+        )
+    finally:
+        torch._dynamo.reset()
+    assert trip(script["named"])() == "__main__"
+    assert trip(script["defines"])().__module__ == "__main__"

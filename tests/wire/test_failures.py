@@ -101,7 +101,7 @@ def test_an_exception_that_does_not_survive_pickling_travels_as_text() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
-def test_what_ends_the_other_process_does_not_end_this_one(error: BaseException) -> None:
+def test_exceptions_that_end_the_other_process_do_not_end_this_one(error: BaseException) -> None:
     """Base exceptions arrive as RemoteError, unless asked for: a function of the user's raised it."""
     for with_pickle in (False, True):
         back = exception_from(send(error, with_pickle=with_pickle), may_unpickle=True)

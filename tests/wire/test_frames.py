@@ -100,7 +100,7 @@ def test_buffers_are_aligned_and_writable() -> None:
         (struct.pack("<2sBBIIIQQ", b"SG", 1, 0, 1, 0, 2, 2**64 - 1, 2**64 - 1), "the limit"),
     ],
 )
-def test_what_is_no_frame_or_too_large_is_refused_before_memory_is_taken(
+def test_damaged_and_oversized_frames_are_refused_before_memory_is_allocated(
     data: bytes, words: str
 ) -> None:
     """The announcement alone is enough to refuse it."""

@@ -240,7 +240,7 @@ def test_half_frames_are_waited_for_without_harm(target: Target) -> None:
             send_then_hang_up(channel._stream.sock, data[: random_.randrange(1, len(data))])
 
 
-def test_others_are_turned_away_while_a_life_is_open(target: Target) -> None:
+def test_other_coordinators_are_refused_while_a_session_is_open(target: Target) -> None:
     """Coordinators and hostile peers alike; the life goes on."""
     random_ = random.Random(SEED + 8)
     with open_life(target.address) as channel:

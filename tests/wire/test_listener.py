@@ -110,7 +110,7 @@ def test_garbage_is_refused_without_an_answer(
     assert "does not speak this protocol" in caplog.text
 
 
-def test_half_open_connections_are_dropped_in_time_and_disturb_nobody(
+def test_half_open_connections_are_closed_and_delay_no_other_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Silent, half-greeting and half-proving peers wait beside honest ones, then are cut."""
@@ -149,7 +149,7 @@ def test_a_thousand_refused_connections_are_two_log_lines(caplog: pytest.LogCapt
     assert all("does not speak this protocol" in line for line in lines)
 
 
-def test_a_flood_of_silent_connections_keeps_nobody_out() -> None:
+def test_a_flood_of_silent_connections_blocks_no_client() -> None:
     """The oldest silent ones make room; an honest client still gets in."""
     with Listener("127.0.0.1:0", key=KEY) as listener, accepting(listener) as accepted:
         flood = [raw_connection(listener) for _ in range(PENDING_LIMIT + 40)]

@@ -13,6 +13,7 @@ from typing import IO
 
 import pytest
 import torch
+from warm_start import Program
 
 from stratagem._wire import messages, shm
 from stratagem._wire.arenas import LARGEST_SHARED_BYTES, Arena, Budget
@@ -60,7 +61,7 @@ class Peer:
     def __init__(self, segment: Segment, mode: str, offset: int) -> None:
         ref = segment.ref()
         told = repr((ref.number, ref.pid, ref.fd, ref.size, ref.token))
-        self.process = subprocess.Popen(
+        self.process = Program(
             [sys.executable, "-c", PEER, told, mode, str(offset)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -137,7 +138,7 @@ def test_a_writing_mapping_of_parameters_is_impossible(
 @pytest.mark.process
 def test_slots_are_written_by_both_and_survive_the_death_of_their_owner() -> None:
     """A worker killed at any instant takes nothing away from the server that mapped its slot."""
-    owner = subprocess.Popen(
+    owner = Program(
         [
             sys.executable,
             "-c",
@@ -241,7 +242,7 @@ def opened(segment: Segment) -> MappedSegment:
     return mapped
 
 
-def test_counters_tell_versions_and_writes_in_progress(
+def test_counters_show_versions_and_writes_in_progress(
     parameters: tuple[Segment, int],
 ) -> None:
     """Odd while written; a reader that wants a whole value gets none meanwhile."""

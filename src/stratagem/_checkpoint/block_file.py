@@ -11,7 +11,6 @@ slowest of the three.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,14 +22,15 @@ import torch
 from torch import Tensor
 
 from stratagem import _faults as faults
+from stratagem._checkpoint import checksums
 from stratagem._checkpoint.block_plan import cut_rows
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
 from stratagem._checkpoint.torch_archive import ALIGNMENT, Archive, archive_of
 from stratagem._owner import Owner
 
-PIECE_BYTES = 4 << 20
-"""Bytes per write: small enough that the checksum finds the piece in the cache, large enough that
-handing it to a thread (30 µs) does not matter."""
+PIECE_BYTES = 1 << 20
+"""Bytes per write: small enough that the checksum finds the piece in the cache and that a step waits
+briefly for a piece that is being copied, large enough that calls and hand-overs (30 µs) do not matter."""
 
 FLUSH_BYTES = 64 << 20
 """Bytes per flush to disk, while later pieces are written; the kernel would start much later."""
@@ -209,11 +209,11 @@ class BlockFileWriter(Owner):
         return crc32
 
     def _write_piece(self, piece: memoryview, place: int, crc32: int) -> int:
-        if len(piece) < PIECE_BYTES // 8:
+        if checksums.IS_FAST or len(piece) < PIECE_BYTES // 8:
             self._put(piece, place)
-            crc32 = zlib.crc32(piece, crc32)
+            crc32 = checksums.crc32(piece, crc32)
         else:
-            checksum = self._threads.submit(zlib.crc32, piece, crc32)
+            checksum = self._threads.submit(checksums.crc32, piece, crc32)
             try:
                 self._put(piece, place)
             finally:
@@ -236,7 +236,7 @@ class BlockFileWriter(Owner):
             self._end += len(padding)
 
     def _framed(self, data: bytes) -> None:
-        self._frame_crc32 = zlib.crc32(data, self._frame_crc32)
+        self._frame_crc32 = checksums.crc32(data, self._frame_crc32)
 
     def _put(self, data: bytes | memoryview, place: int) -> None:
         rest = memoryview(data)

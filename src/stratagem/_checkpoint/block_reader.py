@@ -7,7 +7,6 @@ unpickles.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,14 +17,18 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from stratagem._checkpoint.block_file import PIECE_BYTES, Progress, memory_of
+from stratagem._checkpoint.block_file import Progress, memory_of
 from stratagem._checkpoint.block_plan import BlockRead, plan_number, plan_reads
+from stratagem._checkpoint.checksums import crc32 as checksum
 from stratagem._checkpoint.manifest import BLOCK_SUFFIX, Manifest, StoredBlock, StoredTensor
 from stratagem._owner import Owner
 from stratagem.errors import CheckpointCorrupt
 
 _THREADS: Final = 2
 """Blocks read at once: one waits for the disk while another is checksummed."""
+
+PIECE_BYTES: Final = 1 << 20
+"""Bytes per read: the checksum finds them in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class BlockReader(Owner):
         self._progress = progress
         self._descriptors: dict[Path, int] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="stratagem-checkpoint-io")
+        self._spare: list[memoryview] = []  # to verify in, used again: fresh memory is slow
 
     def read(self, wanted: Sequence[RowsWanted]) -> None:
         """Fill the tensors of `wanted`.
@@ -175,11 +179,15 @@ class BlockReader(Owner):
         if block.ids is not None:
             self._ids(depth, block)
         size = self._stored(depth, block).bytes_of(block)
-        piece = memoryview(bytearray(min(size, PIECE_BYTES)))  # used again: fresh memory is slow
+        try:
+            piece = self._spare.pop()
+        except IndexError:
+            piece = memoryview(bytearray(PIECE_BYTES))
         crc32 = 0
         for start in range(0, size, PIECE_BYTES):
             part = piece[: min(size - start, PIECE_BYTES)]
             crc32 = self._pread(depth, block.file, part, block.offset + start, crc32)
+        self._spare.append(piece)
         if crc32 != block.crc32:
             raise self._damaged(depth, block, f"{size} bytes at byte {block.offset}")
 
@@ -205,7 +213,7 @@ class BlockReader(Owner):
                     "expected. The file was truncated.",
                     path=str(path),
                 )
-            crc32 = zlib.crc32(piece[:got], crc32)
+            crc32 = checksum(piece[:got], crc32)
             done += got
             if self._progress is not None:
                 self._progress(got)
@@ -239,7 +247,7 @@ def check_frames(path: Path, manifest: Manifest) -> None:
                 with naming_the_file(file):
                     while start < end:
                         data = os.pread(descriptor, min(end - start, PIECE_BYTES), start)
-                        crc32 = zlib.crc32(data, crc32)
+                        crc32 = checksum(data, crc32)
                         start += len(data)
         finally:
             os.close(descriptor)

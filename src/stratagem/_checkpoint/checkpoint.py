@@ -45,6 +45,7 @@ from stratagem._checkpoint.live_state import (
 from stratagem._checkpoint.manifest import COORDINATOR, NAME, Manifest, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
+from stratagem._checkpoint.restored_memory import memory_to_restore
 from stratagem._checkpoint.server_group import between_rounds
 from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
@@ -421,7 +422,10 @@ def restore_objects(
         )
         match.check(str(saved.path), strict=strict)
         servers.verify(chain)
-        tensors = read_tensors(chain, match.needed, f"restoring step {saved.step}")
+        stored = saved.manifest.tensors
+        into = memory_to_restore(objects, content["objects"], stored)
+        label = f"restoring step {saved.step}"
+        tensors = read_tensors(chain, match.needed, label, into)
         with servers.frozen():
             match.apply(tensors, strict=strict)
         servers.read(chain)
@@ -452,15 +456,25 @@ def read_content(path: Path, *, allow_pickle: bool) -> dict[str, Any]:
 
 
 def read_tensors(
-    chain: Sequence[tuple[Path, Manifest]], names: Sequence[str], label: str
+    chain: Sequence[tuple[Path, Manifest]],
+    names: Sequence[str],
+    label: str,
+    into: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Read whole tensors, verified; tied ones come out as one tensor."""
+    """Read whole tensors, verified; tied ones come out as one tensor.
+
+    The tensors of `into` are read into the memory given there, when everything else has been verified and read.
+    """
     manifest = chain[0][1]
     stored = {name: stored_name(manifest, name) for name in names}
     total = sum(manifest.tensors[name].bytes for name in set(stored.values()))
+    in_place = [name for name in dict.fromkeys(stored.values()) if name in into]
+    total += sum(into[name].nbytes for name in in_place)
     found: dict[str, Tensor] = {}
     with shown_progress(label, total) as progress, BlockReader(chain, progress) as reader:
-        for name in dict.fromkeys(stored.values()):
+        for name in in_place:
+            reader.verify_rows(name, 0, manifest.tensors[name].rows)
+        for name in (one for one in dict.fromkeys(stored.values()) if one not in into):
             tensor: StoredTensor = manifest.tensors[name]
             if tensor.per_shard:
                 found[name] = reader.read_number(name, 0, -1)
@@ -469,4 +483,6 @@ def read_tensors(
                 found[name] = make(tensor.shape, dtype=tensor.torch_dtype)
         whole = [name for name in found if not manifest.tensors[name].per_shard]
         reader.read([RowsWanted(name, 0, found[name]) for name in whole])
+        reader.read([RowsWanted(name, 0, into[name]) for name in in_place])
+        found.update((name, into[name]) for name in in_place)
     return {name: found[other] for name, other in stored.items()}

@@ -8,12 +8,14 @@ needs no lock. The remains of a killed writer have such a name; the next manager
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import platform
 import re
 import shutil
 import threading
 import uuid
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, final
@@ -265,6 +267,8 @@ class DirectoryLock(Owner):
             path.mkdir(parents=True, exist_ok=True)
             self._key = str(path.resolve())
             if self._key in self._held:
+                gc.collect()  # the other manager may be unreachable, but part of a cycle
+            if self._key in self._held:
                 raise _busy(path, self._held[self._key])
             descriptor = self._open()
         except OSError as error:
@@ -285,6 +289,9 @@ class DirectoryLock(Owner):
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._descriptor = descriptor
         self._held[self._key] = f"this process, {holder}"
+        # Of a manager that the program drops without close(). Not at the end of the process, which ends the lock anyway.
+        self._release = weakref.finalize(self, _release, self._held, self._key, descriptor)
+        self._release.atexit = False
         text = f"process {os.getpid()} on {platform.node()}, {holder}\n".encode()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text, 0)
@@ -304,12 +311,16 @@ class DirectoryLock(Owner):
     def close(self) -> None:
         """Let others write."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
             self._descriptor = -1
-            del self._held[self._key]
+            self._release()
 
     def __repr__(self) -> str:
         return f"<DirectoryLock {self._key} {'held' if self._descriptor >= 0 else 'given up'}>"
+
+
+def _release(held: dict[str, str], key: str, descriptor: int) -> None:
+    os.close(descriptor)
+    del held[key]
 
 
 def _busy(path: Path, holder: str) -> CheckpointBusy:

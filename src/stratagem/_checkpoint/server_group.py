@@ -23,10 +23,10 @@ from stratagem._checkpoint.encoding import StoredElsewhere
 from stratagem._core.managed import find_managed
 from stratagem._core.variables import Variable
 from stratagem._owner import Owner
+from stratagem._ps.client.remote_storage import RemoteStorage
 from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._ps.client.transfers import follow
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
-from stratagem._ps.coordinator.remote_storage import RemoteStorage
 from stratagem._ps.placement import Description
 from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem._wire import messages
@@ -169,20 +169,27 @@ class ServerGroup(Owner):
 
     def prepare(self, directory: Path, probe: str) -> str:
         """Send what was changed here; connect; return why a server cannot use the directory, or ""."""
-        client = self.variables.client
+        client, replacement = self.variables.client, self.variables.client.replacement
+        is_known = str(directory) in replacement.checked_directories
         try:
             client.await_each_server()
             self.variables.flush()
             client.wait_for_writes()
             for server in range(len(client.tasks)):
-                self.connections[server] = client.replacement.connect_beside(server)
+                spare = replacement.take_spare(server) if is_known else None
+                is_known = is_known and spare is not None
+                self.connections[server] = spare or replacement.connect_beside(server)
         except LOSSES as error:
             raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
+        if is_known:
+            return ""  # the cut itself tells if that has changed
+        replacement.checked_directories.discard(str(directory))
         asked = messages.MakeCut(variables=(), directory=str(directory), probe=probe)
         made = self.ask(dict.fromkeys(self.connections, asked))
         for server, answer in made.items():
             if answer.refused:
                 return f"{client.tasks[server]}: {answer.refused}"
+        replacement.checked_directories.add(str(directory))
         return ""
 
     def map_everything(self) -> None:
@@ -220,6 +227,10 @@ class ServerGroup(Owner):
     def follow(self, server: int, progress: Progress | None = None) -> messages.Transfer:
         """Wait until a server has written or read its rows; return its report (see `follow`)."""
         return follow(self.connections[server], progress)
+
+    def keep(self, server: int) -> None:
+        """Keep a connection on which nothing is under way for the next save."""
+        self.variables.client.replacement.keep_spare(server, self.connections.pop(server))
 
     @override
     def close(self) -> None:

@@ -82,6 +82,12 @@ class ServerCut(Owner):
                 for server in group.connections
             }
         )
+        for server, made in self._made.items():
+            if made.refused:
+                group.variables.client.replacement.checked_directories.clear()
+                raise ServerLostInSave(
+                    f"{group.variables.client.tasks[server]} does not use {directory}: {made.refused}"
+                )
         self._items: dict[tuple[int, int], list[CutItem]] = {}
         for made in self._made.values():
             for item in made.items:
@@ -214,11 +220,13 @@ class ServerCut(Owner):
     @override
     def close(self) -> None:
         """End the cut on all servers. May be called again."""
-        for server, connection in self.group.connections.items():
+        for server, connection in list(self.group.connections.items()):
             try:
                 connection.request(messages.EndCut(cut=self._made[server].cut))
             except LOSSES as error:
                 _log.debug("%s did not end its cut: %s", connection.task, error)
+            else:
+                self.group.keep(server)
         self.group.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from typing import Any, Final, final
 
 from stratagem._owner import Owner
@@ -28,9 +29,20 @@ class SigtermNote(Owner):
                 "handles signals there only."
             )
         self.arrived = False
-        self._before: Any = signal.signal(signal.SIGTERM, self._note)
+        note = weakref.ref(self)
 
-    def _note(self, _number: int, _frame: Any) -> None:
+        def handle(number: int, _frame: Any) -> None:
+            here = note()
+            if here is not None:
+                here._note()
+            else:  # the manager was dropped without close(): nobody would save
+                signal.signal(number, before)
+                signal.raise_signal(number)
+
+        self._before: Any = signal.signal(signal.SIGTERM, handle)
+        before = self._before
+
+    def _note(self) -> None:
         if self.arrived:
             self.close()
             signal.raise_signal(signal.SIGTERM)

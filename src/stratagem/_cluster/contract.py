@@ -49,12 +49,65 @@ class JobOnCoordinator(Protocol):
         """Call a function, in another thread, when a newer coordinator has the job."""
 
 
+class ServersOnCoordinator(Protocol):
+    """The parameter servers of a strategy, as the coordinator uses them."""
+
+    def fence(self, worker_index: int, incarnation: int) -> None:
+        """Make every server refuse writes of this incarnation of a worker and of older ones."""
+
+    def check_servers(self, options: ClusterOptions) -> None:
+        """Check every server once, without waiting; raise ParameterServerLost if one is lost."""
+
+    def reaches(self, task: str) -> bool:
+        """Return whether the server has answered the last check of `check_servers`. Never waits."""
+
+    def server_index(self, task: str) -> int | None:
+        """Return the number of a server that can be restored; None if it cannot."""
+
+    def is_outdated(self, error: ParameterServerLost) -> bool:
+        """Return whether an error is about a process whose variables another one has already."""
+
+    def promote_backup(self, server: int) -> tuple[ServerRecovery | None, bool, str]:
+        """Let the backup of a lost server take over.
+
+        Returns:
+            A report, or None without a backup; whether clients notice the loss by themselves; why there is none.
+        """
+
+    def lack_backups(self) -> bool:
+        """Return whether a server that should have a backup has none. Never waits."""
+
+    def repair_backups(self) -> None:
+        """Let servers go on whose backup was lost, and give them a new one as far as possible."""
+
+    def restore_server(
+        self, server: int, *, stopped: Callable[[], bool], why: str = ""
+    ) -> ServerRecovery:
+        """Wait until a lost server has been started again, and restore it from the last checkpoint.
+
+        `why`: why its backup could not take over.
+
+        Raises:
+            ParameterServerLost: that failed.
+        """
+
+    def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
+        """Let requests of this process to a lost server wait for its recovery."""
+
+    def finish_closures(self, closures: Sequence[int]) -> None:
+        """Let servers refuse late writes of these closures, which are finished. Never waits."""
+
+
 class StrategyOnCoordinator(Protocol):
     """The strategy as the coordinator uses it."""
 
     @property
     def job(self) -> JobOnCoordinator | None:
         """The named job of the strategy, or None."""
+
+    @property
+    def servers(self) -> ServersOnCoordinator:
+        """The strategy's servers."""
 
     @property
     def staleness(self) -> int | None:
@@ -91,48 +144,6 @@ class StrategyOnCoordinator(Protocol):
     def worker_setup(self) -> WorkerSetup:
         """Return the object that connects a worker to the strategy."""
 
-    def fence(self, worker_index: int, incarnation: int) -> None:
-        """Make every server refuse writes of this incarnation of a worker and of older ones."""
-
-    def check_servers(self, options: ClusterOptions) -> None:
-        """Check every server once, without waiting; raise ParameterServerLost if one is lost."""
-
-    def reaches(self, task: str) -> bool:
-        """Return whether the server has answered the last check of `check_servers`. Never waits."""
-
-    def server_index(self, task: str) -> int | None:
-        """Return the number of a server that can be restored; None if it cannot."""
-
-    def is_outdated(self, error: ParameterServerLost) -> bool:
-        """Return whether an error is about a process whose variables another one has already."""
-
-    def promote_backup(self, server: int) -> tuple[ServerRecovery | None, bool, str]:
-        """Let the backup of a lost server take over.
-
-        Returns:
-            A report, or None without a backup; whether clients notice the loss by themselves; why there is none.
-        """
-
-    def servers_without_backup(self) -> bool:
-        """Return whether a server that should have a backup has none. Never waits."""
-
-    def repair_backups(self) -> None:
-        """Let servers go on whose backup was lost, and give them a new one as far as possible."""
-
-    def restore_server(
-        self, server: int, *, stopped: Callable[[], bool], why: str = ""
-    ) -> ServerRecovery:
-        """Wait until a lost server has been started again, and restore it from the last checkpoint.
-
-        `why`: why its backup could not take over.
-
-        Raises:
-            ParameterServerLost: that failed.
-        """
-
-    def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
-        """Let requests of this process to a lost server wait for its recovery."""
-
     def counted(self, function: Callable[..., Any], owners: Sequence[Any]) -> Callable[..., Any]:
         """Return a function with counters (`_core/counters.py`) as it is sent to workers."""
 
@@ -147,9 +158,6 @@ class StrategyOnCoordinator(Protocol):
 
     def apply_round(self, closures: Sequence[int]) -> None:
         """Let every server make the steps that it holds of these closures, as one."""
-
-    def finish_closures(self, closures: Sequence[int]) -> None:
-        """Let servers refuse late writes of these closures, which are finished. Never waits."""
 
     def close(self, options: ClusterOptions | None = None) -> None:
         """End the session on the servers."""

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from stratagem._ps.types import GroupSpec, Setting
+from stratagem._ps.types import GroupSpec, InitOp, Setting
 
 Kind: TypeAlias = Literal["variable", "optimizer"]
 
@@ -59,6 +59,8 @@ class VariableRecord:
     dtype: str
     shape: tuple[int, ...]
     version: int
+    recipe: tuple[InitOp, ...] = ()
+    """Initialisation of a part of a dynamic table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from stratagem._core import context, devices, reduction
 from stratagem._core.user_contexts import InputContext
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._data import distribute
-from stratagem._ps.coordinator import remote_storage as ps_variables
+from stratagem._ps.client.remote_storage import ReadCache, RemoteStorage
+from stratagem._ps.coordinator import variable_creation
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.coordinator.deferred_tables import DeferredTables
 from stratagem._ps.coordinator.handles import ObjectHandles
-from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.partition import Partitioner
 from stratagem._ps.placement import device_name
 from stratagem._ps.worker.worker_objects import PsWorkerSetup
@@ -295,8 +295,8 @@ class ParameterServerStrategy(Strategy):
     @override
     def _create_variable(self, request: VariableRequest) -> Any:
         if request.per_worker_variable:
-            return ps_variables.create_per_worker(self._variables, request, self._workers)
-        return ps_variables.create(self._variables, request, strategy=self, cache=self._cache)
+            return variable_creation.create_per_worker(self._variables, request, self._workers)
+        return variable_creation.create(self._variables, request, strategy=self, cache=self._cache)
 
     @override
     def _adopt_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:

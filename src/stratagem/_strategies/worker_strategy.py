@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from stratagem._core import devices, reduction, values
 from stratagem._core.variables import VariableRequest
-from stratagem._ps.coordinator.remote_storage import ReadCache
+from stratagem._ps.client.remote_storage import ReadCache
 from stratagem._ps.placement import device_name
 from stratagem._ps.worker.worker_objects import OptimizerStepper, PsWorkerSetup
 from stratagem._ps.worker.worker_variables import WorkerVariables

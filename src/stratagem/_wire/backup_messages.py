@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratagem._wire.message_base import Message, Record, TensorRef
-from stratagem._wire.server_messages import GroupSpec, Setting
+from stratagem._wire.server_messages import GroupSpec, InitOp, Setting
 
 
 class SetBackup(Message, frozen=True):
@@ -62,6 +62,7 @@ class ReplicaVariable(Record, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     version: int
+    recipe: tuple[InitOp, ...] = ()
 
 
 class ReplicaOptimizer(Record, frozen=True):
@@ -104,6 +105,15 @@ class ReplicaRows(Message, frozen=True):
     rows: TensorRef
     optimizer: int = 0
     key: str = ""
+
+
+class ReplicaKeys(Message, frozen=True):
+    """A piece of what a dynamic table knows beside its variables (`IndexRecord`); without `values` it is complete."""
+
+    variable: int
+    name: str = ""
+    values: TensorRef | None = None
+    clock: int = 0
 
 
 class ReplicaReady(Message, frozen=True):

@@ -29,7 +29,8 @@ from stratagem._wire.user_modules import (
     fill_module,
     find_by_name,
     importable_name,
-    reduce_cell,
+    leave_unnamed,
+    reduce_special,
     sendable_variables,
     variables_of,
 )
@@ -253,16 +254,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if type(obj) is types.ModuleType and obj.__name__ in _SENT_BY_VALUE:
             state = variables_of(obj) if self._states is None else self._sendable(obj)
             return types.ModuleType, (obj.__name__,), state, None, None, fill_module
-        if type(obj) is types.CellType:
-            return reduce_cell(obj)
+        special = reduce_special(obj, self._describe)
+        if special is not None:
+            return special
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and reduced is not NotImplemented:
             self.classes.append(obj)
         return reduced
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
+        code, names, *rest = super()._function_getnewargs(func)[:-1]
+        leave_unnamed(names, code)
         # The cells themselves: functions that share a variable still share it on the worker.
-        return *super()._function_getnewargs(func)[:-1], func.__closure__
+        return code, names, *rest, func.__closure__
 
     def _sendable(self, module: types.ModuleType) -> dict[str, Any]:
         states = self._states

@@ -1,4 +1,4 @@
-"""Modules and closure variables as they are sent to workers.
+"""Modules, closure variables, weak references and scripted functions as they are sent to workers.
 
 Modules of the user's program are sent by value, others by name.
 """
@@ -6,12 +6,15 @@ Modules of the user's program are sent by value, others by name.
 from __future__ import annotations
 
 import builtins
+import io
 import pkgutil
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import torch
 from typing_extensions import override
 
 _KEPT = frozenset({"__name__", "__doc__", "__file__", "__package__"})
@@ -122,6 +125,68 @@ def importable_name(obj: object) -> str | None:
         is_replaced = getattr(obj.__self__, obj.__name__, obj) is not obj
         return f"{obj.__self__.__name__}.{obj.__name__}" if is_replaced else None
     return None
+
+
+def reduce_special(
+    obj: object, describe: Callable[[object], object | None] | None
+) -> tuple[Any, ...] | None:
+    """Return how to pickle an object that pickle cannot: a closure variable, a weak reference, a scripted function.
+
+    A weak reference is sent only if it refers to an object that the strategy manages: nothing else is sure to exist on the
+    worker after it was unpickled.
+
+    Args:
+        obj: any object.
+        describe: returns the token of an object that the strategy manages, None for any other object.
+    """
+    if type(obj) is types.CellType:
+        return reduce_cell(obj)
+    if type(obj) is weakref.ReferenceType:
+        referent = obj()
+        managed = describe is not None and referent is not None and describe(referent) is not None
+        return (weakref.ref, (referent,)) if managed else None
+    if type(obj) is torch.jit.ScriptFunction:
+        scripted: Any = obj
+        arguments = enumerate(scripted.schema.arguments)
+        defaults = {
+            one.name: (place, one.default_value)
+            for place, one in arguments
+            if one.has_default_value()
+        }
+        return load_scripted, (bytes(scripted.save_to_buffer()), defaults)
+    return None
+
+
+def load_scripted(data: bytes, defaults: Mapping[str, tuple[int, Any]]) -> Callable[..., Any]:
+    """Return a function that ``torch.jit.script`` has compiled.
+
+    Args:
+        data: the compiled function, without the default values of its arguments.
+        defaults: place and default value of an argument, by name.
+    """
+    function = torch.jit.load(io.BytesIO(data)).forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        missing = {name: value for name, (place, value) in defaults.items() if place >= len(args)}
+        return function(*args, **{**missing, **kwargs})
+
+    return call
+
+
+def leave_unnamed(names: dict[str, Any], code: types.CodeType) -> None:
+    """Remove the module's name from the globals of a function that travels by value.
+
+    `torch.compile` looks up globals in the module of that name. On a worker that is another module: `__main__` of the
+    worker, or a module in its initial state. The name stays if the function reads it to define a class; a function that
+    names ``__name__`` gets it with its other globals.
+    """
+    if not _defines_class(code):
+        names.pop("__name__", None)
+
+
+def _defines_class(code: types.CodeType) -> bool:
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return any("__module__" in each.co_names or _defines_class(each) for each in inner)
 
 
 def reduce_cell(cell: types.CellType) -> tuple[Any, ...]:

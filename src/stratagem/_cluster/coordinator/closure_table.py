@@ -19,7 +19,7 @@ from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset, lease_all
 from stratagem._wire import messages
 from stratagem._wire.messages import Frame
-from stratagem.errors import ClosureAborted, ClosureCancelled, ClosurePoisonous
+from stratagem.errors import ClosureAborted, ClosureCancelled, ClosureLostTooOften
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -162,7 +162,7 @@ class ClosureTable:
             closure.value._abort(aborted(None if cause is None else cause.error))
         else:
             if action.fate == "poisoned":
-                cause = Cause(self._poisonous(closure, workers), workers[-1])
+                cause = Cause(self._lost_too_often(closure, workers), workers[-1])
             assert cause is not None
             closure.value._fail(cause.error)
             # A resource that failed to build concerns only the closures that use it (CCO-25).
@@ -207,8 +207,8 @@ class ClosureTable:
         self._closures.clear()
         self.argument_bytes = 0
 
-    def _poisonous(self, closure: Closure, workers: Sequence[str]) -> ClosurePoisonous:
-        return ClosurePoisonous(
+    def _lost_too_often(self, closure: Closure, workers: Sequence[str]) -> ClosureLostTooOften:
+        return ClosureLostTooOften(
             f"{closure.name} was lost with {len(workers)} workers in a row "
             f"({', '.join(workers)}) and is not tried again. It probably ends the process (out of "
             "memory, a crash in native code, os._exit), or keeps the worker from answering for "

@@ -322,7 +322,7 @@ class Engine:
             links = list(self.links.values())
         self.sender.forget(links, released)
         if ended:
-            self.views.finish_closures(ended)
+            self.views.servers.finish_closures(ended)
 
     def why_down(self) -> str:
         """Say which workers do not answer, their addresses and the last errors."""
@@ -390,7 +390,7 @@ class Engine:
 
     def _fence(self, link: WorkerLink, incarnation: int) -> None:
         try:
-            self.views.fence(link.task_index, incarnation)
+            self.views.servers.fence(link.task_index, incarnation)
         except ParameterServerLost as error:
             self.server_lost(error)
         except Exception as error:  # noqa: BLE001 - after any error, join must not wait for it
@@ -451,7 +451,7 @@ class Engine:
             )
             task, others_reach = "", False
             if isinstance(error, ParameterServerLost):
-                task, others_reach = error.task, self.views.reaches(error.task)
+                task, others_reach = error.task, self.views.servers.reaches(error.task)
                 self._path_errors[task] = error
             forgiven = bool(task) and self.recoveries.forgives(task)
             return self.locked_execute(

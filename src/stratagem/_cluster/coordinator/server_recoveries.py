@@ -50,9 +50,9 @@ class ServerRecoveries:
                 return False
             if error.task in self._lost:
                 return True
-            if self._engine.views.server_index(error.task) is None:
+            if self._engine.views.servers.server_index(error.task) is None:
                 return False
-            if self._engine.views.is_outdated(error):
+            if self._engine.views.servers.is_outdated(error):
                 return True  # the server was restored while the error was on its way
             self._lost[error.task] = time.monotonic()
             self._locked_start()
@@ -62,7 +62,7 @@ class ServerRecoveries:
 
     def repair_backups(self) -> None:
         """Begin to give servers new backups if some have none. Never waits."""
-        if self._engine.views.servers_without_backup():
+        if self._engine.views.servers.lack_backups():
             with self._changed:
                 if not self._closed:
                     self._locked_start()
@@ -113,7 +113,7 @@ class ServerRecoveries:
         while True:
             with self._changed:
                 task = next(iter(self._lost), None)
-                repairs = task is None and self._engine.views.servers_without_backup()
+                repairs = task is None and self._engine.views.servers.lack_backups()
                 if self._closed or (task is None and not repairs):
                     self._thread = None
                     return
@@ -138,7 +138,7 @@ class ServerRecoveries:
 
     def _repair(self) -> None:
         try:
-            self._engine.views.repair_backups()
+            self._engine.views.servers.repair_backups()
         except Exception:  # noqa: BLE001 - the thread must survive any error, and tries again
             _log.exception("giving parameter servers new backups failed")
         with self._changed:
@@ -147,16 +147,16 @@ class ServerRecoveries:
 
     def _restore(self, task: str) -> None:
         views = self._engine.views
-        server = views.server_index(task)
+        server = views.servers.server_index(task)
         assert server is not None
-        promoted, is_noticed, why = views.promote_backup(server)
+        promoted, is_noticed, why = views.servers.promote_backup(server)
         if promoted is not None:
             if not is_noticed:  # connections to a process that hangs, or to a lost host, stay open
                 self._end_sessions(task)
             self._note(promoted)
             return
         self._end_sessions(task)
-        restored = views.restore_server(server, stopped=lambda: self._closed, why=why)
+        restored = views.servers.restore_server(server, stopped=lambda: self._closed, why=why)
         # Sessions that were just being opened may have connected to the lost server.
         self._end_sessions(task)
         if self._engine.rounds is not None:

@@ -52,7 +52,7 @@ def make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
     engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
     engine.membership = WorkerMembership(engine, addresses.workers)
     engine.sender.keep_secret(key.text())
-    views.recover_with(engine.recoveries.await_recovery)
+    views.servers.recover_with(engine.recoveries.await_recovery)
     return engine
 
 

@@ -81,7 +81,7 @@ class WatchThreads:
     def _watch_servers(self) -> None:
         options = self._engine.options
         while not self._stop.wait(min(TICK_S, options.heartbeat_s)):
-            self._guard(lambda: self._engine.views.check_servers(options))
+            self._guard(lambda: self._engine.views.servers.check_servers(options))
             self._guard(self._engine.recoveries.repair_backups)
             self._guard(self._check_paths)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -14,10 +15,19 @@ from stratagem._wire.listener import is_loopback
 _NAME_LIMIT = 15  # bytes of a process name in Linux
 
 
-def name_process(name: str) -> None:
-    """Set the name of this process, which `top` and ``ps -o comm`` show. Does nothing outside Linux."""
+def name_process(name: str, *, forked: bool = False) -> None:
+    """Set the name of this process, which `top` and ``ps -o comm`` show. Does nothing outside Linux.
+
+    A forked process has the command line of the fork server; it gets the name instead, for ``ps -f`` and `pgrep`.
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name[:_NAME_LIMIT])
+        if forked:
+            facts = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+            start, end = int(facts[45]), int(facts[46])  # arg_start, arg_end: proc(5)
+            if 0 < start < end:
+                shown = f"stratagem: {name}".encode()[: end - start - 1]
+                ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def threads_of_task(spec: ClusterSpec, job: str, index: int) -> int | None:

@@ -130,7 +130,7 @@ def announce(
 
 def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     """Run one task in this process until it ends; call `ready` with its address when it listens."""
-    name_process(f"sg-{order.job}-{order.index}")
+    name_process(f"sg-{order.job}-{order.index}", forked=True)
     _faults.activate_from_environment(f"/job:{order.job}/task:{order.index}")
     torch.set_num_threads(order.threads)
     if order.job == "worker":

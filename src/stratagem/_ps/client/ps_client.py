@@ -417,8 +417,7 @@ class PsClient(Owner):
 
     def await_each_server(self) -> None:
         """Ping every server on the connection for data; wait while one is restored."""
-        for server in range(len(self._connections)):
-            self._ask(server, messages.Ping())
+        self._ask_all(self._everywhere(messages.Ping()))
 
     @property
     def tasks(self) -> list[str]:
@@ -479,6 +478,7 @@ class PsClient(Owner):
     def _disconnect(self) -> None:
         for connection in self._connections:
             connection.close()
+        self.replacement.close_spare()
         self._control.close()
         self._mappings.close()
         self.outbox.close()

@@ -22,6 +22,7 @@ from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.disk_rows import touch_rows
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
+from stratagem._ps.row_kernels import kernels
 from stratagem._ps.rows import as_pieces, take_from_shards, take_rows
 from stratagem._ps.types import InitOp
 from stratagem._wire import codec
@@ -181,39 +182,45 @@ class RemoteVariable:
                 mapped[0].undo_writes()
                 self.seen = (mapped[0].version,)
                 return mapped[0].tensor
-            room = self._room()
-            self._refresh(room, mapped)
-            if self._assembled is room:
-                return room
+            life = self._life
+            found = self._put_together() if mapped is not None else self._received()
+            if self._life is life:
+                self._assembled = found
+                self.seen = self._assembled_from
+                return found
             # A server was replaced meanwhile, and its values and versions are outdated.
 
-    def _room(self) -> Tensor:
-        """Return the memory in which the shards are put together."""
-        if self._assembled is None:
-            self._assembled = torch.empty(self.shape, dtype=self.dtype)
-            self._assembled_from = ()
-        return self._assembled
-
-    def _refresh(self, room: Tensor, mapped: tuple[MappedVariable, ...] | None) -> None:
-        """Read the shards that have changed into the memory in which they are put together.
+    def _put_together(self) -> Tensor:
+        """Return the mapped shards in one tensor, whose memory is used again.
 
         Through `.data`: writes of other workers between two uses of the table are no mistake of the function that
         autograd should report.
         """
-        if mapped is not None:
-            if self.versions() != self._assembled_from:
-                self.read_into(room.data)
-                self._assembled_from = self.seen
-            return
-        known = self._assembled_from or (-1,) * len(self.places)
+        room = self._assembled
+        if room is None:
+            room, self._assembled_from = torch.empty(self.shape, dtype=self.dtype), ()
+        if self.versions() != self._assembled_from:
+            self.read_into(room.data)
+            self._assembled_from = self.seen
+        return room
+
+    def _received(self) -> Tensor:
+        """Return the rows, of which shards that have changed are read over the connections."""
+        room = self._assembled
+        known = (-1,) * len(self.places) if room is None else self._assembled_from
         newer = self._client.read_newer(list(zip(self.places, known, strict=True)))
-        for place, part in zip(self.places, self.cut(room.data), strict=True):
-            value = newer[place.server, place.variable][0]
-            if value is not None:
-                codec.bytes_of(part)[:] = value
-        self.seen = self._assembled_from = tuple(
-            newer[place.server, place.variable][1] for place in self.places
-        )
+        found = [newer[place.server, place.variable] for place in self.places]
+        if len(found) == 1 and found[0][0] is not None and len(found[0][0]):
+            # The memory that it was received into, without a copy. Tensors over the memory before keep theirs.
+            room = torch.frombuffer(found[0][0], dtype=self.dtype).view(self.shape)
+        else:
+            if room is None:
+                room = torch.empty(self.shape, dtype=self.dtype)
+            for (value, _), part in zip(found, self.cut(room.data), strict=True):
+                if value is not None and len(value):
+                    codec.bytes_of(part)[:] = value
+        self._assembled_from = tuple(version for _, version in found)
+        return room
 
     def read_into(self, target: Tensor) -> None:
         """Read all rows into the caller's memory."""
@@ -231,6 +238,10 @@ class RemoteVariable:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return a new tensor with these rows; `ids` are sorted, unique and in range."""
+        if kernels is not None:  # they take rows from all shards in one pass
+            taken = self.rows_as_asked(ids)
+            if taken is not None:
+                return taken
         cuts = self.layout.cut_sorted(ids)
         wanted = [
             (place, ids[begin:end] - offset if offset else ids[begin:end])
@@ -270,6 +281,8 @@ class RemoteVariable:
                 return take_rows(mapped[0].tensor, ids)
             for one, offset in zip(mapped, self.layout.offsets, strict=True):
                 touch_rows(one.tensor, ids, offset)
+            if kernels is not None:
+                return kernels.take([one.tensor for one in mapped], self.layout.offsets, ids)
             rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
             return take_from_shards(self._pieces(mapped), self.layout.offsets, ids, rows)
 

@@ -439,9 +439,15 @@ class ServerConnection:
             advice = (
                 "The next request tries to connect again. If the server has ended, start it again"
             )
+        # A coordinator that took a job over cannot restore a server before its first save.
+        then = (
+            "and run the script again: restore_or_initialize() continues the job from the newest "
+            "checkpoint, or from the beginning if there is none"
+            if self._membership.instance
+            else "create the strategy anew and restore the last checkpoint"
+        )
         return ParameterServerLost(
-            f"parameter server {self.task} at {self.last_address!r} {reason}.{held} {advice}, create "
-            f"the strategy anew and restore the last checkpoint.",
+            f"parameter server {self.task} at {self.last_address!r} {reason}.{held} {advice}, {then}.",
             task=self.task,
             variables=names,
             life=self._state.server,

@@ -44,6 +44,9 @@ class ServerReplacement:
         self.restored = 0
         """Number of servers that got older variables."""
         self._recovery: Callable[[Exception], bool] | None = None
+        self._spare: dict[int, ServerConnection] | None = {}  # None after the end
+        self.checked_directories: set[str] = set()
+        """Directories of checkpoints that all servers may use."""
         self._fences: dict[str, int] = {}
         self._optimizers: dict[tuple[int, int], messages.CreateOptimizer] = {}
 
@@ -68,6 +71,27 @@ class ServerReplacement:
         connection = ServerConnection(known.task, known.find_address, beside)
         connection.open(timeout_s=timeout_s or attempt_limit_s())
         return connection
+
+    def take_spare(self, server: int) -> ServerConnection | None:
+        """Return a connection that `keep_spare` got, if it leads to the process that has the variables now."""
+        spare = None if self._spare is None else self._spare.pop(server, None)
+        if spare is not None and not self.is_current(server, spare):
+            spare.close()
+            return None
+        return spare
+
+    def keep_spare(self, server: int, connection: ServerConnection) -> None:
+        """Keep a connection for the next save: opening one takes several round trips."""
+        if self._spare is None or server in self._spare:
+            connection.close()
+        else:
+            self._spare[server] = connection
+
+    def close_spare(self) -> None:
+        """Close the connections that were kept, and keep no more."""
+        spare, self._spare = self._spare or {}, None
+        for connection in spare.values():
+            connection.close()
 
     def connect_process(self, process: int, *, timeout_s: float) -> ServerConnection:
         """Return a connection to a process that enters no session; the caller closes it."""

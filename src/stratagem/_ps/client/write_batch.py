@@ -98,8 +98,15 @@ class WriteBatch:
         self._destinations = destinations
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
+        self._reserved: dict[int, tuple[Tensor, TensorRef]] = {}
         self.parts: dict[int, list[ServerPart]] = {}
         self.nbytes = 0
+
+    def reserve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory for a tensor that the caller fills and then adds to the batch; it is sent without a copy."""
+        view, ref = self._buffers.place(shape, dtype)
+        self._reserved[id(view)] = view, ref
+        return view
 
     def assign(self, server: int, variable: int, operation: str, value: Tensor) -> None:
         """Add: ``set``, ``add`` or ``sub`` a value of the variable's shape."""
@@ -238,8 +245,9 @@ class WriteBatch:
         if lent and tensor.is_contiguous() and not self._destinations[server].shares_memory:
             part.buffers.append(codec.bytes_of(tensor))
             return TensorRef(codec.dtype_name(tensor.dtype), shape, len(part.buffers) - 1)
-        view, ref = self._buffers.place(shape, tensor.dtype)
-        if tensor.numel():
+        reserved = self._reserved.get(id(tensor))
+        view, ref = reserved or self._buffers.place(shape, tensor.dtype)
+        if tensor.numel() and reserved is None:
             self._to.append(view)
             self._from.append(tensor.detach() if tensor.requires_grad else tensor)
         if self._destinations[server].shares_memory:

@@ -34,7 +34,6 @@ from stratagem._ps.coordinator.deferred_tables import planned_of
 from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.coordinator.server_backups import ServerBackups
-from stratagem._ps.init_ops import KEYS_OF
 from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
@@ -364,18 +363,7 @@ class CoordinatorVariables:
                     kept.send()
 
     def _create(self, wanted: Sequence[tuple[ShardLocation, str, Sequence[InitOp]]]) -> None:
-        """Create shards on the servers. Servers keep those that they have: these are adopted.
-
-        Raises:
-            ValueError: a dynamic table, and the servers have backups.
-        """
-        if self.backups is not None and any(
-            one.name == KEYS_OF for _, _, recipe in wanted for one in recipe
-        ):
-            raise ValueError(
-                "a DynamicEmbedding cannot be kept on servers with backups=1: its rows are made by lookups, "
-                "which backups do not see. Use a strategy without backups, and checkpoints."
-            )
+        """Create shards on the servers. Servers keep those that they have: these are adopted."""
         if self.job is not None:
             self.job.match(wanted)
         self.client.create_all(wanted)

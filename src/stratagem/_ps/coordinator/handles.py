@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from stratagem import config
 from stratagem._core.counters import CountedFunction
 from stratagem._core.managed import find_managed
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.variables import Variable
 from stratagem._ps import definitions
+from stratagem._ps.client.remote_storage import RemoteStorage
 from stratagem._ps.coordinator.advance_ledger import AdvanceLedger
 from stratagem._ps.coordinator.change_tracking import ChangeTracker
 from stratagem._ps.coordinator.coordinator_variables import (
@@ -38,10 +38,9 @@ from stratagem._ps.coordinator.coordinator_variables import (
 )
 from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.coordinator.object_entries import define_module, hook_entries
-from stratagem._ps.coordinator.remote_storage import PerWorkerVariable, RemoteStorage
-from stratagem._ps.coordinator.server_backups import NoBackup
+from stratagem._ps.coordinator.server_control import ServerControl
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
-from stratagem._ps.coordinator.server_restore import lost_error, restore_server
+from stratagem._ps.coordinator.variable_creation import PerWorkerVariable
 from stratagem._ps.coordinator.wrapped_optimizers import (
     define_wrapper,
     inner_of,
@@ -49,10 +48,9 @@ from stratagem._ps.coordinator.wrapped_optimizers import (
     unwrapped,
 )
 from stratagem._ps.definitions import ATTRIBUTES, HOOKS, Token
-from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.codec import is_channels_last
 from stratagem.config import ClusterOptions
-from stratagem.errors import ForeignParameterError, ParameterServerLost, StratagemError
+from stratagem.errors import ForeignParameterError, StratagemError
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -80,6 +78,7 @@ class ObjectHandles:
         self._strategy = weakref.ref(strategy)
         self._variables = variables
         self._setup = setup
+        self._servers = ServerControl(variables)
         self._optimizers = OptimizersOnServers(self._variables)
         self.apply_round = functools.partial(self._optimizers.apply_round, mean=averages)
         self._numbers = 0
@@ -397,89 +396,14 @@ class ObjectHandles:
 
     # -------------------------------------------------------------- workers and servers
 
+    @property
+    def servers(self) -> ServerControl:
+        """The strategy's servers."""
+        return self._servers
+
     def worker_setup(self) -> object:
         """Return the object that connects a worker."""
         return self._setup()
-
-    def fence(self, worker_index: int, incarnation: int) -> None:
-        """Make every server refuse writes of this incarnation and older ones."""
-        if not self._variables.closed:  # else there is nothing left to write to
-            self._variables.client.fence(f"/job:worker/task:{worker_index}", incarnation)
-
-    def check_servers(self, options: ClusterOptions) -> None:
-        """Check every server once; raise ParameterServerLost if one is lost."""
-        self._variables.client.check_servers(options)
-
-    def reaches(self, task: str) -> bool:
-        """Return whether the server has answered the last check. Never waits."""
-        return bool(self._variables.client.answers_checks(task))
-
-    def server_index(self, task: str) -> int | None:
-        """Return the number of a server that can be restored from a checkpoint; None if it cannot."""
-        tasks, variables = self._variables.client.tasks, self._variables
-        can = variables.client.replacement.point is not None or variables.backups is not None
-        return tasks.index(task) if can and not variables.closed and task in tasks else None
-
-    def is_outdated(self, error: ParameterServerLost) -> bool:
-        """Return whether an error is about a process whose variables another one has already."""
-        tasks, replacement = self._variables.client.tasks, self._variables.client.replacement
-        known = replacement.life_of(tasks.index(error.task)) if error.task in tasks else ""
-        return error.life not in ("", known)
-
-    def promote_backup(self, server: int) -> tuple[ServerRecovery | None, bool, str]:
-        """Let the backup of a lost server take over.
-
-        Returns:
-            A report, or None without a backup; whether clients notice the loss by themselves; why there is none.
-        """
-        backups = self._variables.backups
-        if backups is None:
-            return None, False, ""
-        try:
-            return *backups.promote(self._variables, server), ""
-        except NoBackup as error:
-            return None, False, str(error)
-
-    def servers_without_backup(self) -> bool:
-        """Return whether a server that should have a backup has none. Never waits."""
-        backups, variables = self._variables.backups, self._variables
-        if backups is None or variables.closed:
-            return False
-        return not backups.are_complete or bool(backups.left_alone(variables))
-
-    def repair_backups(self) -> None:
-        """Let servers go on whose backup was lost, and give them a new one as far as possible."""
-        backups = self._variables.backups
-        if backups is None or self._variables.closed:
-            return
-        backups.release(self._variables)
-        for process in backups.repair(self._variables):
-            if self.job is not None:
-                self.job.server_restored(process, is_older=False)
-
-    def restore_server(
-        self, server: int, *, stopped: Callable[[], bool], why: str = ""
-    ) -> ServerRecovery:
-        """Wait until a lost server has been started again, and restore it from the last checkpoint."""
-        if self._variables.client.replacement.point is None:
-            names = self._variables.client.replacement.names_on(server)
-            raise lost_error(self._variables.client.tasks[server], why, names)
-        if self.job is not None:
-            self.job.server_lost(server)
-        wait_s = config.server_wait_s()
-        restored = restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
-        if self.job is not None:
-            self.job.server_restored(server, is_older=restored.step >= 0)
-        return restored
-
-    def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
-        """Let requests of this process to a lost server wait for its recovery."""
-        self._variables.client.replacement.recover_with(recovery)
-
-    def finish_closures(self, closures: Sequence[int]) -> None:
-        """Let servers refuse late writes of these closures, which are finished. Never waits."""
-        if not self._variables.closed:
-            self._variables.client.finish_closures(closures)
 
     def close(self, options: ClusterOptions | None = None) -> None:
         """End the session on the servers; models keep their last values.

@@ -92,9 +92,9 @@ def hook_dicts_of(obj: Tracked) -> dict[str, dict[int, Any]]:
     held: Any  # torch's own annotations do not know all of these attributes
     if isinstance(obj, nn.Module | Optimizer):
         held = vars(obj)
-        return {
-            name: held[name] for name in (HOOK_MARKS if isinstance(obj, nn.Module) else STEP_HOOKS)
-        }
+        names = HOOK_MARKS if isinstance(obj, nn.Module) else STEP_HOOKS
+        # A class around an optimizer may not call `Optimizer.__init__`.
+        return {name: held[name] for name in names if name in held}
     if isinstance(obj, type) or obj.kept.plan is not None:
         return {}  # a table that is nowhere in one piece takes no hooks
     # torch creates a tensor's dicts with the first hook; create them now, so that they can be watched.

@@ -8,6 +8,7 @@ parameter may end up different.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -32,8 +33,27 @@ _ROWS = 4
 
 
 def check_construction(optimizer: Optimizer) -> None:
-    """Raise `UnsupportedOptimizer` if servers cannot construct the class from its settings."""
-    _construct(optimizer, [(0, nn.Parameter(torch.zeros(1)))])
+    """Raise `UnsupportedOptimizer` if servers cannot construct the class from its settings, or cannot send its state."""
+    parameter = nn.Parameter(torch.zeros(1))
+    made = _construct(optimizer, [(0, parameter)])
+    parameter.grad = torch.ones(1)
+    with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+        made.step()  # one that needs more than a gradient fails; then training shows what is wrong
+    for key, value in made.state.get(parameter, {}).items():
+        if isinstance(value, list | tuple | dict) and _holds_tensor(value):
+            raise UnsupportedOptimizer(
+                f"{_name(optimizer)} keeps tensors in a {type(value).__name__}: state {key!r} of each parameter. "
+                "Parameter servers save and send state that is tensors and numbers. Keep each tensor "
+                "under a key of its own, or use another optimizer or another strategy."
+            )
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, Tensor)
 
 
 def looks_across_parameters(optimizer: Optimizer) -> bool:

@@ -38,6 +38,7 @@ class Forwarded:
     frame: Frame | None = None  # of the client; None if nothing waits for it
     connection: DataConnection | None = None
     reply: Message | None = None
+    buffers: Sequence[Buffer] = ()  # of the reply; memory that no write changes
     opens: int = 0  # the client whose memory the backup is to map
 
 
@@ -147,12 +148,18 @@ class BackupLink:
         if faults.active is not None:
             faults.active.at("backup.after_forward")
 
-    def hold(self, connection: DataConnection, frame: Frame, reply: Message) -> bool:
+    def hold(
+        self,
+        connection: DataConnection,
+        frame: Frame,
+        reply: Message,
+        buffers: Sequence[Buffer] = (),
+    ) -> bool:
         """Keep a reply until the backup has answered; False if this message was not forwarded."""
         last = (self._held if self.failure else self._sent) or None
         if last is None or last[-1].frame is not frame:
             return False
-        last[-1].connection, last[-1].reply = connection, reply
+        last[-1].connection, last[-1].reply, last[-1].buffers = connection, reply, buffers
         return True
 
     def client_gone(self, memory: ClientMemory) -> None:
@@ -196,6 +203,7 @@ class BackupLink:
         elif one.reply is not None and (
             failed != isinstance(one.reply, messages.RemoteFailure)
             or (isinstance(one.reply, messages.Written) and answer != one.reply)
+            or (isinstance(one.reply, messages.ResolvedKeys) and not _gave_same_rows(one, frame))
         ):
             raise ProtocolError(
                 f"the backup has another state: it answered {_text(answer)}, expected "
@@ -248,6 +256,11 @@ class BackupLink:
     def __repr__(self) -> str:
         state = self.failure or ("streaming" if self.is_streaming else "open")
         return f"<BackupLink to {self.channel.peer} {state}, {len(self._sent)} unanswered>"
+
+
+def _gave_same_rows(one: Forwarded, frame: Frame) -> bool:
+    same = len(one.buffers) == len(frame.raw.spans) and frame.message == one.reply
+    return same and all(frame.buffer(n) == each for n, each in enumerate(one.buffers))
 
 
 def _text(message: Message) -> str:

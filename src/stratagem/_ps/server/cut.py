@@ -7,8 +7,10 @@ the rest of the tensor. The copies have a limit: beyond it a write waits until t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final, TypeAlias, final
 
 import torch
@@ -29,6 +31,12 @@ _MOST_BUCKETS: Final = 64
 
 _MERGE_AFTER: Final = 8
 """Copies of one range that are kept apart before they are sorted into one."""
+
+_SHARE: Final = 8
+"""A save uses about one eighth of a core while other work needs all of them: two servers on two cores slow training by an
+eighth. Without other work it is not slowed down."""
+
+_LONGEST_REST_S: Final = 0.05
 
 _LOOK_S: Final = 1.0
 """How often a write that waits looks whether the cut was closed."""
@@ -61,6 +69,7 @@ class Cut(Owner):
         self._largest = 0
         self._changed = threading.Condition()
         self._is_read = False
+        self._is_pressed = False  # see `_hurry`
         self._closed = False
         self.tensors = {key: CutTensor(self, tensor) for key, tensor in tensors.items()}
         self._by_variable: dict[int, list[CutTensor]] = {}
@@ -77,12 +86,31 @@ class Cut(Owner):
         for one in self._by_variable.get(variable, ()):
             with self._changed:
                 while not self._closed and not one.locked_protect(ids, self._room()):
+                    self._hurry()
                     self._changed.wait(_LOOK_S)
 
     def begin_reading(self) -> None:
         """Note that a thread reads now: writes may wait for it from now on."""
         with self._changed:
             self._is_read = True
+
+    def rest(self, worked_s: float) -> None:
+        """Let other work of this machine go on, if it needs all cores and no write waits; called by the reading thread.
+
+        Args:
+            worked_s: processor time that the thread has used since the last call.
+        """
+        if self._is_pressed or _runnable_threads() <= len(os.sched_getaffinity(0)):
+            return
+        limit_s = min(worked_s * (_SHARE - 1), _LONGEST_REST_S)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_pressed or self._closed, limit_s)
+
+    def _hurry(self) -> None:
+        """Let the reading thread go on without rests: copies use up their memory, or a write waits."""
+        if not self._is_pressed:
+            self._is_pressed = True
+            self._changed.notify_all()
 
     @property
     def most_aside_bytes(self) -> int:
@@ -111,10 +139,21 @@ class Cut(Owner):
         """Count copied (or freed) bytes."""
         self._aside += nbytes
         self._largest = max(self._largest, self._aside)
+        if self._aside > self._limit // 2:
+            self._hurry()
 
     def reading(self) -> threading.Condition:
         """Return the lock of all tensors."""
         return self._changed
+
+
+def _runnable_threads() -> int:
+    """Return how many threads of this machine run or wait for a core; the calling one counts."""
+    try:
+        with Path("/proc/loadavg").open("rb") as file:
+            return int(file.read().split()[3].partition(b"/")[0])
+    except OSError:
+        return 0
 
 
 @final

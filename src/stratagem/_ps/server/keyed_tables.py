@@ -6,7 +6,7 @@ know nothing of keys. A dynamic table is bound to both when its variable of keys
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, final
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem._core.key_index import KEY, KeyIndex, KeyRule
+from stratagem._core.key_index import KEY, IndexRecord, KeyIndex, KeyRule
 from stratagem._core.key_map import Ints
 from stratagem._ps.rows import put_rows
 from stratagem._ps.types import Gradient, InitOp
@@ -96,6 +96,19 @@ class KeyedTables:
         rows = self._of_keys.get(variable, variable)
         return self._find(rows).index.rows_used if rows in self._tables else None
 
+    def records(self) -> Iterator[tuple[int, IndexRecord]]:
+        """Yield the variable of rows of each table, and what a copy needs beside its variables."""
+        for variable in self._tables:
+            yield variable, self._find(variable).index.record()
+
+    def restore(self, variable: int, record: IndexRecord) -> None:
+        """Take over a record; the rows and keys of the table have been written."""
+        table = self._find(variable)
+        table.index.restore(record)
+        if not table.rule.on_disk:
+            used = sum(last - first for first, last in table.index.rows_used)
+            self._store.count_rows(used * self._store.read(variable)[:1].nbytes)
+
     def clear(self, variable: int) -> None:
         """Remove all keys of a table before others are read, if this is a variable of keys."""
         for first, last in self.ranges(variable) or () if variable in self._of_keys else ():
@@ -150,10 +163,10 @@ class KeyedTables:
 
     def without_evicted(self, gradient: Gradient) -> Gradient:
         """Drop the rows of a gradient that were given to other keys since its worker looked them up."""
-        table = self._tables.get(gradient.variable)
-        if table is None or gradient.ids is None or gradient.clock < 0:
+        if gradient.variable not in self._tables or gradient.ids is None or gradient.clock < 0:
             return gradient
-        kept = table.index.is_older(gradient.ids.numpy(), gradient.clock)
+        # Not the index of keys that were replaced: a backup must decide as its primary, which may have read them.
+        kept = self._find(gradient.variable).index.is_older(gradient.ids.numpy(), gradient.clock)
         if kept.all():
             return gradient
         places = torch.from_numpy(np.flatnonzero(kept))

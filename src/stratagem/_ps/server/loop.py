@@ -378,7 +378,7 @@ class ParameterServer(Owner):
             unforeseen = not isinstance(error, StratagemError)
             message = failure_from(error, task=self.task, with_traceback=unforeseen)
             buffers = ()
-        if message is None or self._replication.hold(connection, frame, message):
+        if message is None or self._replication.hold(connection, frame, message, buffers):
             return  # the reply waits for the backup
         connection.channel.enqueue_reply(frame, message, buffers)
         # The buffers may be a variable's own memory, which the next write changes: what the socket

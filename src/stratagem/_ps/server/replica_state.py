@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
+import torch
+
+from stratagem._core.key_index import IndexRecord
 from stratagem._ps.server.checkpoint_parts import ledger_from, plain_ledger
 from stratagem._ps.server.client_memory import ClientMemory
 from stratagem._ps.server.session import Session
@@ -19,9 +23,13 @@ from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Message, Operation, TensorRef
+from stratagem.errors import ProtocolError
 
 BLOCK_BYTES: Final = 1 << 22
 """Rows in one message: small enough for the processor's caches."""
+
+_OF_KEYS: Final = ("free", "given", "seen_keys", "seen")
+"""Arrays of an `IndexRecord`."""
 
 Sent: TypeAlias = tuple[Message, Sequence[Buffer]]
 
@@ -33,7 +41,9 @@ def state_messages(session: Session) -> Iterator[Sent]:
     yield (
         messages.ReplicaState(
             variables=tuple(
-                messages.ReplicaVariable(one.number, one.name, one.dtype, one.shape, one.version)
+                messages.ReplicaVariable(
+                    one.number, one.name, one.dtype, one.shape, one.version, one.recipe
+                )
                 for one in manifest.variables
             ),
             optimizers=tuple(
@@ -56,7 +66,7 @@ def state_messages(session: Session) -> Iterator[Sent]:
     for block in store.export(BLOCK_BYTES):
         outgoing = Outgoing()
         rows = outgoing.add(block.tensor)
-        message = messages.ReplicaRows(
+        message: Message = messages.ReplicaRows(
             variable=block.variable,
             start=block.start,
             stop=block.stop,
@@ -65,6 +75,13 @@ def state_messages(session: Session) -> Iterator[Sent]:
             key=block.key,
         )
         yield message, outgoing.buffers
+    for variable, record in store.keyed.records():
+        for name in _OF_KEYS:
+            for piece in torch.from_numpy(getattr(record, name)).split(BLOCK_BYTES // 8):
+                outgoing = Outgoing()
+                message = messages.ReplicaKeys(variable, name, outgoing.add(piece))
+                yield message, outgoing.buffers
+        yield messages.ReplicaKeys(variable, clock=record.clock), ()
     yield messages.ReplicaReady(), ()
 
 
@@ -72,7 +89,7 @@ def begin_state(session: Session, message: messages.ReplicaState) -> None:
     """Create everything in an empty backup; its rows follow."""
     manifest = StoreManifest(
         tuple(
-            VariableRecord(one.variable, one.name, one.dtype, one.shape, one.version)
+            VariableRecord(one.variable, one.name, one.dtype, one.shape, one.version, one.recipe)
             for one in message.variables
         ),
         tuple(
@@ -105,6 +122,21 @@ def write_state_rows(session: Session, message: messages.ReplicaRows, frame: Fra
             message.optimizer,
         )
     )
+
+
+def write_state_keys(session: Session, message: messages.ReplicaKeys, frame: Frame) -> None:
+    """Keep a piece of a dynamic table's record; with the last one, restore the table."""
+    pieces = session.key_pieces.setdefault(message.variable, {})
+    if message.values is not None:
+        if message.name not in _OF_KEYS:
+            raise ProtocolError(f"{message.name!r} is no array of a dynamic table's record")
+        # A copy: the frame's memory is used again.
+        piece = codec.tensor_from(message.values, frame).numpy().copy()
+        pieces.setdefault(message.name, []).append(piece)
+        return
+    arrays = {name: np.concatenate(some) for name, some in pieces.items()}
+    del session.key_pieces[message.variable]
+    session.store.keyed.restore(message.variable, IndexRecord(message.clock, **arrays))
 
 
 def inline_write(message: messages.Write, frame: Frame, memory: ClientMemory) -> Sent:

@@ -18,7 +18,7 @@ from stratagem import _faults as faults
 from stratagem import config
 from stratagem._ps.server.backup_link import BackupLink, Forwarded
 from stratagem._ps.server.data_connection import DataConnection
-from stratagem._ps.server.replica_state import begin_state, write_state_rows
+from stratagem._ps.server.replica_state import begin_state, write_state_keys, write_state_rows
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
 from stratagem._wire import frames, messages
@@ -36,6 +36,7 @@ ON_LINKS: Final = (
     messages.OpenReplica,
     messages.ReplicaState,
     messages.ReplicaRows,
+    messages.ReplicaKeys,
     messages.ReplicaReady,
     messages.FromClient,
     messages.ClientGone,
@@ -130,7 +131,9 @@ class Replication:
         link.stream(Forwarded(0, frame, connection, messages.Ok()))
         return None
 
-    def hold(self, connection: DataConnection, frame: Frame, reply: Message) -> bool:
+    def hold(
+        self, connection: DataConnection, frame: Frame, reply: Message, buffers: Sequence[Buffer]
+    ) -> bool:
         """Keep a reply until the backup has applied the message, too; False if it may be sent."""
         session = connection.session
         link = None if session is None else session.link
@@ -143,7 +146,7 @@ class Replication:
                 link.stream(Forwarded(0, frame, connection, reply))
                 self._watch(link)
                 return True
-        return link.hold(connection, frame, reply)
+        return link.hold(connection, frame, reply, buffers)
 
     def flush(self, connection: DataConnection) -> None:
         """Send what a connection's messages have put on its link."""
@@ -237,15 +240,20 @@ class Replication:
                 assert one.connection is not None
                 assert one.frame is not None
                 assert one.reply is not None
-                self._reply(one.connection, one.frame, one.reply)
+                self._reply(one.connection, one.frame, one.reply, one.buffers)
         for connection in {one.connection for one in answers}:
             if connection is not None and connection in self._connections:
                 self._resume(connection)
 
-    def _reply(self, connection: DataConnection, frame: Frame, reply: Message) -> None:
-        """Send a reply that was held, with the values that its write asks for, as they are now."""
-        buffers: Sequence[Buffer] = ()
-        if connection.session is not None:
+    def _reply(
+        self,
+        connection: DataConnection,
+        frame: Frame,
+        reply: Message,
+        buffers: Sequence[Buffer],
+    ) -> None:
+        """Send a reply that was held; one to a write with the values that it asks for, as they are now."""
+        if connection.session is not None and not buffers:
             memory = connection.sender_memory()
             reply, buffers = connection.session.with_values(reply, frame, memory)
         connection.channel.enqueue_reply(frame, reply, buffers)
@@ -321,6 +329,8 @@ class Replication:
             if faults.active is not None:
                 faults.active.at("backup.receives_state")
             write_state_rows(session, message, frame)
+        elif isinstance(message, messages.ReplicaKeys):
+            write_state_keys(session, message, frame)
         else:
             session.complete()
         return messages.Ok()

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem import _faults as faults
+from stratagem._core.key_map import Ints
 from stratagem._ps import types
 from stratagem._ps.init_ops import MemoryKind, memory_kind
 from stratagem._ps.number_ranges import NumberRanges
@@ -55,7 +56,7 @@ _FORWARDED: Final = frozenset(
         messages.RestoreLedger,
     )
 )
-"""Messages that change the session; a Write is forwarded when it was checked. Checkpoints read into memory are streamed."""
+"""Messages that change the session; a Write or ResolveKeys is forwarded when it was checked. Checkpoints read into memory are streamed."""
 
 
 @final
@@ -96,6 +97,8 @@ class Session:
         """False for a backup that has not received its whole state."""
         self.link: BackupLink | None = None
         """To the backup."""
+        self.key_pieces: dict[int, dict[str, list[Ints]]] = {}
+        """Of a backup that receives its state: records of dynamic tables, see `write_state_keys`."""
         self.was_read = False
         """True if rows were read from a checkpoint that the backup does not have."""
         self._checkpoints = SessionCheckpoints(self.store, access or CheckpointAccess())
@@ -240,6 +243,8 @@ class Session:
     ) -> Reply:
         keys = memory.tensor(message.keys, frame)
         counts = None if message.counts is None else memory.tensor(message.counts, frame)
+        if self.link is not None and message.create:  # which makes rows, and counts use
+            self.link.forward(frame, memory)
         found = self.store.keyed.resolve(message.variable, keys, counts, create=message.create)
         outgoing = Outgoing()
         return messages.ResolvedKeys(outgoing.add(found[0]), found[1]), outgoing.buffers

@@ -291,6 +291,9 @@ class ServerOptimizer:
                     if is_meta
                     else value.clone()
                 )
+                first = self._first_value(entry.variable, entry.key)
+                if is_meta and first and entry.variable in self.uncounted:
+                    value.fill_(first)  # rows of a dynamic table that are not in use yet
             loaded.setdefault(parameter, {})[entry.key] = value
         self._views.clear()
         self._optimizer.state.update(loaded)
@@ -332,11 +335,14 @@ class ServerOptimizer:
         parameter = self._parameters.get(variable)
         if parameter is None:
             return
-        group = self._optimizer.param_groups[self._group_of[variable]]
         for key, value in self._optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape[0] == parameter.shape[0]:
-                first = group.get("initial_accumulator_value", 0) if key == "sum" else 0
-                value.index_fill_(0, rows, first)
+                value.index_fill_(0, rows, self._first_value(variable, key))
+
+    def _first_value(self, variable: int, key: str) -> float:
+        """Return what a state of a row is before the first step."""
+        group = self._optimizer.param_groups[self._group_of[variable]]
+        return float(group.get("initial_accumulator_value", 0)) if key == "sum" else 0.0
 
     def unstepped(self, gradients: Iterable[Gradient]) -> list[int]:
         """Return the variables of the gradients that no step has changed yet."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps import store_records as records
-from stratagem._ps.init_ops import KEYS_OF, MemoryKind, initialise
+from stratagem._ps.init_ops import KEYS_OF, RESERVING, MemoryKind, initialise, memory_kind
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut, Key
@@ -153,6 +153,8 @@ class VariableStore:
         self._before_write(variable)
         for operation in operations:
             initialise(stored.tensor, operation)
+            if operation.name in RESERVING:
+                stored.recipe = (*stored.recipe, operation)
             if operation.name == KEYS_OF:
                 self.keyed.bind(variable, stored.name, operation)
         return self._count_write(stored)
@@ -384,6 +386,7 @@ class VariableStore:
                 codec.dtype_name(stored.tensor.dtype),
                 tuple(stored.tensor.shape),
                 stored.version,
+                stored.recipe,
             )
             for number, stored in self._variables.items()
         )
@@ -397,15 +400,19 @@ class VariableStore:
         (SGD's momentum of sparse gradients) is yielded as dense.
         """
         for number, stored in self._variables.items():
-            for start, stop, rows in row_blocks(stored.tensor, block_bytes):
+            ranges = self.keyed.ranges(number)
+            for start, stop, rows in row_blocks(stored.tensor, block_bytes, ranges):
                 yield Block("variable", number, "", start, stop, rows)
-        yield from exported_state(self._optimizers, block_bytes)
+        yield from exported_state(self._optimizers, block_bytes, self.keyed.ranges)
 
     def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
         """Fill an empty store: create what the manifest names, then write the blocks, in any order."""
         for variable in manifest.variables:
             dtype = codec.dtype_from(variable.dtype)
-            self.create(variable.number, variable.name, variable.shape, dtype)
+            kind = memory_kind(variable.recipe)
+            self.create(variable.number, variable.name, variable.shape, dtype, kind=kind)
+        for variable in manifest.variables:
+            self.initialise(variable.number, variable.recipe)
             self._find(variable.number).version = variable.version
         for record in manifest.optimizers:
             self.create_optimizer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -28,11 +28,14 @@ def described_state(optimizers: Mapping[int, ServerOptimizer]) -> tuple[StateRec
 
 
 def exported_state(
-    optimizers: Mapping[int, ServerOptimizer], block_bytes: int | None
+    optimizers: Mapping[int, ServerOptimizer],
+    block_bytes: int | None,
+    ranges: Callable[[int], list[tuple[int, int]] | None],
 ) -> Iterator[Block]:
-    """Yield the rows of the optimizers' tensors."""
+    """Yield the rows of the optimizers' tensors; `ranges` returns those in use of a dynamic table."""
     for number, optimizer in optimizers.items():
         for entry in optimizer.state_entries():
             if isinstance(entry.value, Tensor):
-                for start, stop, rows in row_blocks(entry.value, block_bytes):
+                used = ranges(entry.variable) if entry.value.dim() else None
+                for start, stop, rows in row_blocks(entry.value, block_bytes, used):
                     yield Block("optimizer", entry.variable, entry.key, start, stop, rows, number)

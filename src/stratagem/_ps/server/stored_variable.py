@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem._ps.init_ops import MemoryKind
+from stratagem._ps.types import InitOp
 from stratagem._wire.shm import zeros_on_disk
 
 Allocate: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype, MemoryKind], Tensor]
@@ -23,6 +24,8 @@ class StoredVariable:
     name: str
     tensor: Tensor
     version: int = 0
+    recipe: tuple[InitOp, ...] = ()
+    """How a variable that uses its memory bit by bit was initialised: a copy is made in the same way."""
 
 
 def plain_allocate(

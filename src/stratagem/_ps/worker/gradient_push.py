@@ -104,7 +104,7 @@ class StepBuilder:
         if self._held or not is_known:  # another class may count steps: every server makes each
             for server in self._servers(optimizer):
                 by_server[server] = []
-        joined = {} if not is_known else self._joined(optimizer, step.touched)
+        joined = {} if not is_known else self._joined(optimizer, step)
         done = {id(remote) for remote in step.touched}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -134,10 +134,8 @@ class StepBuilder:
             del kept[_KEPT_BATCHES:]
         return step
 
-    def _joined(
-        self, optimizer: Optimizer, touched: list[RemoteVariable]
-    ) -> dict[int, list[JoinedGradient]]:
-        """Return the gradients of tables that travel together, by server; add their variables to `touched`."""
+    def _joined(self, optimizer: Optimizer, step: PreparedStep) -> dict[int, list[JoinedGradient]]:
+        """Return the gradients of tables that travel together, by server; note their variables in the step."""
         by_kind: dict[Any, list[RawTable]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -154,9 +152,9 @@ class StepBuilder:
             layout = self._layouts.get(key)
             if layout is None:
                 layout = self._layouts[key] = JoinLayout([one.remote for one in tables])
-            for server, gradient in join(tables, layout):
+            for server, gradient in join(tables, layout, step.batch.reserve):
                 found.setdefault(server, []).append(gradient)
-            touched += (one.remote for one in tables)
+            step.touched.extend(one.remote for one in tables)
         return found
 
     def _servers(self, optimizer: Optimizer) -> set[int]:
@@ -185,13 +183,11 @@ class StepBuilder:
                 if grad is None:
                     continue
                 slot = dense.slot()
-                if slot is None:
+                if slot is None or grad.layout is not torch.strided:
                     return None
                 key.append(id(parameter))
                 if not slot.holds(grad):
-                    if not slot.is_free or grad.layout is not torch.strided:
-                        return None
-                    if grad.dtype is not parameter.dtype:
+                    if not slot.is_free or grad.dtype is not parameter.dtype:
                         return None
                     to.append(slot.view)
                     source.append(grad.detach() if grad.requires_grad else grad)

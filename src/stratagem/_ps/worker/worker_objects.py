@@ -26,9 +26,9 @@ from stratagem._core.torch_patches import module_members, special_modules
 from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.client.shard_holders import ShardHolders
-from stratagem._ps.coordinator.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.tables.replicated_table import ReplicatedTable
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.training_state import Advance, StateSnapshot

@@ -9,12 +9,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from warm_start import run_program
 
 from stratagem import cli, config
 
 
 def _run(*words: str, cwd=None, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_program(
         [sys.executable, "-m", "stratagem", *words],
         capture_output=True,
         text=True,
@@ -144,7 +145,7 @@ def test_unknown_log_level_is_refused(monkeypatch, capsys):
         cli.main(["version"])
 
 
-def test_log_lines_go_to_what_standard_error_is_by_then(monkeypatch):
+def test_log_lines_go_to_the_current_standard_error(monkeypatch):
     """Notebooks and test runners replace sys.stderr and close the old one."""
     logger = logging.getLogger("stratagem")
     monkeypatch.setattr(logger, "handlers", [])
@@ -166,7 +167,7 @@ def test_the_environment_turns_on_logging_in_a_program_of_your_own():
         "logging.getLogger('stratagem.anything').debug('a detail')\n"
     )
     for level, wanted in (("debug", "D stratagem.anything: a detail\n"), ("", "")):
-        done = subprocess.run(
+        done = run_program(
             [sys.executable, "-c", program],
             capture_output=True,
             text=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from waiting import wait_until
+from warm_start import Program
 
 import stratagem as sg
 from stratagem import cli
@@ -162,7 +163,7 @@ def test_server_serves_until_ctrl_c(tmp_path):
     """`stratagem server` says where it serves and ends cleanly on SIGINT."""
     cluster = json.dumps({"ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]})
     words = ["server", "--job", "ps", "--index", "0", "--cluster", cluster]
-    with subprocess.Popen(
+    with Program(
         [sys.executable, "-m", "stratagem", *words], stdout=subprocess.PIPE, text=True
     ) as process:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from waiting import wait_until
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem import cli
@@ -25,7 +26,7 @@ LIMIT_S = 180.0
 def stratagem(*words: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     command = [sys.executable, "-m", "stratagem", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return run_program(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def test_a_killed_script_is_run_again_on_the_same_cluster(tmp_path: Path) -> None:

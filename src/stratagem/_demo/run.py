@@ -170,10 +170,11 @@ class _Training:
             return self._train(iterators, manager)
 
     def _train(self, iterators: Any, manager: CheckpointManager) -> Progress:
-        progress = self._progress = Progress(started_at=time.monotonic())
         with self._watch() as monitor, self._view:
+            # Now: making the page takes seconds on a busy machine.
+            progress = self._progress = Progress(started_at=time.monotonic())
             try:
-                while progress.elapsed_s < self._options.seconds or self._awaited is not None:
+                while progress.elapsed_s < self._options.seconds or self._kills or self._awaited:
                     while len(self._steps) < STEPS_AHEAD:
                         value = self._coordinator.schedule(self._step, args=(iterators,))
                         self._steps.append(value)

@@ -1,7 +1,7 @@
 """Embedding tables on parameter servers: one table, a dynamic one, and 26, in turns.
 
-Run ``python -m benchmarks.bench_tables``; 2 workers and 2 servers on this host. Every side makes the same lookups: batches of
-1,024 rows with 26 ids each. Processor time is that of the processes of each role.
+``python -m benchmarks.bench_tables`` puts its table into docs/performance.md; 2 workers and 2 servers on this host. Every side makes the same
+lookups: batches of 1,024 rows with 26 ids each. Processor time is that of the processes of each role.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import stratagem as sg
+from benchmarks import report
+from benchmarks.runner import machine
+from benchmarks.sides import ROOT
 
 ROWS, WIDTH, BATCH, COLUMNS = 1_000_000, 16, 1024, 26
+TARGET = 25_000
+"""Rows per second of processor time."""
+AIMED = ("26 tables", "DLRM 26 tables")
 
 
 class OneTable(nn.Module):
@@ -152,8 +160,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
     asked = parser.parse_args()
     names = asked.sides.split(",")
+    here = machine()
     partitioner = sg.partitioners.MinSizePartitioner(max_shards=2)
     with (
         sg.LocalCluster(workers=2, ps=2) as cluster,
@@ -171,13 +181,31 @@ def main() -> None:
                 spent = side.run(asked.steps)
                 used = [(cpu_s(pids[role]) - before[role]) / asked.steps for role in pids]
                 found[name].append((asked.steps / spent, *used))
-    print(f"{'':16} steps/s  worker ms  server ms  rows per CPU second")
+    text = f"{table(found)}\n\n{report.when_on(here, f'{datetime.now(UTC):%Y-%m-%d}')}"
+    print(text)
+    if names == list(SIDES) and report.include(asked.page, text, "tables"):
+        print(f"\nput into {asked.page.name}")
+
+
+def table(found: dict[str, list[tuple[float, ...]]]) -> str:
+    """Return a table of steps per second, processor milliseconds and rows per second of processor time."""
+    head = ("model", "steps/s", "workers (ms)", "servers (ms)", "rows per CPU second", "target")
+    body = []
     for name, rows in found.items():
         speed, worker, server = (statistics.median(one) for one in zip(*rows, strict=True))
-        print(
-            f"{name:16} {speed:7.1f} {worker * 1e3:10.2f} {server * 1e3:10.2f}"
-            f" {BATCH / (worker + server):12,.0f}"
+        reached = BATCH / (worker + server)
+        verdict = "✓" if reached >= TARGET else "missed"
+        body.append(
+            (
+                name,
+                report.number(speed),
+                report.number(1e3 * worker),
+                report.number(1e3 * server),
+                f"{reached:,.0f}",
+                f"≥ {TARGET:,} {verdict}" if name in AIMED else "–",
+            )
         )
+    return report.markdown_table(head, body)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Rows that ``make bench`` draws: the same work at several sizes, and further measurements of ours."""
+"""Rows that ``make bench-all`` adds: the same work at several sizes, other PyTorch programs, and further measurements of ours."""
 
 from __future__ import annotations
 
-from benchmarks.row import Row, point
+from benchmarks.row import Row, Side, Target, point
 from benchmarks.rows import (
     CLUSTER,
     EMBEDDING,
@@ -14,13 +14,69 @@ from benchmarks.rows import (
     ONE_WORKER,
     OURS,
     PEER,
+    SOCKETS,
 )
 
 _COUNTS = (1, 2, 4)
 _TABLES = (("10k", 10**4), ("100k", 10**5), ("1M", 10**6), ("10M", 10**7))
 _QUALITY = {"steps": 1200, "batch": 256, "test_rows": 20_000, "parts": 12}
+# Four small parameters: nearly all of a step is fixed cost.
+_SMALL = {"inputs": 16, "hidden": 16, "classes": 4, "batch": 16, "batches": 32, "check_steps": 64}
+_CLOSURES = (1, 4, 16)
+#: on the wire
+DTYPES = tuple(
+    Side(kind="ours", label=label, size={"wire_dtype": dtype})
+    for label, dtype in (("float32", ""), ("bfloat16", "bfloat16"), ("float16", "float16"))
+)
+TORCH = (
+    OURS,
+    Side(kind="torch", label="DDP, gloo", size={"form": "ddp"}),
+    Side(kind="torch", label="RPC parameter servers", size={"form": "rpc"}),
+    Side(kind="torch", label="Hogwild", size={"form": "hogwild"}),
+)
 
 CURVES = (
+    *(
+        Row(
+            name=f"{name}_torch",
+            title=f"{title}, 2 processes",
+            unit="steps/s",
+            sides=TORCH,
+            points=(point(CLUSTER, size),),
+        )
+        for name, title, size in (("mlp", "MLP", MLP), ("embedding", "embedding", EMBEDDING))
+    ),
+    *(
+        Row(
+            name=f"{name}_16",
+            title=f"over sockets, 16 bits on the wire: {title}",
+            unit="steps/s",
+            sides=DTYPES,
+            points=(point(SOCKETS, size),),
+        )
+        for name, title, size in (("mlp", "MLP", MLP), ("embedding", "embedding", EMBEDDING))
+    ),
+    Row(
+        name="quality_16",
+        title="over sockets, 16 bits on the wire: click model",
+        unit="AUC",
+        sides=DTYPES,
+        # One worker, so that two runs with the same seed differ in nothing but the type.
+        points=(point(_QUALITY, SOCKETS, workers=1, parts=1, new_seeds=True),),
+        checked=False,
+        repetitions=5,
+    ),
+    Row(
+        name="closures",
+        title="small step, several in one function",
+        unit="steps/s",
+        sides=(OURS, LIMIT),
+        points=tuple(point(CLUSTER, _SMALL, label=str(n), per_closure=n) for n in _CLOSURES),
+        repetitions=5,
+        seconds=0.8,
+        parity=ONE_WORKER,
+        axis="steps in one function",
+    ),
     Row(
         name="workers",
         title="MLP step, more workers",
@@ -69,6 +125,7 @@ CURVES = (
         better="less",
         sides=(OURS,),
         points=(point(CLUSTER, backups=1, megabytes=100),),
+        targets=(Target(against="most", factor=1),),
         checked=False,
         repetitions=3,
     ),
@@ -150,6 +207,7 @@ CURVES = (
         unit="×",
         sides=(OURS,),
         points=(point(tiny=False),),
+        targets=(Target(against="least", factor=5),),
         checked=False,
         repetitions=1,
     ),
@@ -165,7 +223,7 @@ CURVES = (
     ),
     Row(
         name="quality",
-        title="click model, AUC at the end,",
+        title="click model, AUC at the end",
         unit="AUC",
         sides=(OURS,),
         points=tuple(

@@ -43,7 +43,7 @@ def _picture(row: Row, results: Results, path: Path) -> Path:
     """Draw a row's curve, and next to it its processor time or related rows."""
     found = [m for m in results.of(row.name) if m.median is not None]
     others = [other for other in CURVES if other.beside == row.name and results.of(other.name)]
-    with_processor = row.name in {"workers", "servers"}
+    with_processor = row.name in {"workers", "servers", "closures"}
     panels = 1 + len(others) + with_processor
     width = 4.5 * panels if panels > 1 else 5.5
     figure, grid = plt.subplots(1, panels, figsize=(width, 3.6), squeeze=False, sharey=bool(others))
@@ -87,19 +87,19 @@ def _curve(axes: Any, row: Row, found: list[Measurement]) -> None:
 
 
 def _processor(axes: Any, labels: list[str], found: list[Measurement], axis: str) -> None:
-    """Draw processor seconds per 1,000 steps as bars, stacked by role."""
+    """Draw processor milliseconds per step as bars, stacked by role."""
     jobs = ("main", "worker", "ps")
     bottoms = [0.0] * len(labels)
     for job, shade in zip(jobs, ("#1f6feb", "#60a5fa", "#9ca3af"), strict=True):
         heights = []
         for label in labels:
-            used = next((m.processor_per_1000() for m in found if m.point == label), {})
-            heights.append(sum(s for name, s in used.items() if name.split()[0] == job))
+            used = next((m.processor_ms_by_role() for m in found if m.point == label), {})
+            heights.append(used.get(job, 0.0))
         axes.bar(range(len(labels)), heights, bottom=bottoms, color=shade, label=job)
         bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlabel(axis)
-    axes.set_ylabel("processor s per 1,000 steps")
+    axes.set_ylabel("processor ms per step")
     axes.set_title("where the processor time goes", fontsize=10)
     axes.legend()
 

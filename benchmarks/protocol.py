@@ -34,6 +34,8 @@ class Work(ABC):
 
     #: what one step counts for in the row's unit: 1 for steps/s, gigabytes for GB/s
     amount_per_step: float = 1.0
+    #: samples have a multiple of so many steps
+    steps_together: int = 1
 
     def __init__(self) -> None:
         self._rate = 0.0
@@ -50,7 +52,7 @@ class Work(ABC):
         """Measure once, for about ``seconds``."""
         if self._rate == 0.0:
             self._calibrate(seconds)
-        count = max(1, round(self._rate * seconds))
+        count = max(1, round(self._rate * seconds / self.steps_together)) * self.steps_together
         begin = time.perf_counter()
         self.steps(count)
         taken = time.perf_counter() - begin

@@ -94,7 +94,7 @@ def examples(part: dict[str, NDArray[Any]]) -> Iterator[bytes]:
 
 
 class FromFiles(Work):
-    """Training from files; abstract. Counts rows per second, or per second of processor time of all processes."""
+    """Training from files; abstract. Counts thousands of rows per second; a figure per second of processor time of all processes."""
 
     size: dict[str, Any]
 
@@ -109,9 +109,10 @@ class FromFiles(Work):
             )  # now, so that it does not count as processor time of the sample
         before = self._processor_s()
         found = super().sample(seconds)
-        used = self._processor_s() - before if self.size["per"] == "CPU s" else found["seconds"]
-        found["value"] = found["steps"] * self.size["batch"] / used / 1e3
-        return found
+        used = self._processor_s() - before
+        rows = found["steps"] * self.size["batch"] / 1e3
+        figures = {"per_processor_s": rows / used}
+        return {**found, "value": rows / found["seconds"], "figures": figures}
 
     def _processor_s(self) -> float:
         ticks = 0

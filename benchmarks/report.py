@@ -1,10 +1,11 @@
-"""Output of results: a table on the terminal, a JSON file, and the Markdown table of README."""
+"""Output of results: a table on the terminal, a JSON file, and Markdown tables. ``pages.py`` puts them into pages."""
 
 from __future__ import annotations
 
 import json
-import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,8 +13,6 @@ from rich.table import Table
 from benchmarks.results import Line, Measurement, Results, lines
 from benchmarks.row import Row
 
-BEGIN = "<!-- bench:begin -->"
-END = "<!-- bench:end -->"
 _HEAD = (
     "work",
     "TF 2.21",
@@ -50,7 +49,7 @@ def cell(measurement: Measurement | None) -> str:
 
 def cells(line: Line) -> tuple[str, ...]:
     """Return one line of the table as texts."""
-    title = f"{line.row.title} {line.point}".strip() + f" ({line.row.unit})"
+    title = line.row.title + (f": {line.point}" if line.point else "") + f" ({line.row.unit})"
     peers = [
         cell(peer) + (f" {peer.label.removeprefix('TF, ')}" if len(line.peers) > 1 else "")
         for peer in line.peers
@@ -71,7 +70,7 @@ def cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def show(console: Console, rows: tuple[Row, ...], results: Results) -> None:
+def show(console: Console, rows: Sequence[Row], results: Results) -> None:
     """Print the table, reasons for missing sides, the checks, and processor time."""
     table = Table(
         title="Stratagem, TensorFlow and the limit, measured in turns: median ± half range"
@@ -94,36 +93,95 @@ def show(console: Console, rows: tuple[Row, ...], results: Results) -> None:
 
 
 def _show_processor(console: Console, results: Results) -> None:
-    table = Table(title="Processor seconds per 1,000 steps, and bytes sent over TCP per step")
-    for name in ("row", "side", "processes", "bytes"):
-        table.add_column(name)
-    for measurement in results.measurements:
-        used = measurement.processor_per_1000()
-        if len(used) > 1:
-            words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in used.items())
-            where = f"{measurement.row} {measurement.point}".strip()
-            sent = f"{statistics.median(measurement.wire):,.0f}" if measurement.wire else "–"
-            table.add_row(where, measurement.label, words, sent)
-    if table.row_count:
+    body = processor(results.measurements)
+    if body:
+        table = Table(title="Processor milliseconds and bytes sent over TCP, per step")
+        for name in PROCESSOR_HEAD:
+            table.add_column(name)
+        for line in body:
+            table.add_row(*line)
         console.print(table)
 
 
-def markdown(rows: tuple[Row, ...], results: Results) -> str:
-    """Return the table for README and docs."""
-    text = ["| " + " | ".join(_HEAD) + " |", "|---" + "|--:" * (len(_HEAD) - 1) + "|"]
-    text += ["| " + " | ".join(cells(line)) + " |" for line in lines(rows, results)]
-    machine = results.machine
-    text.append("")
-    text.append(
-        f"Measured {results.began[:10]} on {machine['cores']} cores ({machine['processor']}) in one run of `make bench`. "
-        "The systems in each row take turns. Figures: median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and "
-        "`add_`. *Bound*: the bare work on all cores at once, without communication. *Bare program*: the same processes or threads with plain "
-        "sockets, shared memory or barriers, and nothing else. *Missing*: not measured."
+PROCESSOR_HEAD = (
+    "row",
+    "side",
+    "coordinator (ms)",
+    "workers (ms)",
+    "servers (ms)",
+    "all (ms)",
+    "bytes sent",
+)
+_ROLES = ("main", "worker", "ps")
+
+
+def processor(measurements: Sequence[Measurement]) -> list[tuple[str, ...]]:
+    """Return lines with processor time by role and bytes per step, for every side with several processes."""
+    body = []
+    for one in measurements:
+        used = one.processor_ms_by_role()
+        if len(one.processor_ms()) < 2:
+            continue
+        sent = one.wire_bytes
+        cells = [number(used[role]) if role in used else "–" for role in _ROLES]
+        body.append(
+            (
+                f"{one.row} {one.point}".strip(),
+                one.label,
+                *cells,
+                number(sum(used.values())),
+                "–" if sent is None else number(sent),
+            )
+        )
+    return body
+
+
+def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Return a table in Markdown without the columns that have no figure; the first ``left`` columns are text."""
+    used = [
+        place
+        for place in range(len(head))
+        if place < left or any(line[place] not in ("", "–") for line in body)
+    ]
+    rules = ["---" if place < left else "--:" for place in used]
+    lines = [[head[place] for place in used], rules]
+    lines += [[line[place] for place in used] for line in body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def markdown(rows: Sequence[Row], results: Results, *, without: Sequence[str] = ()) -> str:
+    """Return the table of some rows, ``without`` the columns of these names."""
+    places = [place for place, name in enumerate(_HEAD) if name not in without]
+    body = [cells(line) for line in lines(rows, results)]
+    head = [_HEAD[place] for place in places]
+    return markdown_table(head, [[line[place] for place in places] for line in body])
+
+
+def sections(rows: Sequence[Row], results: Results) -> str:
+    """Return a table for each section of the rows."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if results.of(row.name):
+            found.setdefault(row.section, []).append(row)
+    return "\n\n".join(
+        f"### {section}\n\n{markdown(part, results)}" for section, part in found.items()
     )
-    return "\n".join(text)
 
 
-def include(page: Path, table: str, name: str = "bench") -> bool:
+def when(results: Results) -> str:
+    """Return the sentence about date and machine of a run."""
+    return when_on(results.machine, results.began[:10])
+
+
+def when_on(machine: dict[str, Any], date: str) -> str:
+    """Return the sentence about date and machine of a measurement."""
+    return (
+        f"Measured {date} on {machine['cores']} cores ({machine['processor']}), load average before the run "
+        f"{machine.get('load_before', 0.0):.1f}."
+    )
+
+
+def include(page: Path, table: str, name: str) -> bool:
     """Put a table between the markers of this name in a page; False if the page has none."""
     if not page.exists():
         return False
@@ -137,14 +195,18 @@ def include(page: Path, table: str, name: str = "bench") -> bool:
     return True
 
 
-def path_of(folder: Path, results: Results, *, part: bool, unfinished: bool = False) -> Path:
+def path_of(
+    folder: Path, results: Results, *, part: bool, every: bool = False, unfinished: bool = False
+) -> Path:
     """Return the file of a run's results.
 
-    ``<date>-<machine>.json`` is a complete run; a later one of the same day replaces it. A partial run (some rows,
-    tiny sizes, no peer) has its time of day in its name and replaces nothing. A complete run in progress is
-    ``…-unfinished.json``.
+    ``<date>-<machine>.json`` is a run of the whole table, ``<date>-<machine>-all.json`` (``every``) a run of all rows; a later one of the
+    same day replaces it. A partial run (some rows, tiny sizes, no peer) has its time of day in its name and replaces nothing. A
+    complete run in progress is ``…-unfinished.json``.
     """
     name = f"{results.began[:10]}-{results.machine['name']}"
+    if every and not part:
+        name += "-all"
     if part:
         name += f"-part-{results.began[11:19].replace(':', '')}"
     elif unfinished:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.row import Row, Target
-
-Kind = Literal["ours", "peer", "limit", "bound", "bare"]
+from benchmarks.row import Kind, Row, Target
 
 
 @dataclass(kw_only=True)
@@ -22,7 +21,7 @@ class Measurement:
     label: str
     samples: list[float] = field(default_factory=list)
     missing: str | None = None
-    #: processor seconds per 1,000 steps, by process, one entry for each sample
+    #: processor milliseconds per step, by process, one entry for each sample
     processor: list[dict[str, float]] = field(default_factory=list)
     #: bytes that the side's processes sent over TCP per step, one entry for each sample
     wire: list[float] = field(default_factory=list)
@@ -42,13 +41,26 @@ class Measurement:
             return None
         return (max(self.samples) - min(self.samples)) / 2 / middle
 
-    def processor_per_1000(self) -> dict[str, float]:
-        """Median processor seconds per 1,000 steps of every process."""
+    def processor_ms(self) -> dict[str, float]:
+        """Median processor milliseconds per step of every process."""
         names = {name for sample in self.processor for name in sample}
         return {
             name: statistics.median([s[name] for s in self.processor if name in s])
             for name in sorted(names)
         }
+
+    def processor_ms_by_role(self) -> dict[str, float]:
+        """Median processor milliseconds per step of ``main``, ``worker`` and ``ps`` processes."""
+        roles: dict[str, float] = {}
+        for name, used in self.processor_ms().items():
+            role = name.partition(" ")[0]
+            roles[role] = roles.get(role, 0.0) + used
+        return roles
+
+    @property
+    def wire_bytes(self) -> float | None:
+        """Median bytes sent over TCP per step; None if they were not counted."""
+        return statistics.median(self.wire) if self.wire else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +79,8 @@ class Results:
     machine: dict[str, Any]
     began: str
     seconds: float = 0.0
+    #: how long each row took
+    row_seconds: dict[str, float] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 
@@ -95,6 +109,7 @@ class Results:
             machine=data["machine"],
             began=data["began"],
             seconds=data["seconds"],
+            row_seconds=data.get("row_seconds", {}),
             measurements=measurements,
             checks=checks,
         )
@@ -141,18 +156,28 @@ class Line:
         """Ratio of our result to the bare program's; None unless both were measured."""
         return self._advantage(self.ours, self.bare)
 
+    @property
+    def of_bound(self) -> float | None:
+        """Ratio of our result to the bound; None unless both were measured."""
+        return self._advantage(self.ours, self.bound)
+
     def verdict(self, target: Target) -> Literal["reached", "missed", "missing"]:
         """Return whether a target is reached; *missing* if a side was not measured."""
-        if target.against == "value":
-            mine = None if self.ours is None else self.ours.median
-            if mine is None:
-                return "missing"
-            return "reached" if mine <= target.factor else "missed"
-        values = {"peer": self.ratio, "limit": self.fraction, "bare": self.of_bare}
-        value = values[target.against]
+        mine = None if self.ours is None else self.ours.median
+        limit = None if self.limit is None else self.limit.median
+        # A value and what it must at least be.
+        value, least = {
+            "peer": (self.ratio, target.factor),
+            "limit": (self.fraction, target.factor),
+            "bound": (self.of_bound, target.factor),
+            "bare": (self.of_bare, target.factor),
+            "least": (mine, target.factor),
+            "most": (None if mine is None else -mine, -target.factor),
+            "above": (None if mine is None or limit is None else limit - mine, -target.factor),
+        }[target.against]
         if value is None:
             return "missing"
-        return "reached" if value >= target.factor else "missed"
+        return "reached" if value >= least else "missed"
 
     def _advantage(self, one: Measurement | None, other: Measurement | None) -> float | None:
         this = one.median if one is not None else None
@@ -162,7 +187,7 @@ class Line:
         return this / that if self.row.better == "more" else that / this
 
 
-def lines(rows: tuple[Row, ...], results: Results) -> list[Line]:
+def lines(rows: Sequence[Row], results: Results) -> list[Line]:
     """Return the lines of the table in the order of the rows; rows that were not run are left out."""
     found = []
     for row in rows:

@@ -6,28 +6,32 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Better = Literal["more", "less"]
+Kind = Literal["ours", "peer", "torch", "limit", "bound", "bare"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
     """One side of a row: the program that does the work, and its form."""
 
-    kind: Literal["ours", "peer", "limit", "bound", "bare"]
+    kind: Kind
     label: str
     size: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of a row: a multiple of the fastest peer, a fraction of the limit or of the bare program, or a largest value."""
+    """Target of a row.
 
-    against: Literal["peer", "limit", "bare", "value"]
+    A multiple of the fastest TensorFlow side (``peer``), a fraction of the limit, the bound or the bare program, a largest
+    (``most``) or smallest (``least``) value, or a value above the limit (``above``: at most the limit and this much more).
+    """
+
+    against: Literal["peer", "limit", "bound", "bare", "most", "least", "above"]
     factor: float
 
     def __str__(self) -> str:
-        if self.against == "value":
-            return f"≤ {self.factor:g}"
-        return f"≥ {self.factor:g} × {'TF' if self.against == 'peer' else self.against}"
+        words = {"most": "≤ {}", "least": "≥ {}", "above": "≤ limit + {}", "peer": "≥ {} × TF"}
+        return words.get(self.against, f"≥ {{}} × {self.against}").format(f"{self.factor:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,12 @@ class Row:
     last_loss: tuple[float, float] | None = None
     repetitions: int = 5
     seconds: float = 1.5
+    #: heading of the table that has this row
+    section: str = ""
+    #: is one of the rows that README shows
+    front: bool = False
+    #: a row and a figure of its samples: this row is that figure and runs nothing itself
+    figure_of: tuple[str, str] | None = None
     #: axis of the plot
     axis: str = ""
     #: the row in whose picture this one is drawn, at its right
@@ -88,6 +98,8 @@ _TINY: dict[str, Any] = {
     "test_rows": 64,
     "tiny": True,
     "delta_s": 0.2,
+    "long_s": 1.0,
+    "every_s": 0.2,
 }
 
 

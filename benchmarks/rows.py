@@ -1,4 +1,7 @@
-"""Rows of the table that ``make bench`` prints. ``curves.py`` has the rows that it draws."""
+"""Rows of the table that ``make bench`` measures. ``curves.py`` has those that ``make bench-all`` adds.
+
+Targets are those of the design page and of the issues; a target that is missed stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ TRACED = Side(kind="peer", label="TF, tf.function", size={"form": "tf.function"}
 EAGER = Side(kind="peer", label="TF, eager", size={"form": "eager"})
 
 CLUSTER = {"workers": 2, "servers": 2}
-_SOCKETS = {**CLUSTER, "sockets": True}
+SOCKETS = {**CLUSTER, "sockets": True}
 ONE_WORKER = {"workers": 1}
 MLP = {**work.MLP_SIZE, "check_steps": 200}
 EMBEDDING = {**work.EMBEDDING_SIZE, "check_steps": 60}
@@ -33,17 +36,28 @@ _BYTES = work.BYTES_SIZE
 # 512 MB of rows and as many of Adagrad's sums.
 _CHECKPOINT = {"rows": 8_000_000, "width": 16}
 
+ON_ONE_HOST = "Parameter servers on one host"
+OVER_SOCKETS = "Parameter servers over sockets"
+ONE_MACHINE = "Strategies of one machine"
+FAILURES = "Start and recovery"
+CHECKPOINTS = "Checkpoints"
+INPUT = "Input"
+
 TABLE = (
     Row(
         name="empty",
+        section=ON_ONE_HOST,
+        front=True,
         title="empty step: add 1 to a variable",
         unit="steps/s",
         sides=(OURS, PEER),
         points=(point(CLUSTER),),
-        targets=(Target(against="peer", factor=10),),
+        targets=(Target(against="peer", factor=15),),
     ),
     Row(
         name="mlp",
+        section=ON_ONE_HOST,
+        front=True,
         title="MLP 784-256-10, batch 64, SGD",
         unit="steps/s",
         sides=(OURS, PEER, LIMIT, BOUND, BARE),
@@ -53,36 +67,44 @@ TABLE = (
     ),
     Row(
         name="embedding",
+        section=ON_ONE_HOST,
+        front=True,
         title="embedding 1 M × 16, batch 1024 × 26, Adagrad",
         unit="steps/s",
         sides=(OURS, PEER, LIMIT),
         points=(point(CLUSTER, EMBEDDING),),
-        targets=(Target(against="peer", factor=3),),
+        targets=(Target(against="peer", factor=6),),
         parity=ONE_WORKER,
     ),
     Row(
         name="read",
+        section=ON_ONE_HOST,
+        front=True,
         title="read 64 MB of parameters in a step",
         unit="GB/s",
         sides=(OURS, PEER, LIMIT),
         points=(point(CLUSTER, _BYTES),),
-        targets=(Target(against="peer", factor=10),),
+        targets=(Target(against="peer", factor=15),),
     ),
     Row(
         name="add",
+        section=ON_ONE_HOST,
+        front=True,
         title="add 64 MB to parameters in a step",
         unit="GB/s",
         sides=(OURS, PEER, LIMIT, BOUND),
         points=(point(CLUSTER, _BYTES),),
-        targets=(Target(against="peer", factor=5),),
+        targets=(Target(against="peer", factor=4),),
     ),
     *(
         Row(
             name=f"{name}_sockets",
+            section=OVER_SOCKETS,
+            front=name in ("mlp", "embedding"),
             title=f"over sockets: {title}",
             unit=unit,
             sides=(OURS, PEER, BARE),
-            points=(point(_SOCKETS, size),),
+            points=(point(SOCKETS, size),),
             targets=(Target(against="peer", factor=factor), Target(against="bare", factor=0.7)),
             parity=ONE_WORKER if "check_steps" in size else None,
         )
@@ -96,6 +118,8 @@ TABLE = (
     ),
     Row(
         name="one_device",
+        section=ONE_MACHINE,
+        front=True,
         title="one device, the MLP step",
         unit="steps/s",
         sides=(OURS, TRACED, EAGER, LIMIT),
@@ -108,6 +132,8 @@ TABLE = (
     ),
     Row(
         name="central",
+        section=ONE_MACHINE,
+        front=True,
         title="central storage, 2 CPU replicas, the MLP step",
         unit="steps/s",
         sides=(OURS, TRACED, EAGER, LIMIT, BOUND, BARE),
@@ -117,6 +143,7 @@ TABLE = (
     ),
     Row(
         name="keras_fit",
+        section=ONE_MACHINE,
         title="Keras on torch: `fit` of the MLP, one device (limit: plain Keras)",
         unit="steps/s",
         sides=(OURS, LIMIT),
@@ -128,6 +155,7 @@ TABLE = (
     ),
     Row(
         name="startup",
+        section=FAILURES,
         title="start a cluster (2 + 2) and do the first step",
         unit="s",
         better="less",
@@ -138,6 +166,8 @@ TABLE = (
     ),
     Row(
         name="recovery",
+        section=FAILURES,
+        front=True,
         title="from a killed worker to its successor's first step",
         unit="s",
         better="less",
@@ -148,15 +178,18 @@ TABLE = (
     ),
     Row(
         name="save",
+        section=CHECKPOINTS,
+        front=True,
         title="save a table and Adagrad's state, 1 GB, to memory (tmpfs)",
         unit="GB/s",
         sides=(OURS, PEER, LIMIT, COPY),
         points=(point(_CHECKPOINT, place="/dev/shm"),),
-        targets=(Target(against="limit", factor=0.5),),
+        targets=(Target(against="bound", factor=0.5),),
         checked=False,
     ),
     Row(
         name="save_disk",
+        section=CHECKPOINTS,
         title="the same to disk",
         unit="GB/s",
         sides=(OURS, PEER, LIMIT),
@@ -166,6 +199,7 @@ TABLE = (
     ),
     Row(
         name="restore",
+        section=CHECKPOINTS,
         title="restore it from memory (tmpfs)",
         unit="GB/s",
         sides=(OURS, PEER, LIMIT),
@@ -175,50 +209,57 @@ TABLE = (
     ),
     Row(
         name="save_gap",
+        section=CHECKPOINTS,
         title="longest gap between two steps during a save of 1 GB on 2 servers",
         unit="ms",
         better="less",
         sides=(OURS,),
-        points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm", figure="gap_ms"),),
-        targets=(Target(against="value", factor=20),),
+        points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm"),),
+        targets=(Target(against="most", factor=20),),
         checked=False,
         repetitions=3,
     ),
     Row(
         name="save_slowdown",
+        section=CHECKPOINTS,
         title="steps lost during such a save",
         unit="%",
         better="less",
         sides=(OURS,),
-        points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm", figure="slowdown_percent"),),
-        targets=(Target(against="value", factor=15),),
+        points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm"),),
+        targets=(Target(against="most", factor=15),),
         checked=False,
+        figure_of=("save_gap", "slowdown_percent"),
         repetitions=3,
     ),
     Row(
         name="save_memory",
+        section=CHECKPOINTS,
         title="additional memory of the servers during such a save",
         unit="%",
         better="less",
         sides=(OURS,),
-        points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm", figure="memory_percent"),),
-        targets=(Target(against="value", factor=10),),
+        points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm"),),
+        targets=(Target(against="most", factor=10),),
         checked=False,
+        figure_of=("save_gap", "memory_percent"),
         repetitions=3,
     ),
     Row(
         name="delta",
+        section=CHECKPOINTS,
         title="delta after 60 s of training on Zipf ids, as a part of a full save",
         unit="× full",
         better="less",
         sides=(OURS,),
         points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm", delta_s=60),),
-        targets=(Target(against="value", factor=0.3),),
+        targets=(Target(against="most", factor=0.3),),
         checked=False,
         repetitions=1,
     ),
     Row(
         name="restore_servers",
+        section=CHECKPOINTS,
         title="restore 1 GB, saved on 2 servers, on 3 servers",
         unit="GB/s",
         sides=(OURS, LIMIT),
@@ -229,65 +270,79 @@ TABLE = (
     ),
     Row(
         name="server_recovery",
+        section=FAILURES,
         title="from a killed server (100 MB) to the next step, from a checkpoint",
         unit="s",
         better="less",
         sides=(OURS,),
         points=(point(CLUSTER, _CHECKPOINT, rows=800_000, place="/dev/shm"),),
-        targets=(Target(against="value", factor=3),),
+        targets=(Target(against="most", factor=3),),
         checked=False,
         repetitions=3,
     ),
     Row(
         name="coordinator_recovery",
+        section=FAILURES,
         title="from a killed coordinator to the next step of its successor",
         unit="s",
         better="less",
         sides=(OURS, START),
         points=(point(CLUSTER, place="/dev/shm"),),
+        targets=(Target(against="above", factor=0.5),),
         checked=False,
         repetitions=3,
     ),
     Row(
         name="input",
+        section=INPUT,
         title="26 columns, shuffle, repeat, batch(1024)",
         unit="M rows/s",
         sides=(OURS, PEER, LIMIT),
         points=(point(work.INPUT_SIZE),),
+        targets=(Target(against="least", factor=1),),
         seconds=0.7,
     ),
     Row(
         name="parquet",
+        section=INPUT,
+        front=True,
         title="read Parquet, 40 columns (TensorFlow: the rows as TFRecord)",
         unit="k rows/CPU s",
         sides=(OURS, PEER, PYARROW),
         points=(point(reading.FILES_SIZE),),
-        targets=(Target(against="peer", factor=3),),
+        targets=(Target(against="least", factor=500), Target(against="peer", factor=3)),
         seconds=0.7,
     ),
     Row(
         name="csv",
+        section=INPUT,
         title="read CSV, 40 columns",
         unit="k rows/CPU s",
         sides=(OURS, PEER, PYARROW),
         points=(point(reading.FILES_SIZE),),
-        targets=(Target(against="peer", factor=3),),
+        targets=(Target(against="least", factor=250), Target(against="peer", factor=3)),
         seconds=0.7,
     ),
     *(
         Row(
             name=name,
+            section=INPUT,
             title="train from Parquet, 26 ids a row (TensorFlow: TFRecord)",
-            unit=f"k rows/{per}",
+            unit=unit,
             sides=(OURS, PEER),
-            points=(point(CLUSTER, work.EMBEDDING_SIZE, reading.FILES_SIZE, per=per),),
+            points=(point(CLUSTER, work.EMBEDDING_SIZE, reading.FILES_SIZE),),
             checked=False,
             repetitions=3,
+            figure_of=figure_of,
         )
-        for name, per in (("files", "s"), ("files_cpu", "CPU s"))
+        for name, unit, figure_of in (
+            ("files", "k rows/s", None),
+            ("files_cpu", "k rows/CPU s", ("files", "per_processor_s")),
+        )
     ),
     Row(
         name="tfrecord",
+        section=INPUT,
         title="read TFRecord, 40 features",
         unit="k rows/CPU s",
         sides=(OURS, PEER),
@@ -295,3 +350,20 @@ TABLE = (
         seconds=0.7,
     ),
 )
+
+ON_REQUEST = (
+    Row(
+        name="save_minutes",
+        title="steps lost over 10 minutes with a save of 1 GB every 60 s",
+        unit="%",
+        better="less",
+        sides=(OURS,),
+        points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm", long_s=600, every_s=60),),
+        targets=(Target(against="most", factor=2),),
+        checked=False,
+        repetitions=1,
+        # The harness waits this much longer for the sample.
+        seconds=900,
+    ),
+)
+"""Rows that a full run leaves out because they take too long: ``make bench ONLY=save_minutes``."""

@@ -41,7 +41,7 @@ class Plan:
 
     rows: tuple[Row, ...]
     peer: Path | str
-    budget_s: float = 2700.0
+    budget_s: float = 5400.0
     progress: Progress = field(default=lambda _: None)
     #: called with what is known after each row, so that a run that ends early keeps it
     keep: Callable[[Results], None] = field(default=lambda _: None)
@@ -49,7 +49,10 @@ class Plan:
     @property
     def ticks(self) -> int:
         """Number of calls of ``progress``."""
-        return sum(len(row.points) * (2 + row.repetitions) for row in self.rows)
+        return sum(
+            len(row.points) * (1 if row.figure_of is not None else 2 + row.repetitions)
+            for row in self.rows
+        )
 
 
 def run(plan: Plan) -> Results:
@@ -57,13 +60,16 @@ def run(plan: Plan) -> Results:
     begin = time.monotonic()
     results = Results(machine=machine(), began=datetime.now(UTC).isoformat(timespec="seconds"))
     for row in plan.rows:
+        row_began = time.monotonic()
         for point in row.points:
             if time.monotonic() - begin > plan.budget_s:
                 reason = f"left out: the run's {plan.budget_s:g} s were over"
                 results.measurements += [_empty(row, point, side, reason) for side in row.sides]
             else:
-                _run_point(plan, row, point, results)
+                run_point = _run_point if row.figure_of is None else _take_figure
+                run_point(plan, row, point, results)
         results.seconds = time.monotonic() - begin
+        results.row_seconds[row.name] = time.monotonic() - row_began
         plan.keep(results)
     return results
 
@@ -114,6 +120,21 @@ def _run_point(plan: Plan, row: Row, point: Point, results: Results) -> None:
             first = repetition % len(labels) if labels else 0
             for label in labels[first:] + labels[:first]:
                 _sample(row, live, taken[label])
+
+
+def _take_figure(plan: Plan, row: Row, point: Point, results: Results) -> None:
+    """Fill a row with a figure of another row's samples."""
+    assert row.figure_of is not None
+    source, figure = row.figure_of
+    plan.progress(f"{row.title}: from {source}")
+    for side in row.sides:
+        taken = _empty(row, point, side)
+        found = [m for m in results.of(source) if m.label == side.label]
+        if found and found[0].samples:
+            taken.samples = [each["figures"][figure] for each in found[0].extra]
+        else:
+            taken.missing = (found[0].missing if found else None) or f"row {source!r} was not run"
+        results.measurements.append(taken)
 
 
 def _set_up(

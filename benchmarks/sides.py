@@ -14,13 +14,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from benchmarks.scratch import remove_scratch
+
 ROOT = Path(__file__).resolve().parent.parent
 CLOSE_TIMEOUT_S = 20.0
-_MODULES = {"ours": "ours", "peer": "peer", "limit": "limits", "bound": "limits", "bare": "limits"}
+_MODULES = {
+    "ours": "ours",
+    "peer": "peer",
+    "torch": "torch_peers",
+    "limit": "limits",
+    "bound": "limits",
+    "bare": "limits",
+}
 
 
 def _processor_clock(pid: int) -> int:
@@ -36,13 +46,19 @@ class SideProcess:
     """Program of one side, and the connection to it.
 
     Args:
-        kind: ``ours``, ``peer``, ``limit``, ``bound`` or ``bare``.
+        kind: ``ours``, ``peer``, ``torch``, ``limit``, ``bound`` or ``bare``.
         python: the interpreter that runs it.
         log: where its standard error goes.
+        prefix: words before the command, which run it elsewhere.
     """
 
     def __init__(
-        self, kind: str, *, python: Path = Path(sys.executable), log: IO[bytes] | None = None
+        self,
+        kind: str,
+        *,
+        python: Path = Path(sys.executable),
+        log: IO[bytes] | None = None,
+        prefix: Sequence[str] = (),
     ):
         self.kind = kind
         self._log = log if log is not None else tempfile.TemporaryFile()  # noqa: SIM115 - close() does
@@ -51,7 +67,7 @@ class SideProcess:
         threads = {} if kind == "peer" else {"OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(paths)}
         self._process = subprocess.Popen(
-            [str(python), "-m", f"benchmarks.{_MODULES[kind]}.side"],
+            [*prefix, str(python), "-m", f"benchmarks.{_MODULES[kind]}.side"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -166,6 +182,7 @@ class SideProcess:
         except ProcessLookupError:
             pass
         self._process.wait(CLOSE_TIMEOUT_S)
+        remove_scratch(self._process.pid)  # up to 2 GB of memory, if the side was killed
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

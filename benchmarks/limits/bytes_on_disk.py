@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.protocol import Work
+from benchmarks.scratch import make_scratch
 
 _PIECE_BYTES = 4 << 20
 
@@ -21,7 +20,7 @@ class BytesWork(Work):
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="limit-bench-", dir=size["place"]))
+        self.folder = make_scratch(size["place"])
         self.held = os.open(self.folder, os.O_RDONLY)  # in use, for tests that look for leaks
         count = 2 * 4 * size["rows"] * size["width"]
         self.gigabytes = count / 1e9

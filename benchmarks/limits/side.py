@@ -186,7 +186,7 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return bound(row, size)
     if size.get("form") == "bare":
         return bare(row, size)
-    if row in {"mlp", "one_device", "central", "workers", "servers"}:
+    if row in {"mlp", "one_device", "central", "workers", "servers", "closures"}:
         return Mlp(size)
     if row == "keras_fit":
         from benchmarks import keras_fit  # Keras is not needed elsewhere

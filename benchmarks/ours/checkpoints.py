@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 
 import stratagem as sg
 from benchmarks.protocol import Work
+from benchmarks.scratch import make_scratch
 
 
 class CheckpointWork(Work):
@@ -21,7 +20,7 @@ class CheckpointWork(Work):
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="stratagem-bench-", dir=size["place"]))
+        self.folder = make_scratch(size["place"])
         self.held = os.open(self.folder, os.O_RDONLY)  # in use, for tests that look for leaks
         self.table = nn.Embedding(size["rows"], size["width"])
         optimizer = torch.optim.Adagrad(self.table.parameters())

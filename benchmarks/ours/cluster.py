@@ -20,6 +20,23 @@ from benchmarks.protocol import Work
 JOIN_TIMEOUT_S = 300.0
 
 
+class GivenCluster:
+    """A cluster whose tasks run already, perhaps on other hosts: addresses, key and processes are in the size."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        self.resolver = sg.cluster_resolver.SimpleClusterResolver(
+            sg.ClusterSpec(size["addresses"]), cluster_key=size["key"]
+        )
+        self._pids = size["pids"]
+
+    def pid(self, job: str, index: int) -> int:
+        """Return the process of a task."""
+        return int(self._pids[job][index])
+
+    def close(self) -> None:
+        """Leave the tasks alone."""
+
+
 class ClusterWork(Work):
     """Common part of the cluster rows: a cluster, scheduled steps, join."""
 
@@ -27,11 +44,15 @@ class ClusterWork(Work):
         super().__init__()
         self.size = size
         self.scheduled = 0
-        self.cluster = sg.LocalCluster(
-            workers=size["workers"],
-            ps=size["servers"],
-            # Threads instead of processes: for the test suite, never measured.
-            in_process=size.get("in_process", False),
+        self.cluster: Any = (
+            GivenCluster(size)
+            if "addresses" in size
+            else sg.LocalCluster(
+                workers=size["workers"],
+                ps=size["servers"],
+                # Threads instead of processes: for the test suite, never measured.
+                in_process=size.get("in_process", False),
+            )
         )
         try:
             self.strategy = sg.ParameterServerStrategy(
@@ -55,10 +76,11 @@ class ClusterWork(Work):
 
     def steps(self, count: int) -> None:
         schedule, step, arguments = self.coordinator.schedule, self.step, self.arguments
-        for _ in range(count):
+        closures = -(-count // self.steps_together)
+        for _ in range(closures):
             schedule(step, args=arguments)
         self.coordinator.join(timeout_s=JOIN_TIMEOUT_S)
-        self.scheduled += count
+        self.scheduled += closures * self.steps_together
 
     def processes(self) -> dict[str, int]:
         tasks = [("worker", i) for i in range(self.size["workers"])]
@@ -113,7 +135,7 @@ class Training(ClusterWork):
         """Return the step and its iterators for a model and an optimizer."""
         model, optimizer, loss_of = self.model, self.optimizer, self.loss
         inputs, labels = (torch.from_numpy(part) for part in self.batches)
-        self.amount_per_step = per_closure = self.size.get("per_closure", 1)
+        self.steps_together = per_closure = self.size.get("per_closure", 1)
 
         def dataset() -> Any:
             return sg.data.Dataset.from_tensor_slices((inputs, labels)).repeat()

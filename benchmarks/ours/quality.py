@@ -28,14 +28,24 @@ class Quality(Work):
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
         self.size = size
-        self.world = ClickWorld(seed=1)
-        self.train = self.world.sample(size["steps"] * size["batch"], seed=2)
-        self.test = self.world.sample(size["test_rows"], seed=3)
+        self.samples = 0
+        self._draw(0)
+
+    def _draw(self, number: int) -> None:
+        """Make the data and the seed of the model of the n-th sample."""
+        size, seed = self.size, 4 * number
+        self.world = ClickWorld(seed=seed + 1)
+        self.train = self.world.sample(size["steps"] * size["batch"], seed=seed + 2)
+        self.test = self.world.sample(size["test_rows"], seed=seed + 3)
+        self.model_seed = seed + 4
 
     def steps(self, count: int) -> None:
         raise NotImplementedError("a training is measured by sample()")
 
     def sample(self, seconds: float) -> dict[str, Any]:
+        if self.size.get("new_seeds"):
+            self._draw(self.samples)
+        self.samples += 1
         workers = self.size["workers"]
         train = self._alone if workers == 0 else self._with_servers
         curve, facts = train()
@@ -48,7 +58,7 @@ class Quality(Work):
         }
 
     def _model(self) -> tuple[WideAndDeep, torch.optim.Optimizer]:
-        torch.manual_seed(4)
+        torch.manual_seed(self.model_seed)
         fields = len(self.world.vocabulary)
         model = WideAndDeep(
             num_categories=self.world.num_categories,

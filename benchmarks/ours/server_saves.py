@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 import stratagem as sg
 from benchmarks.ours.cluster import JOIN_TIMEOUT_S, ClusterWork
 from benchmarks.protocol import Work
+from benchmarks.scratch import make_scratch
 
 AHEAD = 8
 """Closures scheduled ahead, so that no worker waits."""
@@ -32,7 +32,7 @@ class TableOnServers(ClusterWork):
     """A table on all servers, trained by Adagrad on ids that follow a power law, and a manager."""
 
     def __init__(self, size: dict[str, Any]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="stratagem-bench-", dir=size["place"]))
+        self.folder = make_scratch(size["place"])
         self.held = os.open(self.folder, os.O_RDONLY)  # in use, for tests that look for leaks
         super().__init__(size)
         self.steps(4)
@@ -79,7 +79,7 @@ class TableOnServers(ClusterWork):
 
 
 class SaveWhileTraining(TableOnServers):
-    """Steps without and during a save; the size says which figure the row shows."""
+    """Steps without and during a save: the longest gap between two steps, and further figures."""
 
     def sample(self, seconds: float) -> dict[str, Any]:
         alone = self._train(lambda began: time.perf_counter() - began > seconds)
@@ -102,7 +102,7 @@ class SaveWhileTraining(TableOnServers):
             "save_s": handle.seconds,
         }
         return {
-            "value": figures[self.size["figure"]],
+            "value": figures["gap_ms"],
             "seconds": handle.seconds,
             "figures": figures,
         }
@@ -131,6 +131,46 @@ class SaveWhileTraining(TableOnServers):
             status = Path(f"/proc/{self.cluster.pid('ps', index)}/status").read_text()
             total += int(status.split("VmRSS:")[1].split()[0]) * 1024
         return total
+
+
+class SaveEveryMinute(TableOnServers):
+    """Steps of a long run with regular saves; the rate outside of saves says how many there would be without."""
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        running: list[Any] = []
+        ends: list[float] = []
+        saves: list[tuple[float, float]] = []
+        began = last = time.perf_counter()
+        handle: Any = None
+        while time.perf_counter() - began < self.size["long_s"]:
+            while len(running) < AHEAD:
+                value = self.coordinator.schedule(self.step)
+                value.add_done_callback(lambda _: ends.append(time.perf_counter()))
+                running.append(value)
+            running.pop(0).fetch(timeout_s=JOIN_TIMEOUT_S)
+            now = time.perf_counter()
+            if handle is None and now - last > self.size["every_s"]:
+                last = now
+                self.saves += 1
+                handle = self.manager.save(self.saves)
+            elif handle is not None and handle.done:
+                handle.wait()
+                saves.append((last, now))
+                handle = None
+        over = time.perf_counter()
+        if handle is not None:
+            handle.wait(LIMIT_S)
+            saves.append((last, over))
+        self.coordinator.join(timeout_s=JOIN_TIMEOUT_S)
+        saving_s = sum(end - begin for begin, end in saves)
+        count = sum(end <= over for end in ends)
+        outside = sum(
+            end <= over and not any(low <= end <= high for low, high in saves) for end in ends
+        )
+        total_s = over - began
+        lost = 1 - (count / total_s) / (outside / (total_s - saving_s))
+        figures = {"saves": len(saves), "saving_s": saving_s, "steps": count}
+        return {"value": max(0.0, 100 * lost), "seconds": total_s, "figures": figures}
 
 
 class Delta(TableOnServers):
@@ -216,7 +256,7 @@ class CoordinatorRecovery(Work):
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
-        self.folder = tempfile.mkdtemp(prefix="stratagem-bench-", dir=size["place"])
+        self.folder = str(make_scratch(size["place"]))
         self.held = os.open(self.folder, os.O_RDONLY)  # in use, for tests that look for leaks
         self.cluster = sg.LocalCluster(workers=size["workers"], ps=size["servers"])
         spec = self.cluster.cluster_spec.as_dict()

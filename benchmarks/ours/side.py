@@ -20,6 +20,7 @@ WORK = {
     "mlp": "cluster:Mlp",
     "workers": "cluster:Mlp",
     "servers": "cluster:Mlp",
+    "closures": "cluster:Mlp",
     "embedding": "cluster:Embedding",
     "table": "cluster:Embedding",
     "hot_table": "cluster:Embedding",
@@ -38,6 +39,7 @@ WORK = {
     "save_gap": "server_saves:SaveWhileTraining",
     "save_slowdown": "server_saves:SaveWhileTraining",
     "save_memory": "server_saves:SaveWhileTraining",
+    "save_minutes": "server_saves:SaveEveryMinute",
     "delta": "server_saves:Delta",
     "restore_servers": "server_saves:RestoreOnOthers",
     "server_recovery": "server_saves:ServerRecovery",
@@ -61,7 +63,11 @@ def make(row: str, size: dict[str, Any]) -> Work:
     """Return our work of a row."""
     if size.get("sockets"):
         os.environ["STRATAGEM_SHARED_MEMORY"] = "0"
-    module, name = WORK[row.removesuffix("_sockets")].split(":")
+    if size.get("wire_dtype"):
+        os.environ["STRATAGEM_WIRE_DTYPE"] = size["wire_dtype"]
+    for suffix in ("_sockets", "_torch", "_16"):
+        row = row.removesuffix(suffix)
+    module, name = WORK[row].split(":")
     path = module if "." in module else f"benchmarks.ours.{module}"
     made: Work = getattr(importlib.import_module(path), name)(size)
     return made

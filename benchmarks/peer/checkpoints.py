@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from benchmarks.protocol import Work
+from benchmarks.scratch import make_scratch
 
 
 class CheckpointWork(Work):
@@ -22,7 +21,7 @@ class CheckpointWork(Work):
 
     def __init__(self, size: dict[str, Any]) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="peer-bench-", dir=size["place"]))
+        self.folder = make_scratch(size["place"])
         self.held = os.open(self.folder, os.O_RDONLY)  # in use, for tests that look for leaks
         shape = (size["rows"], size["width"])
         self.table = tf.Variable(tf.random.normal(shape))

@@ -35,7 +35,6 @@ class Bench:
     ) -> None:
         self._side = SideProcess("ours")
         self._seconds, self._samples, self._priority = seconds, samples, priority
-        self._per_closure = size.get("per_closure", 1)
         try:
             with self._raised():
                 self._side.ask("setup", timeout_s=SETUP_TIMEOUT_S, row=row, size=size)
@@ -78,7 +77,7 @@ class Bench:
         elapsed, busy = time.perf_counter() - begin, busy_seconds() - busy_before
         after, bytes_after = side.processor_seconds(), side.wire_bytes()
         used = {name: after[name] - before[name] for name in before}
-        steps = answer["steps"] * self._per_closure
+        steps = answer["steps"]
         sent = 0.0 if bytes_after is None or bytes_before is None else bytes_after - bytes_before
         return Sample(
             steps_per_s=answer["value"],

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, report, rows
+from benchmarks import __main__ as command
+from benchmarks import pages, plots, report, rows
 from benchmarks.results import Check, Measurement, Results, lines
-from benchmarks.row import Row
+from benchmarks.row import Row, Target
 
 MACHINE = {"name": "here", "processor": "a processor", "cores": 2}
 
@@ -42,7 +43,7 @@ def test_median_and_spread_are_of_all_samples():
 
 
 @pytest.mark.parametrize(
-    ("ours", "verdict"), [(1000.0, "reached"), (999.0, "missed"), (0.5, "missed")]
+    ("ours", "verdict"), [(1500.0, "reached"), (1499.0, "missed"), (0.5, "missed")]
 )
 def test_the_target_is_a_multiple_of_the_peer(ours, verdict):
     line = line_of(measured("ours", ours), measured("peer", 100.0))
@@ -102,6 +103,51 @@ def test_the_bound_is_shown_as_a_multiple_of_the_peer():
     assert report.cells(line_of(measured("ours", 50.0), measured("bound", 90.0)))[3] == "90.0 ±0%"
 
 
+@pytest.mark.parametrize(
+    ("against", "factor", "ours", "verdict"),
+    [
+        ("most", 20.0, 20.0, "reached"),
+        ("most", 20.0, 20.1, "missed"),
+        ("least", 20.0, 20.0, "reached"),
+        ("least", 20.0, 19.9, "missed"),
+        ("bound", 0.5, 45.0, "reached"),
+        ("bound", 0.5, 44.0, "missed"),
+        ("bare", 0.75, 60.0, "reached"),
+        ("bare", 0.75, 59.0, "missed"),
+        ("above", 0.5, 10.5, "reached"),
+        ("above", 0.5, 10.6, "missed"),
+    ],
+)
+def test_a_target_is_reached_at_its_value_and_missed_beyond(against, factor, ours, verdict):
+    target = Target(against=against, factor=factor)
+    line = line_of(
+        measured("ours", ours),
+        measured("limit", 10.0),
+        measured("bound", 90.0),
+        measured("bare", 80.0),
+    )
+    assert line.verdict(target) == verdict
+    assert line_of(measured("ours", missing="broke")).verdict(target) == "missing"
+
+
+def test_the_targets_are_those_of_the_design_page():
+    """Design, Speed: a target that is missed is shown as missed, not lowered."""
+    named = {row.name: [str(target) for target in row.targets] for row in rows.TABLE}
+    assert named["empty"] == ["≥ 15 × TF"]
+    assert named["mlp"] == ["≥ 7.5 × TF", "≥ 0.75 × bare"]
+    assert named["embedding"] == ["≥ 6 × TF"]
+    assert named["read"] == ["≥ 15 × TF"]
+    assert named["add"] == ["≥ 4 × TF"]
+    for name, factor in (("empty", 10), ("mlp", 4), ("embedding", 2.5), ("read", 2), ("add", 2)):
+        assert named[f"{name}_sockets"] == [f"≥ {factor} × TF", "≥ 0.7 × bare"]
+    assert named["one_device"] == ["≥ 0.97 × limit"]
+    assert named["central"] == ["≥ 1 × TF", "≥ 0.85 × bare"]
+    assert named["parquet"] == ["≥ 500", "≥ 3 × TF"]
+    assert named["csv"] == ["≥ 250", "≥ 3 × TF"]
+    assert named["save_gap"] == ["≤ 20"]
+    assert named["coordinator_recovery"] == ["≤ limit + 0.5"]
+
+
 def test_results_survive_the_file(tmp_path: Path):
     """Saved results are equal after they are loaded."""
     before = results_with(measured("ours", 1.0, 2.0), measured("peer", missing="no peer"))
@@ -127,30 +173,106 @@ def test_no_part_of_a_run_has_the_name_of_a_full_one():
     ]
 
 
-def test_the_table_goes_between_the_markers_and_nothing_else_changes(tmp_path: Path):
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    table = report.markdown((EMPTY,), results_with(measured("ours", 5.0)))
-    assert report.include(page, table)
-    text = page.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n| work |")
-    assert text.endswith(f"{report.END}\nafter\n")
-    assert "old" not in text
-    assert report.include(page, table)
-    assert page.read_text() == text
+def named(row: str, kind: str, label: str, **more) -> Measurement:
+    return Measurement(row=row, point=more.pop("point", ""), kind=kind, label=label, **more)
+
+
+def page_with(path: Path, *names: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    blocks = [
+        f"before {name}\n<!-- {name}:begin -->\nold {name}\n<!-- {name}:end -->" for name in names
+    ]
+    path.write_text("\n".join(blocks) + "\nafter\n")
+    return path
+
+
+def test_tables_go_between_their_markers_and_nothing_else_changes(tmp_path: Path):
+    """README has the front rows; a block whose rows were not run keeps its figures."""
+    readme = page_with(tmp_path / "README.md", "bench")
+    page = page_with(
+        tmp_path / "docs" / "performance.md", "bench", "processor", "torch", "narrow", "closures"
+    )
+    used = [{"main": 0.5, "worker 0": 1.0, "worker 1": 2.0, "ps 0": 4.0}]
+    results = results_with(
+        named("empty", "ours", "Stratagem", samples=[5.0], processor=used, wire=[321.0]),
+        named("input", "ours", "Stratagem", samples=[7.0]),
+        named("mlp_16", "ours", "float32", samples=[100.0], processor=used, wire=[2000.0]),
+        named("mlp_16", "ours", "bfloat16", samples=[150.0], processor=used, wire=[1000.0]),
+        named("quality_16", "ours", "float32", samples=[0.80, 0.82]),
+        named("quality_16", "ours", "bfloat16", samples=[0.79, 0.80]),
+        named("closures", "ours", "Stratagem", point="4", samples=[90.0], processor=used),
+    )
+    places = pages.write(tmp_path, results)
+    assert places == [
+        "README.md, bench",
+        "docs/performance.md, bench",
+        "docs/performance.md, processor",
+        "docs/performance.md, narrow",
+        "docs/performance.md, closures",
+    ]
+    front, text = readme.read_text(), page.read_text()
+    assert "| empty step: add 1 to a variable (steps/s) | 5.00 ±0% |" in front
+    assert "26 columns" not in front
+    assert "| bound |" not in front
+    assert "26 columns, shuffle, repeat, batch(1024) (M rows/s) | 7.00" in text
+    assert "### Input\n" in text
+    assert "Measured 2026-01-02 on 2 cores" in text
+    assert "| empty | Stratagem | 0.5 | 3.00 | 4.00 | 7.50 | 321 |" in text
+    assert "(steps/s) | bfloat16 | 150 ±0% | 1.50 | 7.50 | 1,000 |" in text
+    assert "mean of 2 seeds) | bfloat16 | 0.7950 | -0.0150 ± 0.0050 | – | – |" in text
+    assert "| 4 | 90.0 ±0% | 0.5 | 3.00 | 4.00 |" in text
+    assert "old torch" in text  # not measured
+    assert text.count("old ") == 1
+    assert text.endswith("<!-- closures:end -->\nafter\n")
+    assert pages.write(tmp_path, results) == places
+    assert (readme.read_text(), page.read_text()) == (front, text)
+
+
+def test_other_pytorch_programs_are_shown_beside_ours():
+    """A program that could not run is missing and gets no ratio."""
+    results = results_with(
+        named("mlp_torch", "ours", "Stratagem", samples=[100.0]),
+        named("mlp_torch", "torch", "Hogwild", samples=[400.0]),
+        named("mlp_torch", "torch", "DDP, gloo", missing="broke"),
+    )
+    lines_of = pages.torch_programs(results).splitlines()
+    assert [line.split(" | ")[1:4] for line in lines_of[2:]] == [
+        ["Stratagem", "100 ±0%", "– |"],
+        ["Hogwild", "400 ±0%", "0.25 |"],
+        ["DDP, gloo", "missing", "– |"],
+    ]
+
+
+def test_columns_without_figures_are_left_out():
+    head, body = ("work", "TF", "limit"), [("a", "–", "1"), ("b", "", "–")]
+    assert (
+        report.markdown_table(head, body) == "| work | limit |\n| --- | --: |\n| a | 1 |\n| b | – |"
+    )
+
+
+def test_every_block_of_the_pages_exists():
+    """The command would leave a table out silently if its page had no place for it."""
+    for block in pages.BLOCKS:
+        text = (command.ROOT / block.page).read_text()
+        assert f"<!-- {block.name}:begin -->" in text
+        assert f"<!-- {block.name}:end -->" in text
+
+
+def test_readme_shows_a_dozen_rows():
+    assert 10 <= sum(row.front for row in rows.TABLE) <= 13
 
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path):
     page = tmp_path / "README.md"
     page.write_text("nothing here\n")
-    assert not report.include(page, "| table |")
+    assert not report.include(page, "| table |", "bench")
     assert page.read_text() == "nothing here\n"
 
 
 def test_every_row_of_the_design_page_is_there():
     names = {row.name for row in rows.TABLE}
     assert {"empty", "mlp", "embedding", "read", "add", "one_device", "central"} <= names
-    assert all(row.targets for row in rows.TABLE[:7])
+    assert all(row.section for row in rows.TABLE)
 
 
 def test_every_curve_becomes_a_picture(tmp_path: Path):

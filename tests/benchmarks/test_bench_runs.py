@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from benchmarks.checks import compare
 from benchmarks.limits import side as limits
 from benchmarks.ours import side
 from benchmarks.peer import environment
-from benchmarks.results import Measurement, Results
+from benchmarks.results import Measurement, Results, lines
 from benchmarks.row import Point, Row, tiny
 from benchmarks.runner import Plan, run
+from benchmarks.scratch import remove_scratch
 from benchmarks.sides import SideFailed, SideProcess
 
 ALL = {row.name: row for row in command.ALL}
@@ -43,8 +45,8 @@ def test_a_row_runs_and_does_the_plain_runs_work():
     assert by_kind["peer"].samples == []
     assert len(heard) == plan.ticks
     tasks = {"main", "worker 0", "worker 1", "ps 0", "ps 1"}
-    assert set(by_kind["ours"].processor_per_1000()) == tasks
-    assert set(by_kind["bound"].processor_per_1000()) == {"core 0", "core 1"}
+    assert set(by_kind["ours"].processor_ms()) == tasks
+    assert set(by_kind["bound"].processor_ms()) == {"core 0", "core 1"}
     assert any("plain run" in check.text for check in results.checks)
 
 
@@ -124,7 +126,7 @@ class Slower(limits.Embedding):
 
 
 @pytest.mark.soak
-def test_the_row_of_hot_rows_notices_who_trains_wrongly():
+def test_the_row_of_hot_rows_detects_wrong_training():
     """At full size, as it is measured: such a side's last loss is not within the row's bounds."""
     row = ALL["hot_table"]
     sides = {"limit": limits.Embedding, "slower": Slower, "every second": EverySecond}
@@ -201,7 +203,7 @@ def test_a_side_that_is_killed_is_noticed_and_named():
 
 
 @pytest.mark.process
-def test_a_silent_side_is_not_waited_for_longer_than_told():
+def test_a_silent_side_is_killed_after_the_time_limit():
     with SideProcess("limit") as process:
         process.ask("setup", timeout_s=60, row="mlp", size=MLP)
         with pytest.raises(SideFailed, match=r"no answer to 'sample' in 0.2 s"):
@@ -209,7 +211,7 @@ def test_a_silent_side_is_not_waited_for_longer_than_told():
 
 
 @pytest.mark.process
-def test_a_side_that_breaks_down_while_measured_loses_its_samples():
+def test_a_side_that_breaks_down_while_one_sampleloses_its_samples():
     """Half a measurement is shown as missing: here the peer's Python is one without TensorFlow."""
     row = replace(small("one_device")[0], sides=(rows.TRACED, rows.EAGER), parity=None)
     peers = run(Plan(rows=(row,), peer=Path(sys.executable))).measurements
@@ -248,7 +250,7 @@ def three_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(plots, "CURVES", ())
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr(command, "find_peer", lambda console, wanted: "no peer in the test suite")
-    (tmp_path / "README.md").write_text(f"{report.BEGIN}\nold\n{report.END}\n")
+    (tmp_path / "README.md").write_text("<!-- bench:begin -->\nold\n<!-- bench:end -->\n")
     return tmp_path / "results"
 
 
@@ -278,6 +280,89 @@ def test_a_full_run_replaces_a_full_one_and_a_part_replaces_nothing(
     assert "old" not in readme.read_text()
     assert command.main(["--results", str(three_rows), "--only", "read"]) == 0
     assert len(report.load(full[0]).measurements) == 3
+
+
+def test_a_run_tells_after_each_row_how_far_it_is(
+    three_rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(runner, "_run_point", measured)
+    assert command.main(["--results", str(three_rows)]) == 0
+    said = capsys.readouterr().out
+    assert "[1 of 3] read (GB/s): 1.00 ±0%; 0 s, 0 min in all" in said
+    assert "[3 of 3] input (M rows/s): 1.00 ±0%" in said
+
+
+def test_all_rows_are_more_than_the_table(monkeypatch: pytest.MonkeyPatch, three_rows: Path):
+    """`make bench` measures the table, `make bench-all` everything, into a file of its own."""
+    monkeypatch.setattr(runner, "_run_point", measured)
+    monkeypatch.setattr(rows, "TABLE", command.ALL[:2])
+    assert [row.name for row in command.choose(None, every=False)] == ["read", "add"]
+    assert [row.name for row in command.choose(None, every=True)] == ["read", "add", "input"]
+    assert command.main(["--results", str(three_rows)]) == 0
+    assert command.main(["--results", str(three_rows), "--all"]) == 0
+    counts = {
+        "-all" in path.name: len(report.load(path).measurements)
+        for path in three_rows.glob("*.json")
+    }
+    assert counts == {False: 2, True: 3}
+
+
+def test_pages_are_made_again_from_a_file(
+    three_rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(runner, "_run_point", measured)
+    assert command.main(["--results", str(three_rows)]) == 0
+    readme = three_rows.parent / "README.md"
+    written = readme.read_text()
+    readme.write_text("<!-- bench:begin -->\nold\n<!-- bench:end -->\n")
+    (file,) = three_rows.glob("*.json")
+    capsys.readouterr()
+    assert command.main(["--pages", str(file)]) == 0
+    assert readme.read_text() == written
+    assert "put into README.md, bench" in capsys.readouterr().out
+
+
+def test_a_figure_of_another_rows_samples_is_not_one_sampleagain(monkeypatch: pytest.MonkeyPatch):
+    """One save gives the gap, the slowdown and the memory; asked for alone, the row brings its source."""
+    chosen = command.choose("save_memory,files_cpu", every=False)
+    assert [row.name for row in chosen] == ["save_gap", "files", "save_memory", "files_cpu"]
+    ran: list[str] = []
+
+    def with_figures(plan: Plan, row: Row, point: Point, results: Results) -> None:
+        ran.append(row.name)
+        measured(plan, row, point, results)
+        results.measurements[-1].label = rows.OURS.label
+        results.measurements[-1].extra = [{"figures": {"memory_percent": 7.0}}]
+
+    monkeypatch.setattr(runner, "_run_point", with_figures)
+    found = run(Plan(rows=(chosen[0], chosen[2]), peer="no peer"))
+    assert ran == ["save_gap"]
+    assert [(m.row, m.samples) for m in found.measurements] == [
+        ("save_gap", [1.0]),
+        ("save_memory", [7.0]),
+    ]
+    alone = run(Plan(rows=(chosen[2],), peer="no peer"))
+    assert [m.missing for m in alone.measurements] == ["row 'save_gap' was not run"]
+
+
+def test_several_steps_in_one_function_are_counted_as_steps():
+    """A sample has whole functions, and its rate is that of steps."""
+    (row,) = small("closures")
+    size = {**row.points[0].size, "in_process": True, "per_closure": 4, "workers": 1}
+    made = side.make("closures", size)
+    try:
+        made.steps(6)
+        assert made.scheduled == 8
+        answer = made.sample(0.02)
+        assert answer["steps"] % 4 == 0
+        assert answer["value"] == pytest.approx(answer["steps"] / answer["seconds"])
+        plain = limits.make("closures", size)
+        plain.steps(made.scheduled)
+        expected = [work.fingerprint(p.detach().numpy()) for p in plain.model.parameters()]
+        found = [work.fingerprint(p.detach().numpy()) for p in made.model.parameters()]
+        assert np.array(found) == pytest.approx(np.array(expected), rel=1e-3, abs=1e-4)
+    finally:
+        made.close()
 
 
 def test_an_interrupted_run_keeps_the_rows_that_were_done(
@@ -328,3 +413,35 @@ def test_a_checkpoint_row_gives_samples_and_leaves_nothing(name, tmp_path):
             made.close()
             made.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.process
+def test_a_killed_side_leaves_no_files(tmp_path: Path):
+    """Neither in memory nor on disk: the harness removes what a side that was killed has written."""
+    process = SideProcess("limit")
+    try:
+        place = "/dev/shm"
+        process.ask(
+            "setup", timeout_s=120, row="save", size={"rows": 64, "width": 2, "place": place}
+        )
+        mine = f"stratagem-bench-{process.pid}-*"
+        assert len(list(Path(place).glob(mine))) == 1
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.close()
+    assert not list(Path(place).glob(mine))
+    ended = process.pid
+    (tmp_path / f"stratagem-bench-{ended}-x").mkdir()  # of a harness that was killed as well
+    kept = tmp_path / f"stratagem-bench-{os.getpid()}-x"
+    kept.mkdir()
+    assert len(remove_scratch(places=(tmp_path,))) == 1
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_full_run_leaves_out_what_takes_minutes():
+    """Asked for by name it runs."""
+    assert "save_minutes" not in {row.name for row in command.choose(None, every=True)}
+    (row,) = command.choose("save_minutes", every=False)
+    one_sample = Measurement(row=row.name, point="", kind="ours", label="Stratagem", samples=[1.9])
+    (line,) = lines((row,), Results(machine={}, began="", measurements=[one_sample]))
+    assert [line.verdict(target) for target in row.targets] == ["reached"]

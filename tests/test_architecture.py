@@ -72,7 +72,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("_core/keras_import.py", "_keras"): "adapts Keras when a program imports it",
     ("_core/context.py", "_strategies"): "creates the default strategy on first use",
     ("_strategies/parameter_server.py", "_cluster"): "entering the scope creates the coordinator",
-    ("_ps/worker/worker_objects.py", "_ps/coordinator"): "data classes",
 }
 
 # Files that import modules whose names are not written in them, and why.

@@ -77,5 +77,7 @@ def test_long(): pass
 """
     assert "1 passed, 1 deselected" in run_inner(tmp_path, tests, "-m", "fast")
     assert "1 passed, 1 deselected" in run_inner(tmp_path, tests, "-m", "soak")
-    out = run_inner(tmp_path, f"{tests}\npytestmark = pytest.mark.process\n")
-    assert "test_long is marked process and soak: expected one kind" in out
+    both = f"{tests}\npytestmark = pytest.mark.process\n"
+    assert "1 passed, 1 deselected" in run_inner(tmp_path, both, "-m", "not soak")
+    out = run_inner(tmp_path, f"{tests}\npytestmark = pytest.mark.fast\n")
+    assert "test_long is marked fast and soak: expected one kind" in out

@@ -117,7 +117,7 @@ def test_timer_records_also_when_the_block_raises() -> None:
     assert timer.snapshot().total == measurement.seconds > 0
 
 
-def test_events_are_a_ring_and_say_what_was_dropped() -> None:
+def test_the_oldest_events_are_dropped_and_counted() -> None:
     """The oldest events are dropped, and their number is known."""
     registry = metrics.Registry(source="ps 1")
     for number in range(metrics.EVENT_LIMIT + 7):

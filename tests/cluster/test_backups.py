@@ -19,6 +19,8 @@ from stratagem.errors import ParameterServerLost
 from stratagem.testing import Fault
 
 OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+KILLS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=60.0, restart_pause_s=0.05)
+"""Where servers are killed and not stopped, and no session may end because a busy machine is slow."""
 STEPS = 24
 
 
@@ -30,7 +32,7 @@ def run(mine: ConservedRun, coordinator: ClusterCoordinator, steps: int) -> None
 
 def await_backups(strategy: Any) -> None:
     """Wait until every server has a backup again."""
-    wait_until(lambda: not strategy._cluster_views().servers_without_backup(), timeout_s=60.0)
+    wait_until(lambda: not strategy._cluster_views().servers.lack_backups(), timeout_s=60.0)
 
 
 @pytest.mark.process
@@ -40,7 +42,7 @@ def test_servers_are_killed_in_turn() -> None:
     with (
         LocalCluster(workers=2, ps=2) as cluster,
         sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
-        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+        ClusterCoordinator(strategy, options=KILLS) as coordinator,
     ):
         mine = ConservedRun(strategy, "Adam")
         run(mine, coordinator, 10)
@@ -150,7 +152,7 @@ def test_a_server_that_hangs_is_replaced_and_gives_way() -> None:
 @pytest.mark.process
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("point", ["backup.in_promotion", "backup.in_streaming"])
-def test_a_second_loss_is_reported_as_what_it_is(point: str) -> None:
+def test_a_second_loss_is_reported_as_a_lost_server(point: str) -> None:
     """The backup dies in promotion, or the primary dies while it copies its state to a new backup."""
     second = Fault(point=point, action="kill", task="/job:ps/task:0")
     if point == "backup.in_streaming":  # not in the streams when the strategy is made
@@ -249,15 +251,3 @@ def test_too_many_backups_are_refused(backups: int, servers: int) -> None:
     with LocalCluster(workers=1, ps=servers, in_process=True) as cluster:
         with pytest.raises(ValueError, match=f"backups={backups}"):
             sg.ParameterServerStrategy(cluster.resolver, backups=backups)
-
-
-def test_dynamic_tables_are_refused() -> None:
-    with (
-        LocalCluster(workers=1, ps=2, in_process=True) as cluster,
-        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
-        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
-    ):
-        with strategy.scope():
-            table = sg.nn.DynamicEmbedding(4, max_rows=1000)
-        with pytest.raises(ValueError, match="backups=1"):
-            coordinator.schedule(lambda: table(torch.tensor([5])))

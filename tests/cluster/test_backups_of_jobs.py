@@ -14,6 +14,7 @@ import pytest
 import torch
 from job_training import train
 from waiting import wait_until
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem.errors import JobMismatch
@@ -28,7 +29,7 @@ def killed(cluster: sg.LocalCluster, directory: Path, steps: int, kill: str) -> 
     directory.mkdir(exist_ok=True)
     spec = json.dumps(cluster.cluster_spec.as_dict())
     arguments = [spec, cluster._key, str(directory), str(steps), kill, "1"]
-    found = subprocess.run(
+    found = run_program(
         [sys.executable, str(SCRIPT), *arguments],
         env=dict(os.environ),
         stderr=subprocess.PIPE,

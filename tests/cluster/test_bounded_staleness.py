@@ -167,7 +167,7 @@ def test_a_slow_worker_misses_no_more_updates_than_the_bound(limit: int, gate: G
         for _ in range(20):
             coordinator.schedule(step, args=(False,))
         # Without the bound, the other worker would finish all of them.
-        wait_until(lambda: coordinator._engine.queue.counts == (20 - limit, 1), WAIT_S)
+        wait_until(lambda: f"[{20 - limit} queued, 1 in flight" in repr(coordinator), WAIT_S)
         assert slow.status.name == "NOT_READY"
         gate.open()
         coordinator.join(timeout_s=WAIT_S)

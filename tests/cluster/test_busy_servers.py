@@ -60,7 +60,7 @@ def test_an_optimizer_that_keeps_pythons_lock_is_waited_for(
     assert "holds Python's lock (GIL)" in caplog.text
 
 
-def test_no_more_is_borne_than_the_limit_says(cluster: LocalCluster) -> None:
+def test_a_busy_server_is_lost_after_the_limit(cluster: LocalCluster) -> None:
     """busy_limit_s=0: as it is for servers on other hosts."""
     options = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=LIMIT_S, busy_limit_s=0.0)
     with pytest.raises(ParameterServerLost, match="though its process computes"):

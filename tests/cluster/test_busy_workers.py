@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from waiting import wait_until
+from warm_start import Program
 
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._wire.process_probe import CpuProbe, own_process
-from stratagem.errors import ClosurePoisonous
+from stratagem.errors import ClosureLostTooOften
 
 pytestmark = pytest.mark.process
 
@@ -38,9 +39,7 @@ def child() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], CpuProbe]]]
     started: list[subprocess.Popen[str]] = []
 
     def start(what: str) -> tuple[subprocess.Popen[str], CpuProbe]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, what], stdout=subprocess.PIPE, text=True
-        )
+        process = Program([sys.executable, "-c", CHILD, what], stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         return process, CpuProbe(process.stdout.readline().strip())
@@ -116,14 +115,14 @@ def test_a_closure_that_keeps_pythons_lock_for_long_is_waited_for(
     assert "holds Python's lock (GIL)" in caplog.text
 
 
-def test_no_more_is_borne_than_the_limit_says(cluster: LocalCluster, connect: Any) -> None:
+def test_a_busy_server_is_lost_after_the_limit(cluster: LocalCluster, connect: Any) -> None:
     """busy_limit_s=0: as it is for workers on other hosts."""
     coordinator: ClusterCoordinator = connect(
         cluster, heartbeat_limit_s=1.0, busy_limit_s=0.0, poison_limit=1
     )
     value = coordinator.schedule(keep_the_lock, args=(3.0,))
-    with pytest.raises(ClosurePoisonous, match="keep_the_lock"):
+    with pytest.raises(ClosureLostTooOften, match="keep_the_lock"):
         coordinator.join(timeout_s=LIMIT_S)
-    with pytest.raises(ClosurePoisonous):
+    with pytest.raises(ClosureLostTooOften):
         value.fetch()
     assert any("no sign of life" in str(worker.last_error) for worker in coordinator.workers)

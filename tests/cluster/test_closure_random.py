@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from waiting import wait_until
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem import LocalCluster
@@ -216,7 +216,7 @@ print("all is well")
 
 def test_streams_of_closures_resources_and_generators_are_distinct() -> None:
     """In a process of its own: there the modules' functions are wrapped."""
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", STREAMS],
         env={"PYTHONPATH": SRC, "PATH": "/usr/bin"},
         capture_output=True,

@@ -143,7 +143,7 @@ def test_remote_values_are_refused_as_arguments(coordinator: ClusterCoordinator)
         coordinator.schedule(lambda: value)
 
 
-def test_what_cannot_travel_is_explained(coordinator: ClusterCoordinator) -> None:
+def test_an_object_that_cannot_be_sent_is_named(coordinator: ClusterCoordinator) -> None:
     """Arguments at schedule, results when they come back; with a way out."""
     with pytest.raises(TypeError, match=r"args=5 is a int: expected a tuple or list"):
         coordinator.schedule(print, args=5)  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ def test_schedule_and_done_raise_the_error_too(coordinator: ClusterCoordinator) 
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt("no"), GeneratorExit()], ids=repr
 )
-def test_what_ends_programs_is_a_closures_error_like_any_other(
+def test_exceptions_that_end_programs_are_ordinary_errors_of_closures(
     coordinator: ClusterCoordinator, cluster: LocalCluster, error: BaseException
 ) -> None:
     """CCO-20: it arrives with its type, the first time, and the worker lives."""

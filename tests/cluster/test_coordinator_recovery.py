@@ -16,9 +16,16 @@ import pytest
 import torch
 from job_training import train
 from waiting import wait_until
+from warm_start import Program
 
 import stratagem as sg
-from stratagem.errors import CheckpointError, CoordinatorReplaced, JobInUse, JobMismatch
+from stratagem.errors import (
+    CheckpointError,
+    CoordinatorReplaced,
+    JobInUse,
+    JobMismatch,
+    ParameterServerLost,
+)
 
 LIMIT_S = 250.0  # a script starts cold: many seconds on a busy machine
 STEPS = 60
@@ -33,7 +40,7 @@ def script(
     directory.mkdir(exist_ok=True)
     spec = json.dumps(cluster.cluster_spec.as_dict())
     arguments = [spec, cluster._key, str(directory), str(STEPS), kill]
-    with subprocess.Popen(
+    with Program(
         [sys.executable, str(SCRIPT), *arguments],
         env={**os.environ, **environment},
         stderr=subprocess.PIPE,
@@ -114,6 +121,32 @@ def test_servers_gone_the_checkpoint_else_the_beginning(tmp_path: Path) -> None:
         again = train(cluster.resolver, str(tmp_path / "other"), STEPS)
         assert again["first"] == 0
         assert again["counters"] == [STEPS, STEPS]
+
+
+@pytest.mark.process
+def test_a_server_lost_after_a_takeover_without_a_checkpoint(tmp_path: Path) -> None:
+    """Neither a checkpoint nor all servers: the error says so, and the next run starts from the beginning."""
+    with sg.LocalCluster(workers=1, ps=2) as cluster:
+        killed(cluster, tmp_path / "c", "step:5")
+        pending = [0]
+
+        def kill_once(step: int) -> None:
+            if pending:
+                cluster.kill_ps(pending.pop())
+
+        with pytest.raises(ParameterServerLost, match="or from the beginning if there is none"):
+            train(
+                cluster.resolver,
+                str(tmp_path / "c"),
+                STEPS,
+                after_step=kill_once,
+                every_steps=None,
+                paced=True,
+            )
+        assert not pending
+        found = train(cluster.resolver, str(tmp_path / "c"), STEPS)
+        assert found["first"] == 0
+        assert found["counters"] == [STEPS, STEPS]
 
 
 @pytest.mark.process
@@ -264,6 +297,14 @@ def test_a_job_of_a_live_coordinator_is_in_use(tmp_path: Path) -> None:
             pass  # the first one has ended its job
 
 
+def is_replaced(coordinator: sg.ClusterCoordinator) -> bool:
+    try:
+        coordinator.done()
+    except CoordinatorReplaced:
+        return True
+    return False
+
+
 def test_every_call_of_a_replaced_coordinator_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +318,7 @@ def test_every_call_of_a_replaced_coordinator_fails(
         with sg.ParameterServerStrategy(cluster.resolver, job="job") as new:
             with new.scope():
                 fresh = sg.Variable(torch.zeros(()))
-            wait_until(lambda: coordinator._engine.hold.replaced is not None)
+            wait_until(lambda: is_replaced(coordinator))
             for call in (
                 lambda: coordinator.schedule(lambda: None),
                 lambda: coordinator.schedule(lambda: None),

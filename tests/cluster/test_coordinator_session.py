@@ -203,7 +203,7 @@ def test_a_setup_that_fails_is_the_answer_to_the_coordinator() -> None:
     assert channel.sent == []
 
 
-def test_leaving_drops_what_waits() -> None:
+def test_a_session_that_ends_discards_waiting_closures() -> None:
     session, channel = make()
     define(session, print)
     run(session, 1)

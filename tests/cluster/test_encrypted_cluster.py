@@ -113,7 +113,8 @@ def test_backups_over_tls(
                 mine.schedule(coordinator)
             coordinator.join(timeout_s=STEP_LIMIT_S)
             wait_until(
-                lambda: not strategy._cluster_views().servers_without_backup(), timeout_s=60.0
+                lambda: not strategy._cluster_views().servers.lack_backups(),
+                timeout_s=60.0,
             )
             cluster.kill_ps(killed)
             mine.check(8 * (turn + 1))

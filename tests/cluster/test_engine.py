@@ -16,7 +16,7 @@ from stratagem._wire import messages
 from stratagem.errors import (
     ClosureAborted,
     ClosureCancelled,
-    ClosurePoisonous,
+    ClosureLostTooOften,
     ParameterServerLost,
     UnavailableError,
     WorkerLost,
@@ -139,7 +139,7 @@ def test_a_fence_that_fails_is_raised_and_nothing_is_repeated() -> None:
     assert cluster.engine.queue.idle
 
 
-def test_a_server_lost_while_fencing_gives_everything_up() -> None:
+def test_a_server_lost_while_fencing_stops_all_closures() -> None:
     lost = ParameterServerLost("it is gone", task="/job:ps/task:0")
 
     class Broken(PlainOnCoordinator):
@@ -165,7 +165,7 @@ def test_a_poisonous_closure_is_named_with_its_workers() -> None:
     value = cluster.schedule(step)
     for link in cluster.links:
         link.get_lost()
-    with pytest.raises(ClosurePoisonous, match=r"step .* was lost with 2 workers") as caught:
+    with pytest.raises(ClosureLostTooOften, match=r"step .* was lost with 2 workers") as caught:
         value.get(timeout_s=0)
     assert caught.value.workers == ("/job:worker/task:0", "/job:worker/task:1")
     assert cluster.take_error() is None, "get() has raised it"

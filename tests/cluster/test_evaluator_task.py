@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem.errors import CheckpointTimeout, ClusterError, MisuseError
@@ -111,7 +112,7 @@ def test_the_command_runs_an_evaluator(tmp_path: Path) -> None:
     }
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return run_program(
             [sys.executable, "-m", "stratagem", "server", *words],
             env={**os.environ, "TF_CONFIG": json.dumps(config)},
             cwd=tmp_path,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -98,11 +101,44 @@ def test_without_it_the_difference_is_what_was_cut_off(pair: tuple[LocalCluster,
     assert ADDITIONS <= total <= ADDITIONS + again
 
 
+def test_each_of_several_steps_in_one_function_counts_once(
+    pair: tuple[LocalCluster, Any], tmp_path: Path
+) -> None:
+    """Issue 18, point 6: the worker dies after two of four steps; the repeated function adds only the other two."""
+    strategy = sg.ParameterServerStrategy(pair[0].resolver)
+    with strategy.scope():
+        layer = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    with torch.no_grad():
+        layer.weight.zero_()
+    died = str(tmp_path / "died")
+
+    def four_steps() -> list[float]:
+        losses = []
+        for number in range(4):
+            if number == 2 and not os.path.exists(died):
+                with open(died, "w") as file:  # one copy of the function dies
+                    file.write(str(layer.weight.item()))  # the first two steps are on the server
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            loss = layer(torch.ones(1, 1)).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    before = counted("closures_repeated")
+    with ClusterCoordinator(strategy, options=ClusterOptions(restart_pause_s=0.05)) as coordinator:
+        losses = coordinator.schedule(four_steps).fetch(timeout_s=120)
+        assert counted("closures_repeated") == before + 1
+        assert Path(died).read_text() == "-2.0"
+        assert len(losses) == 4
+        assert layer.weight.item() == -4.0
+
+
 @pytest.mark.timeout(300)  # the limits below, one after the other, on a machine with too much to do
 def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -> None:
     """Contract 6: a worker declared lost and then woken finds its writes refused."""
-    import signal
-
     with LocalCluster(workers=2, ps=1, restart=False) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy.scope():
@@ -113,8 +149,6 @@ def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -
         with ClusterCoordinator(strategy, options=options) as coordinator:
 
             def freeze_then_add(frozen: int) -> int:
-                import os
-
                 here = sg.get_current_worker_index()
                 if here == frozen:
                     os.kill(os.getpid(), signal.SIGSTOP)

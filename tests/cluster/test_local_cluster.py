@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from scheduling import workers_up
 from waiting import wait_until
+from warm_start import Program
 
 import stratagem as sg
 from stratagem import LocalCluster
@@ -52,7 +53,7 @@ with sg.LocalCluster(workers=2, ps=2) as cluster:
 @pytest.mark.parametrize("how", ["exception", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_nothing_is_left_behind(how: str) -> None:
     """Issue 4, section 1: normal exit, exception, Ctrl-C, SIGKILL of the parent."""
-    parent = subprocess.Popen(
+    parent = Program(
         [sys.executable, "-c", SCRIPT, how],
         env={**os.environ, "PYTHONPATH": SRC},
         stdout=subprocess.PIPE,
@@ -146,7 +147,7 @@ sg.LocalCluster(workers=1, ps=1)
 """
 
 
-def test_ctrl_c_while_the_cluster_starts_waits_for_nobody() -> None:
+def test_ctrl_c_while_the_cluster_starts_returns_at_once() -> None:
     """The process that starts tasks is ended although it still imports, and leaves nothing."""
     parent = subprocess.Popen(
         [sys.executable, "-c", STARTING],
@@ -311,3 +312,5 @@ def test_processes_are_named_after_their_task(cluster: LocalCluster) -> None:
         for task in (("worker", 0), ("worker", 1), ("ps", 0))
     }
     assert list(names.values()) == ["sg-worker-0", "sg-worker-1", "sg-ps-0"]
+    shown = Path(f"/proc/{cluster.pid('worker', 1)}/cmdline").read_bytes().rstrip(b"\0")
+    assert shown == b"stratagem: sg-worker-1"

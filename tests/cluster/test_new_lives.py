@@ -19,7 +19,7 @@ from stratagem import LocalCluster
 pytestmark = pytest.mark.process
 
 
-def test_a_new_life_sees_what_moved_before_it_began() -> None:
+def test_a_new_incarnation_sees_earlier_advances() -> None:
     """FLT-2: rates, train/eval, frozen parameters and new groups; the definitions are older than all that."""
     with sg.LocalCluster(workers=1, ps=1) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)

@@ -119,7 +119,7 @@ def test_a_function_is_unpacked_once_and_can_be_forgotten(objects: Any) -> None:
         objects.function(b"f")
 
 
-def test_a_definition_that_fails_is_the_error_of_its_users_until_it_comes_again(
+def test_closures_that_need_a_failed_definition_fail_until_it_is_sent_again(
     objects: Any, views: Views
 ) -> None:
     views.broken.append(1)
@@ -139,7 +139,7 @@ def test_a_definition_that_fails_is_the_error_of_its_users_until_it_comes_again(
     assert run(objects, A) == ([1, 2],)
 
 
-def test_an_update_that_fails_is_the_error_of_what_is_made_of_its_object(
+def test_objects_built_from_another_fail_after_its_update_failed(
     objects: Any, views: Views
 ) -> None:
     objects.receive(define("a", 1))
@@ -163,7 +163,7 @@ def test_an_update_that_fails_is_the_error_of_what_is_made_of_its_object(
     assert views.applied == ["a", "gone"]
 
 
-def test_an_update_that_cannot_be_read_is_everybody_s_error_until_all_come_again(
+def test_all_closures_fail_after_an_unreadable_update_until_everything_is_sent_again(
     objects: Any, views: Views
 ) -> None:
     views.broken.append("unreadable")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from waiting import wait_until
+from warm_start import Program
 
 import stratagem as sg
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
@@ -202,7 +203,7 @@ threading.Event().wait(60)
 def test_worker_outlives_a_killed_coordinator(connect: Callable[..., Any]) -> None:
     """Coordinator gone (SIGKILL): the server notices and waits for a new one."""
     with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
-        process = subprocess.Popen(
+        process = Program(
             [
                 sys.executable,
                 "-c",
@@ -246,7 +247,7 @@ def test_servers_free_what_a_killed_coordinator_left_after_a_time_that_can_be_se
 ) -> None:
     """Coordinator gone, parameter servers wait for a new one; a child of it keeps nothing open."""
     with sg.Server({"ps": ["127.0.0.1:0"]}) as ps, caplog.at_level("INFO", "stratagem.ps"):
-        process = subprocess.Popen(
+        process = Program(
             [sys.executable, "-c", OWNER, "127.0.0.1:9", ps.address, forks],
             env={**os.environ, "PYTHONPATH": SRC, "STRATAGEM_SESSION_LEASE_S": "0.25"},
             stdin=subprocess.PIPE,

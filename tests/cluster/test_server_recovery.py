@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm_start import Program
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
@@ -100,11 +101,16 @@ def test_the_script_goes_on_and_the_loss_is_reported_exactly(
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("kept", [False, True])
 def test_a_save_meets_a_server_that_has_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    """The new process answers before it is restored, and has no session: the save is made again."""
+    """The new process answers before it is restored, and has no session: the save is made again.
+
+    With `kept`, the connection of the save before ends with the process.
+    """
     connect, killed = ServerReplacement.connect_beside, []
+    take = ServerReplacement.take_spare
     with LocalCluster(workers=1, ps=2) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
@@ -121,7 +127,19 @@ def test_a_save_meets_a_server_that_has_restarted(
                         raise NotFoundError("session 'test' is not open on /job:ps/task:1")
                     return connect(self, server, **more)
 
-                monkeypatch.setattr(ServerReplacement, "connect_beside", restarts)
+                def ends(self: ServerReplacement, server: int) -> Any:
+                    spare = take(self, server)
+                    if server == 1 and kept and not killed:
+                        assert spare is not None
+                        killed.append(cluster.pid("ps", 1))
+                        cluster.kill_ps(1)
+                    if spare is not None and not kept:
+                        spare.close()
+                    return spare if kept else None
+
+                monkeypatch.setattr(ServerReplacement, "take_spare", ends)
+                if not kept:
+                    monkeypatch.setattr(ServerReplacement, "connect_beside", restarts)
                 assert manager.save(6, wait=True).done
                 assert killed
                 mine.run(coordinator, 2)
@@ -211,9 +229,7 @@ with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=[sys.argv[1]]) as
 def test_a_hung_server_that_was_replaced_is_fenced_when_it_wakes(tmp_path: Path) -> None:
     """Its late answers count nothing. If it gets its address back, its old values are deleted."""
     allowed = [str(tmp_path)]
-    hung = subprocess.Popen(
-        [sys.executable, "-c", HUNG, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    hung = Program([sys.executable, "-c", HUNG, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert hung.stdout is not None
         first_address = hung.stdout.readline().strip()

@@ -22,6 +22,7 @@ from shared_training import (
     write_files,
 )
 from waiting import Gate, pass_gate, wait_until
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem.config import ClusterOptions
@@ -336,7 +337,7 @@ def test_a_killed_coordinator_continues_the_epoch(tmp_path: Path, kill: str) -> 
     with sg.LocalCluster(workers=2, ps=2) as cluster:
         spec = json.dumps(cluster.cluster_spec.as_dict())
         arguments = [spec, cluster._key, str(tmp_path / "data"), str(rows), kill]
-        ended = subprocess.run(
+        ended = run_program(
             [sys.executable, str(SCRIPT), *arguments],
             stderr=subprocess.PIPE,
             text=True,

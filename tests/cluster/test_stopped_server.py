@@ -24,6 +24,10 @@ def retries() -> int:
     return int(sg.metrics.snapshot().counters.get("coordinator.retried", 0))
 
 
+def served(worker: sg.metrics.Snapshot) -> bool:
+    return worker.counters.get("worker.session_s", 0) >= 2
+
+
 @pytest.mark.timeout(240)
 def test_workers_go_on_when_a_stopped_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their connections time out and are made again: nothing is lost, nothing counts twice."""
@@ -47,6 +51,11 @@ def test_workers_go_on_when_a_stopped_server_is_back(monkeypatch: pytest.MonkeyP
             for _ in range(20):
                 coordinator.schedule(step)
             coordinator.join(timeout_s=60)
+            # Two seconds have several heartbeats: servers have answered pings, and the coordinator's limit for an answer is
+            # shorter than the workers' limit for a reply. So it knows of the stopped server before they do.
+            wait_until(
+                lambda: any(map(served, coordinator.metrics_by_worker.values())), timeout_s=60.0
+            )
             for round_, server in enumerate((0, 1, 0), 1):
                 before = retries()
                 cluster.kill_ps(server, signal.SIGSTOP)

@@ -101,7 +101,7 @@ def test_workers_that_never_come_are_all_named(
 
 
 @pytest.mark.parametrize("address", NO_ADDRESSES)
-def test_what_is_no_address_is_refused_at_once(connect: Callable[..., Any], address: str) -> None:
+def test_an_invalid_address_is_refused_at_once(connect: Callable[..., Any], address: str) -> None:
     """A ValueError (13.3), naming the task."""
     with pytest.raises(
         ValueError, match=re.escape(f"address of /job:worker/task:1 is invalid: {address!r}")
@@ -133,7 +133,7 @@ def somebody_else(answer: bytes) -> Iterator[str]:
             thread.join(30.0)
 
 
-def test_somebody_else_at_the_address_is_noticed_at_once(connect: Callable[..., Any]) -> None:
+def test_another_process_at_the_address_is_detected_at_once(connect: Callable[..., Any]) -> None:
     """A web server, say: no worker will ever answer there."""
     with (
         somebody_else(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,

@@ -211,7 +211,7 @@ def test_one_lookup_serves_all_links_for_a_while() -> None:
         eager(2)
 
 
-def test_a_worker_that_refuses_is_told_from_one_that_is_not_there(peers: Any, links: Any) -> None:
+def test_a_busy_worker_is_distinguished_from_a_missing_one(peers: Any, links: Any) -> None:
     refusal = UnavailableError("this is another worker", task="/job:worker/task:5")
     peer = peers(lambda: failure_from(refusal, task="there", with_pickle=True))
     events = Events()

@@ -22,7 +22,7 @@ from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.errors import (
     ClosureAborted,
     ClosureCancelled,
-    ClosurePoisonous,
+    ClosureLostTooOften,
     UnavailableError,
     WorkerLost,
 )
@@ -86,7 +86,7 @@ def test_worker_is_lost_between_closures_too(cluster: LocalCluster, connect: Any
 
 
 def test_closure_that_kills_three_workers_is_named(cluster: LocalCluster, connect: Any) -> None:
-    """Not an endless loop: ClosurePoisonous names the closure and its victims."""
+    """Not an endless loop: ClosureLostTooOften names the closure and its victims."""
     coordinator = connect(cluster)
 
     def lethal() -> None:
@@ -96,11 +96,11 @@ def test_closure_that_kills_three_workers_is_named(cluster: LocalCluster, connec
 
     innocent = coordinator.schedule(lambda: "fine")
     value = coordinator.schedule(lethal)
-    with pytest.raises(ClosurePoisonous, match=r"lethal .* was lost with 3 workers") as caught:
+    with pytest.raises(ClosureLostTooOften, match=r"lethal .* was lost with 3 workers") as caught:
         coordinator.join(timeout_s=120)
     assert "lethal" in caught.value.closure
     assert len(caught.value.workers) == 3
-    with pytest.raises(ClosurePoisonous):
+    with pytest.raises(ClosureLostTooOften):
         value.fetch()
     assert innocent.fetch() == "fine"
     wait_until(lambda: workers_up(coordinator) == 2)
@@ -173,7 +173,7 @@ def test_no_worker_at_all_is_an_error_not_a_hang(connect: Any) -> None:
         assert "killed by SIGKILL" in repr(cluster)
 
 
-def test_watchdog_says_what_everybody_does(
+def test_the_watchdog_logs_the_stacks_of_all_threads(
     cluster: LocalCluster, connect: Any, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """WDG-1: logs stacks when nothing finishes, raises nothing."""

@@ -209,7 +209,7 @@ def test_options_travel_through_the_pipeline():
         dataset.with_options({"auto_shard_policy": 1})
 
 
-def test_functions_are_told_their_pipeline():
+def test_functions_receive_the_context_of_their_pipeline():
     seen = []
 
     def dataset_fn(context):

@@ -10,9 +10,8 @@ import torch
 
 from stratagem._demo.run import DemoOptions, run_demo
 
-pytestmark = pytest.mark.process
 
-
+@pytest.mark.process
 def test_the_demonstration_trains_loses_a_worker_and_a_server_and_leaves_files(tmp_path, capsys):
     """Everything README promises of `make demo`, in a few seconds and plain lines."""
     options = DemoOptions(seconds=8, output=str(tmp_path), plain=True, vocabulary=(2000, 500, 100))
@@ -33,6 +32,7 @@ def test_the_demonstration_trains_loses_a_worker_and_a_server_and_leaves_files(t
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_ctrl_c_saves_the_model_and_leaves_no_process(tmp_path):
     """SIGINT while training: the files are written, the exit code is 130, every child has ended."""
     command = [sys.executable, "-m", "stratagem", "demo", "--plain", "--output", str(tmp_path)]

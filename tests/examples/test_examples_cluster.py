@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_start import Program
 
 from examples import parameter_server, surviving_anything, surviving_worker_loss
 
@@ -71,7 +72,7 @@ def test_three_terminals():
 
     def start(kind):
         setting = json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
-        return subprocess.Popen(
+        return Program(
             [sys.executable, str(ROOT / "examples" / "tf_config_cluster.py")],
             env={**os.environ, "TF_CONFIG": setting, "PYTHONPATH": str(ROOT / "src")},
             stdout=subprocess.PIPE,

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -178,14 +179,18 @@ def test_a_hot_table_that_is_read_all_the_time(strategy) -> None:
 
 @pytest.mark.process
 def test_results_that_take_longer_than_the_steps(strategy) -> None:
-    """Large results: workers pack and send them after the step."""
+    """Workers pack results after the step; this result takes much longer to pack than to compute."""
     coordinator = sg.ClusterCoordinator(strategy)
 
-    def step() -> torch.Tensor:
-        return torch.ones(4_000_000)
+    class TakesLongToPack:
+        def __reduce__(self) -> Any:
+            time.sleep(0.05)
+            return int, ()
 
     def load() -> None:
-        coordinator.fetch([coordinator.schedule(step) for _ in range(4)])
+        for _ in range(10):
+            coordinator.schedule(TakesLongToPack)
+        coordinator.join(timeout_s=LIMIT_S)
 
     assert "return smaller results" in str(advice_of(strategy, "overhead", load))
 

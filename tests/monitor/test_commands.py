@@ -10,6 +10,7 @@ import textwrap
 import urllib.request
 
 import pytest
+from warm_start import Program
 
 import stratagem as sg
 from stratagem import cli
@@ -81,7 +82,7 @@ def test_the_page_of_a_cluster_that_another_program_uses(monkeypatch) -> None:
     with sg.LocalCluster(workers=1, ps=1) as cluster:
         spec = json.dumps(cluster.cluster_spec.as_dict())
         command = [sys.executable, "-m", "stratagem", "top", "--web", "--cluster", spec]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with Program(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
                 link = process.stdout.readline().split()[-1]

@@ -179,7 +179,7 @@ def test_events_are_kept_once_and_named_after_their_task() -> None:
     )
 
 
-def test_who_only_watches_notices_lost_and_restarted_tasks_itself() -> None:
+def test_a_monitor_detects_lost_and_restarted_tasks_by_itself() -> None:
     """Without the program's own events, changes of state become events."""
     history = ClusterHistory()
     history.add(ClusterSample(time_s=0.0, workers=(worker(at=1.0),)))

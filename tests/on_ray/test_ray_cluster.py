@@ -13,7 +13,7 @@ from waiting import Gate, pass_gate, wait_until
 import stratagem as sg
 from stratagem.errors import StartupError
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def train(
     after_step: Callable[[int], None] = lambda step: None,
     backups: int = 0,
     paced: bool = False,
+    every_steps: int | None = 20,
 ) -> dict[str, Any]:
     """Train to `steps`, with `paced` one after the other; return the first step, the weights, the optimizer's state, the counters and the rate."""
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def train(
         checkpoint = sg.Checkpoint(
             model=model, optimizer=optimizer, scheduler=scheduler, counters=counters, note="new"
         )
-        with sg.CheckpointManager(checkpoint, directory, every_steps=20) as manager:
+        with sg.CheckpointManager(checkpoint, directory, every_steps=every_steps) as manager:
             first = manager.restore_or_initialize()
             for number in range(first, steps):
                 generator = torch.Generator().manual_seed(number)

@@ -7,7 +7,8 @@
 | `soak`    | takes long: fuzzing, memory, many random orders   | ``pytest.mark.soak``             |
 
 ``make test`` runs the first two, ``make test-soak`` the third. Put the marker on the test, or on the
-whole module with ``pytestmark``. A fast test that starts a process fails, so the marks stay true.
+whole module with ``pytestmark``. Some parameters of a process test may be marked `soak`: the test runs with the
+others in ``make test``. A fast test that starts a process fails, so the marks stay true.
 Loaded by the root ``conftest.py``.
 """
 
@@ -49,8 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def kinds_of(item: pytest.Item) -> set[str]:
-    """Return the kinds that a test is marked with, on itself, its class or its module."""
-    return {mark.name for mark in item.iter_markers()} & set(KINDS)
+    """Return the kinds that a test is marked with, on itself, its class or its module; a soak test is only that."""
+    found = {mark.name for mark in item.iter_markers()} & set(KINDS)
+    return {"soak"} if found == {"soak", "process"} else found
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker

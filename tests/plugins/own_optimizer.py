@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -244,6 +245,14 @@ class SlowWeights(_Around):
                 p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
 
 
+class Uninitialised(SlowWeights):
+    """The same without ``Optimizer.__init__``, as in the package torch_optimizer."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = defaultdict(dict)
+
+
 class Counting(_Around):
     """Counts its steps."""
 
@@ -267,3 +276,19 @@ class Needing(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.data.add_(self.rule(p.grad), alpha=-group["lr"])
+
+
+class SeveralMomenta(torch.optim.Optimizer):
+    """Keeps a dict of tensors for each parameter (AggMo)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momenta = self.state[p].setdefault("momenta", {})
+                for beta in (0.5, 0.9):
+                    momenta[beta] = momenta.get(beta, 0.0) * beta + p.grad
+                    p.sub_(momenta[beta], alpha=group["lr"] / 2)

@@ -12,16 +12,16 @@ import sys
 import threading
 from dataclasses import asdict
 
+from warm_start import Program
+
 from stratagem._cluster.launch.launcher import EventHandler, TaskEvent, TaskOrder
 
 READY = "listens at "
 
 RUN = f"""
 import json, sys
-from stratagem._cluster.launch.fork_server import die_with_parent
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.launch.tasks import run_task
-die_with_parent(int(sys.argv[2]))
 run_task(TaskOrder(**json.loads(sys.argv[1])), lambda address: print({READY!r} + address, flush=True))
 """
 
@@ -38,8 +38,8 @@ class SubprocessLauncher:
     def spawn(self, order: TaskOrder) -> None:
         if self._closed:
             return
-        process = subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(asdict(order)), str(os.getpid())],
+        process = Program(
+            [sys.executable, "-c", RUN, json.dumps(asdict(order))],
             env={**os.environ, **order.environment, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -1,10 +1,13 @@
-"""Warm start: clusters of the tests fork from a process that has already imported torch.
+"""Warm start: clusters and programs of the tests fork from a process that has already imported torch.
 
 A `LocalCluster` starts a fork server, a new Python process that imports torch and its compiler. The
 import takes four seconds of processor time, and the tests start more than a hundred clusters. So each
-test process keeps one *warm* process that has made these imports. Instead of starting a new interpreter,
-a test's cluster asks the warm process to fork, and the fork becomes the fork server. Everything else is
-as in a user's program; tests of whole programs (commands, examples, scripts) start cold all the same.
+test process keeps one *warm* process that has made these imports (`warm_process.py`). Instead of starting a
+new interpreter, a test's cluster asks the warm process to fork, and the fork becomes the fork server.
+
+Scripts and commands that a test starts with `Program` or `run_program` fork from it too: real processes, with their
+own descriptors, environment, signals and exit status. Tests that are about loading or installing the package, and
+the examples, use `subprocess` and start cold.
 
 Loaded by the root ``conftest.py``. Set ``STRATAGEM_TEST_COLD_START=1`` to do without it.
 """
@@ -19,51 +22,15 @@ import socket
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 ANSWER_LIMIT_S = 120.0
 
-# Runs in the warm process, in a fresh interpreter: reads requests, forks, answers with pid and pidfd.
-_WARM = """
-import gc, json, os, signal, socket, sys, traceback
-sys.path[:] = json.loads(sys.argv[2])
-from stratagem._cluster.launch import fork_server
-fork_server.import_all()
-gc.collect()
-gc.freeze()
-line = socket.socket(fileno=int(sys.argv[1]))
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
-while True:
-    data, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 3)
-    if not data:
-        break
-    command, events, errors = descriptors
-    request = json.loads(data)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            line.close()
-            os.setsid()
-            os.dup2(errors, 2)
-            os.close(errors)
-            os.chdir(request["directory"])
-            os.environ.clear()
-            os.environ.update(request["environment"])
-            sys.path[:] = request["path"]
-            fork_server.fork_server_main(command, events, os.getppid())
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    watch = os.pidfd_open(pid)
-    socket.send_fds(line, [str(pid).encode()], [watch])
-    for descriptor in (command, events, errors, watch):
-        os.close(descriptor)
-"""
+WARM = Path(__file__).with_name("warm_process.py")
 
 
 class WarmProcess:
@@ -98,11 +65,12 @@ class Starter:
     """The warm process, and the connection to it."""
 
     def __init__(self) -> None:
-        self._line, other = socket.socketpair()
+        # Packets: a request arrives whole, and alone.
+        self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(ANSWER_LIMIT_S)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _WARM, str(other.fileno()), json.dumps(sys.path)],
+                [sys.executable, str(WARM), str(other.fileno()), json.dumps(sys.path)],
                 pass_fds=(other.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -112,11 +80,17 @@ class Starter:
     def fork(self, command: int, events: int, path: list[str]) -> WarmProcess:
         """Let the warm process fork a fork server that has the two descriptors."""
         request = {"environment": dict(os.environ), "directory": os.getcwd(), "path": path}
-        socket.send_fds(self._line, [json.dumps(request).encode()], [command, events, 2])
+        data = json.dumps({"kind": "fork server", **request}).encode()
+        socket.send_fds(self._line, [data], [command, events, 2])
         data, descriptors, _, _ = socket.recv_fds(self._line, 64, 1)
         if not data:
             raise RuntimeError("the warm process has ended; its error is on standard error")
         return WarmProcess(int(data), descriptors[0])
+
+    def run(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Let the warm process fork a program."""
+        data = json.dumps({"kind": "program", **request}).encode()
+        socket.send_fds(self._line, [data], descriptors)
 
     def close(self) -> None:
         self._line.close()
@@ -125,6 +99,94 @@ class Starter:
 
 
 _starters: list[Starter] = []
+
+
+class Program(subprocess.Popen[str]):
+    """`subprocess.Popen` of ``[sys.executable, …]``, forked from the warm process.
+
+    Takes the options `cwd`, `env`, `stdin`, `stdout`, `stderr` and `text`.
+    """
+
+    def _execute_child(  # type: ignore[override]
+        self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
+        cwd: Any, env: Any, startupinfo: Any, creationflags: Any, shell: Any,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
+        *rest: Any,
+    ) -> None:  # fmt: skip
+        if not _starters or args[0] != sys.executable:
+            others = (executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
+                      creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # fmt: skip
+            super()._execute_child(args, *others, *rest)  # type: ignore[misc]
+            return
+        sys.audit("subprocess.Popen", args[0], args, cwd, env)  # `kinds` counts it
+        self._status, status = os.pipe()
+        standard = [max(p2cread, 0), c2pwrite if c2pwrite >= 0 else 1]
+        standard.append(errwrite if errwrite >= 0 else 2)
+        environment = dict(os.environ if env is None else env)
+        request = {
+            "arguments": [str(one) for one in args[1:]],
+            "environment": environment,
+            "directory": str(cwd or os.getcwd()),
+            "path": [*filter(None, environment.get("PYTHONPATH", "").split(":")), *sys.path],
+        }
+        try:
+            _starters[0].run(request, [*standard, status])
+        finally:
+            os.close(status)
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        self.pid = int(self._line())
+        self._child_created = True
+
+    def _line(self) -> bytes:
+        data = b""
+        while not data.endswith(b"\n"):
+            one = os.read(self._status, 1)
+            if not one:
+                raise RuntimeError("the process that waits for a program has ended")
+            data += one
+        return data
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if "_status" not in vars(self):
+            return super()._try_wait(wait_flags)  # type: ignore[misc, no-any-return]
+        if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+            return 0, 0
+        status = int(self._line())
+        os.close(self._status)
+        return self.pid, status
+
+    def _internal_poll(self, *_ignored: Any, **__ignored: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if self.returncode is None and pid == self.pid:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def run_program(
+    arguments: Sequence[str],
+    *,
+    timeout: float,
+    capture_output: bool = True,
+    text: bool = True,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Do what `subprocess.run` does, with a `Program` and its output as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if capture_output else {}
+    with Program(list(arguments), text=text, **{**pipes, **options}) as program:
+        try:
+            out, errors = program.communicate(timeout=timeout)
+        except BaseException:
+            program.kill()
+            raise
+    done = subprocess.CompletedProcess(list(arguments), program.returncode, out, errors)
+    if check:
+        done.check_returncode()
+    return done
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -154,7 +154,9 @@ def test_a_large_attribute_arrives_when_it_is_assigned(alone: sg.ClusterCoordina
     assert run(alone, look) == -7
 
 
-def test_functions_scheduled_before_a_change_see_what_was(alone: sg.ClusterCoordinator) -> None:
+def test_functions_scheduled_before_a_change_see_the_old_value(
+    alone: sg.ClusterCoordinator,
+) -> None:
     """As with learning rates: what counts is the moment of `schedule`."""
     with alone.strategy.scope():
         model = Scaled()
@@ -192,7 +194,9 @@ def test_a_number_changed_at_every_step_is_all_that_is_sent(alone: sg.ClusterCoo
     assert run(alone, look) == 0.5
 
 
-def test_what_cannot_be_sent_is_refused_until_it_is_gone(alone: sg.ClusterCoordinator) -> None:
+def test_an_object_that_cannot_be_sent_raises_until_it_is_removed(
+    alone: sg.ClusterCoordinator,
+) -> None:
     with alone.strategy.scope():
         model = Scaled()
 

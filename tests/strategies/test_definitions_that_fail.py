@@ -124,7 +124,7 @@ def at_the_second_attempt(coordinator: sg.ClusterCoordinator, fn: Callable[[], o
     return coordinator.schedule(fn).fetch(timeout_s=60)
 
 
-def test_an_update_that_fails_is_the_error_of_those_who_use_the_object(
+def test_closures_that_use_an_object_fail_after_its_update_failed(
     coordinator: sg.ClusterCoordinator, tmp_path: Path
 ) -> None:
     """Others go on; and it is made up for when the next closure needs it and it works."""
@@ -175,7 +175,7 @@ def process() -> Iterator[sg.ClusterCoordinator]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("what", ["function", "module"])
-def test_what_there_was_no_memory_for_is_sent_again(
+def test_objects_are_sent_again_after_a_memory_error(
     process: sg.ClusterCoordinator, what: str
 ) -> None:
     """A function, or a module with large tensors of its own: its closure fails, the next has it."""

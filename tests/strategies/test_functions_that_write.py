@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_optimizer import Counting, SlowWeights, Wrapping
+from own_optimizer import Counting, SlowWeights, Uninitialised, Wrapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from waiting import Gate, pass_gate
@@ -351,7 +351,11 @@ def test_ambiguous_rows_of_a_table_are_refused(alone: sg.ClusterCoordinator) -> 
 
 @pytest.mark.parametrize(
     ("make", "what"),
-    [(SlowWeights, r"state\[parameter\]\['slow'\]"), (Counting, "values in its attributes")],
+    [
+        (SlowWeights, r"state\[parameter\]\['slow'\]"),
+        (Uninitialised, r"state\[parameter\]\['slow'\]"),
+        (Counting, "values in its attributes"),
+    ],
 )
 def test_an_optimizer_around_another_one_that_keeps_state_is_refused(
     alone: sg.ClusterCoordinator, make: Any, what: str

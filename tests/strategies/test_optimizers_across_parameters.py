@@ -12,6 +12,7 @@ from own_optimizer import (
     CountingGroups,
     Needing,
     Noisy,
+    SeveralMomenta,
     Sharing,
     SignDescent,
     TrustRatio,
@@ -19,7 +20,7 @@ from own_optimizer import (
 from torch import nn
 
 import stratagem as sg
-from stratagem._ps.coordinator.optimizer_trial import looks_across_parameters
+from stratagem._ps.coordinator.optimizer_trial import check_construction, looks_across_parameters
 from stratagem.errors import UnsupportedOptimizer
 
 
@@ -134,3 +135,19 @@ def test_a_class_that_servers_cannot_construct_is_named_with_the_reason(
 ) -> None:
     with pytest.raises(UnsupportedOptimizer, match=r"cannot construct Needing.*'rule'"):
         train_remotely(cluster, needing)
+
+
+def test_state_that_servers_cannot_send_is_refused(cluster: sg.LocalCluster) -> None:
+    """Issue 20: reading such state ended the server. The trial leaves the random numbers alone."""
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    with pytest.raises(
+        UnsupportedOptimizer, match=r"SeveralMomenta keeps tensors in a dict.*'momenta'"
+    ):
+        check_construction(SeveralMomenta([nn.Parameter(torch.ones(2))]))
+    assert torch.equal(torch.rand(3), expected)
+    with pytest.raises(UnsupportedOptimizer, match="SeveralMomenta keeps tensors in a dict"):
+        train_remotely(cluster, SeveralMomenta)
+    remote, plain = train_remotely(cluster, SignDescent)  # the servers are there
+    torch.testing.assert_close(remote, plain)

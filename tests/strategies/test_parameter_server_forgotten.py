@@ -97,7 +97,7 @@ def values(model: nn.Module) -> list[Tensor]:
     return [one.detach().clone() for one in (*model.parameters(), *model.buffers())]
 
 
-def test_what_a_failed_function_wrote_in_place_is_taken_back(
+def test_writes_in_place_of_a_failed_function_are_undone(
     coordinator: sg.ClusterCoordinator,
 ) -> None:
     model, optimizer = build(coordinator, torch.optim.SGD)

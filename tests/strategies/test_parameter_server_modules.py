@@ -146,7 +146,7 @@ class Watching(nn.Module):
         return result
 
 
-def test_what_leads_back_from_a_part_to_the_whole_arrives(
+def test_references_from_a_part_to_the_whole_are_sent(
     coordinator: sg.ClusterCoordinator,
 ) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -181,7 +181,7 @@ def test_spectral_norm_trains(alone: sg.ClusterCoordinator) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in the scope", "after it"])
-def test_a_model_converted_before_its_first_use_lives_on_servers_as_what_it_is(
+def test_a_model_converted_before_its_first_use_keeps_its_dtype_on_servers(
     alone: sg.ClusterCoordinator, inside: bool
 ) -> None:
     with alone.strategy.scope():

@@ -242,7 +242,7 @@ def test_a_buffer_outside_the_state_dict_may_be_a_workers_own(
     assert run(coordinator, apply).tolist() == [5.0, 5.0]
 
 
-def test_what_does_not_change_is_not_looked_at(coordinator: sg.ClusterCoordinator) -> None:
+def test_unchanged_objects_are_not_examined(coordinator: sg.ClusterCoordinator) -> None:
     """So that `schedule` looks at no module (steps, evaluation and reading are not changes)."""
     strategy = coordinator.strategy
     with strategy.scope():

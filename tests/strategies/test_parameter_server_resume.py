@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from warm_start import Program
 
 import stratagem as sg
 
@@ -93,7 +94,7 @@ def test_a_killed_coordinators_run_goes_on_from_its_checkpoint(tmp_path: Path) -
         sg.Server({"ps": ["127.0.0.1:0"]}) as ps,
     ):
         arguments = [worker.address, ps.address, str(path)]
-        process = subprocess.Popen(
+        process = Program(
             [sys.executable, "-c", KILLED, *arguments], stdout=subprocess.PIPE, text=True
         )
         try:

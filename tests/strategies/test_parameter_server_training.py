@@ -48,6 +48,19 @@ class Tables(nn.Module):
         return (self.words(words).mean(1) * self.tags(tags)).sum(1)
 
 
+class BareTables(nn.Module):
+    """Sparse gradients of parameters that belong to no embedding layer (DLRM's QREmbeddingBag)."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(13, 4))
+        self.tags = nn.Parameter(torch.randn(7, 4))
+
+    def forward(self, words, tags):
+        words = F.embedding_bag(words, self.words, mode="mean", sparse=True)
+        return (words * F.embedding_bag(tags, self.tags, mode="sum", sparse=True)).sum(1)
+
+
 def batches(count=5):
     generator = torch.Generator().manual_seed(3)
     for _ in range(count):
@@ -136,6 +149,7 @@ def test_trained_weights_equal_plain_pytorch(cluster, name, partitioner):
     assert_same(losses, state, train_plainly(plain, make(plain.parameters(), **options)), plain)
 
 
+@pytest.mark.parametrize("tables", [Tables, BareTables])
 @pytest.mark.parametrize("partitioner", ["whole", "sharded"])
 @pytest.mark.parametrize(
     ("make", "options"),
@@ -148,13 +162,13 @@ def test_trained_weights_equal_plain_pytorch(cluster, name, partitioner):
     ],
     ids=["SparseAdam", "SGD", "Adagrad", "LazyAdam", "RowWiseAdagrad"],
 )
-def test_sparse_gradients_equal_plain_pytorch(cluster, make, options, partitioner):
-    """Layers with ``sparse=True`` and optimizers that take their gradients."""
+def test_sparse_gradients_equal_plain_pytorch(cluster, make, options, partitioner, tables):
+    """Lookups with ``sparse=True`` and optimizers that take their gradients."""
     torch.manual_seed(1)
-    plain = Tables()
+    plain = tables()
     with sg.ParameterServerStrategy(cluster.resolver, PARTITIONERS[partitioner]) as strategy:
         with strategy.scope():
-            model = Tables()
+            model = tables()
             model.load_state_dict(plain.state_dict())
             optimizer = make(list(model.parameters()), **options)
         losses, state = train_on_servers(strategy, model, optimizer)

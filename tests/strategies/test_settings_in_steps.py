@@ -127,7 +127,7 @@ def moved(model: OwnParts, before: list[float], made: list[int]) -> list[float]:
     return [(a - b) / n for a, b, n in zip(now, before, made, strict=True)]
 
 
-def test_rates_set_in_a_function_or_on_the_coordinator_are_everybodys(
+def test_learning_rates_set_anywhere_apply_everywhere(
     cluster: sg.LocalCluster,
 ) -> None:
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:

@@ -126,7 +126,7 @@ def test_adagrad_starts_from_the_accumulator_it_was_given(cluster, partitioner, 
     assert_same_here_and_there(program, cluster, partitioner)
 
 
-def test_what_a_users_optimizer_keeps_on_itself_is_known_to_the_servers(cluster, partitioner):
+def test_servers_know_the_attributes_of_a_users_optimizer(cluster, partitioner):
     def program(run):
         with run.scope():
             model = nn.Linear(4, 2)

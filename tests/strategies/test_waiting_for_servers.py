@@ -12,6 +12,7 @@ import threading
 import pytest
 from addresses import NO_ADDRESSES
 from waiting import wait_until
+from warm_start import Program
 
 import stratagem as sg
 from stratagem._ps.client import connect_all
@@ -74,7 +75,7 @@ def test_one_server_that_never_comes(nobody: list[str], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("address", NO_ADDRESSES)
-def test_what_is_no_address_is_refused_at_once(address: str) -> None:
+def test_an_invalid_address_is_refused_at_once(address: str) -> None:
     """A ValueError (13.3), naming the task; nobody waits for the server before it in the list."""
     with pytest.raises(
         ValueError, match=re.escape(f"address of /job:ps/task:1 is wrong: {address!r}")
@@ -105,7 +106,7 @@ def test_a_name_may_become_known_later(
     assert "all 1 parameter servers answer after" in caplog.text
 
 
-def test_a_name_that_nobody_ever_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_never_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """RFC 6761 keeps ``.invalid`` from ever being known; at the end it is said that it was the name."""
     monkeypatch.setenv(WAIT, "0.3")
     with pytest.raises(
@@ -143,7 +144,7 @@ def test_ctrl_c_ends_the_wait(nobody: list[str], caplog: pytest.LogCaptureFixtur
     A program that sets up no logging sees who is waited for on standard error.
     """
     with sg.Server({"ps": ["127.0.0.1:0"]}) as there, caplog.at_level("INFO", "stratagem.ps"):
-        with subprocess.Popen(
+        with Program(
             [sys.executable, "-c", PROGRAM, there.address, nobody[0]],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), WAIT: "600"},
             stderr=subprocess.PIPE,

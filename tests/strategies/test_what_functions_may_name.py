@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import builtins
 import functools
-import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm_start import run_program
 
 import stratagem as sg
 
@@ -142,6 +143,72 @@ def test_a_scripted_module_is_refused_by_name(alone: sg.ClusterCoordinator) -> N
             alone.schedule(lambda: scripted(torch.ones(1, 2)))
 
 
+@torch.jit.script
+def soft_clamp(x: torch.Tensor, value: float = 3.0) -> torch.Tensor:
+    return (x / value).tanh() * value
+
+
+def test_a_scripted_function_is_sent(alone: sg.ClusterCoordinator) -> None:
+    """x-transformers keeps one in an attribute of a module."""
+    with alone.strategy.scope():
+        model = nn.Linear(2, 1)
+    model.clamp = soft_clamp
+
+    def use() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.arange(4.0)
+        return model.clamp(x), soft_clamp(x, 2.0)
+
+    for _ in range(2):
+        one, two = run(alone, use)
+        x = torch.arange(4.0)
+        torch.testing.assert_close(torch.as_tensor(one), (x / 3).tanh() * 3)
+        torch.testing.assert_close(torch.as_tensor(two), (x / 2).tanh() * 2)
+
+
+class Average:
+    """As torch_ema: copies of the parameters, and weak references to the parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.shadow = [p.detach().clone() for p in parameters]
+        self.references = [weakref.ref(p) for p in parameters]
+
+    def update(self) -> None:
+        for s, reference in zip(self.shadow, self.references, strict=True):
+            p = reference()
+            assert p is not None
+            s.lerp_(p.detach(), 0.5)
+
+
+def test_a_weak_reference_to_a_parameter_is_sent_as_one(alone: sg.ClusterCoordinator) -> None:
+    """On the worker it refers to the worker's view, which sees each step."""
+    with alone.strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    average = Average(list(model.parameters()))
+    expected = average.shadow[1].clone()
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        model(torch.zeros(1, 2)).sum().backward()
+        optimizer.step()
+        average.update()
+        return average.shadow[1]
+
+    bias = model.bias.detach().clone()
+    for _ in range(3):
+        bias -= 1.0
+        expected.lerp_(bias, 0.5)
+        torch.testing.assert_close(torch.as_tensor(run(alone, step)), expected)
+
+
+def test_a_weak_reference_to_something_else_is_refused(alone: sg.ClusterCoordinator) -> None:
+    """Nothing would keep the object alive on the worker."""
+    tensor = torch.ones(1)
+    reference = weakref.ref(tensor)
+    with pytest.raises(TypeError, match=r"'weakref.ReferenceType'.*reference"):
+        alone.schedule(lambda: reference())
+
+
 def test_publishing_sends_changes_that_were_made_behind_torch(
     alone: sg.ClusterCoordinator,
 ) -> None:
@@ -257,7 +324,7 @@ def test_a_script_with_variables_that_cannot_be_pickled(tmp_path: Path) -> None:
     """``python script.py``: modules that import each other travel with the variables that functions use."""
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "script.py"],
         cwd=tmp_path,
         capture_output=True,

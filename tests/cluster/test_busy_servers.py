@@ -20,7 +20,10 @@ from stratagem.errors import ConnectionLost, ParameterServerLost
 
 pytestmark = pytest.mark.process
 
-LIMIT_S = 1.0
+LIMIT_S = 0.5
+KEEPS_S = (
+    8 * LIMIT_S
+)  # on a busy machine, measured round trips make the limit several times as long
 OPTIONS = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=LIMIT_S)
 
 
@@ -32,11 +35,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
 
 
 def train_one_step(cluster: LocalCluster, options: ClusterOptions) -> float:
-    """A step of an optimizer that keeps the lock for twice the limit; gives the weight afterwards."""
+    """Make a step of an optimizer that keeps the server's lock for `KEEPS_S`; return the weight afterwards."""
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
         with strategy.scope():
             weight = nn.Linear(1, 1, bias=False)
-            optimizer = LockKeeper(weight.parameters(), lr=1.0, seconds=2 * LIMIT_S)
+            optimizer = LockKeeper(
+                weight.parameters(), lr=1.0, seconds=KEEPS_S, process=cluster.pid("ps", 0)
+            )
         with torch.no_grad():
             weight.weight.fill_(3.0)
 
@@ -54,7 +59,7 @@ def train_one_step(cluster: LocalCluster, options: ClusterOptions) -> float:
 def test_an_optimizer_that_keeps_pythons_lock_is_waited_for(
     cluster: LocalCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """FLT-10: a server's trouble is not believed too soon; twice the limit without an answer."""
+    """FLT-10: a server's trouble is not believed too soon; many times the limit without an answer."""
     assert train_one_step(cluster, OPTIONS) == 2.0
     assert "/job:ps/task:0 has sent nothing for" in caplog.text
     assert "holds Python's lock (GIL)" in caplog.text

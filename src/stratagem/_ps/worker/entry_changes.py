@@ -6,6 +6,7 @@ coordinator's.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -16,13 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from stratagem._core.torch_patches import module_members, special_modules
 from stratagem._ps.definitions import HOOK_MARKS, HOOKS, MEMBERS, EntryChange, compute
 from stratagem._ps.training_state import set_setting
-
-_REGISTER = {
-    "_optimizer_step_pre_hooks": "register_step_pre_hook",
-    "_optimizer_step_post_hooks": "register_step_post_hook",
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
 
 
 class EntryWriter:
@@ -35,7 +29,7 @@ class EntryWriter:
     def __init__(self, put_buffer: Callable[[nn.Module, str, Tensor], None]) -> None:
         self._put_buffer = put_buffer
         self._members: dict[tuple[Hashable, str], Iterable[str]] = {}
-        self._hooks: dict[tuple[Hashable, str], Iterable[Any]] = {}  # numbers, or handles
+        self._hooks: dict[tuple[Hashable, str], Iterable[int]] = {}  # numbers
 
     def define(self, token: Hashable, module: nn.Module) -> None:
         """Note that the members and hooks which a module has are the coordinator's."""
@@ -57,8 +51,7 @@ class EntryWriter:
         token, entry, value, exists = change
         key = token, str(entry)
         if entry in HOOKS:
-            put = self._put_on_module if isinstance(obj, nn.Module) else self._put_handles
-            put(key, obj, value or {})
+            self._set_hooks(key, obj, value or {})
         elif isinstance(obj, Optimizer):
             if isinstance(entry, tuple):
                 set_setting(obj, entry[0], entry[1], value)
@@ -73,30 +66,25 @@ class EntryWriter:
         else:
             vars(obj).pop(key[1], None)
 
-    def _put_on_module(self, key: tuple[Hashable, str], module: nn.Module, hooks: Any) -> None:
-        held, kind = vars(module), key[1]
+    def _set_hooks(self, key: tuple[Hashable, str], obj: Any, hooks: Any) -> None:
+        kind = key[1]
+        held = {name: getattr(obj, name) for name in (kind, *HOOK_MARKS.get(kind, ()))}
+        if held[kind] is None:  # torch makes a tensor's dict with its first hook
+            held[kind] = OrderedDict()
+            setattr(obj, kind, held[kind])
         for number in self._hooks.get(key, ()):
-            for name in (kind, *HOOK_MARKS[kind]):
-                held[name].pop(number, None)
+            for one in held.values():
+                one.pop(number, None)
         numbers = []
         for hook, marks in hooks.values():
-            number = RemovableHandle(held[kind]).id
-            for name, value in ((kind, hook), *((mark, True) for mark in marks)):
-                held[name][number] = value
-            numbers.append(number)
-        for number in reversed(numbers):
-            held[kind].move_to_end(number, last=False)
+            numbers.append(RemovableHandle(held[kind]).id)
+            held[kind][numbers[-1]] = hook
+            for mark in marks:
+                held[mark][numbers[-1]] = True
+        if isinstance(obj, nn.Module):  # a gradient is moved to its slot before hooks see it
+            for number in reversed(numbers):
+                held[kind].move_to_end(number, last=False)
         self._hooks[key] = numbers
-
-    def _put_handles(self, key: tuple[Hashable, str], obj: Any, hooks: Any) -> None:
-        for handle in self._hooks.get(key, ()):
-            handle.remove()
-        is_frozen = isinstance(obj, Tensor) and not obj.requires_grad
-        if is_frozen:
-            obj.requires_grad_()  # torch takes no hooks otherwise; the parameter may be thawed later
-        self._hooks[key] = [getattr(obj, _REGISTER[key[1]])(hook) for hook, _ in hooks.values()]
-        if is_frozen:
-            obj.requires_grad_(False)
 
     def _set_members(self, key: tuple[Hashable, str], module: nn.Module, members: Any) -> None:
         held = vars(module)[key[1]]

@@ -15,7 +15,7 @@ from torch import nn
 from stratagem._checkpoint.checkpoint import Checkpoint
 from stratagem._checkpoint.manager import CheckpointManager
 from stratagem._keras.keras_names import names
-from stratagem._keras.model_strategies import is_on_servers, strategy_of
+from stratagem._keras.server_steps import is_remote, remote_part_of
 from stratagem._owner import Owner
 
 FOLDER = "servers"
@@ -30,7 +30,7 @@ def apply_patch() -> None:
 
     @functools.wraps(begin)
     def on_train_begin(self: Any, logs: Any = None) -> None:
-        if not _is_remote(self.model):
+        if not is_remote(self.model):
             begin(self, logs)
             return
         backup = Backup(self)
@@ -40,33 +40,21 @@ def apply_patch() -> None:
 
     @functools.wraps(save)
     def _save_model(self: Any) -> None:
-        if not _is_remote(self.model):
+        if not is_remote(self.model):
             save(self)
-        elif (backup := _on_servers(self.model).backup) is not None:
+        elif (backup := remote_part_of(self.model).backup) is not None:
             backup.save(self._current_epoch, self._last_batch_seen)
 
     @functools.wraps(end)
     def on_train_end(self: Any, logs: Any = None) -> None:
-        if _is_remote(self.model):
-            _on_servers(self.model).set_backup(
-                None
-            )  # finishes a save, before the files are deleted
+        if is_remote(self.model):
+            # Finish a save before the files are deleted.
+            remote_part_of(self.model).set_backup(None)
         end(self, logs)
 
     callback_class.on_train_begin = on_train_begin
     callback_class.on_train_end = on_train_end
     callback_class._save_model = _save_model
-
-
-def _is_remote(model: Any) -> bool:
-    strategy = strategy_of(model)
-    return strategy is not None and is_on_servers(strategy)
-
-
-def _on_servers(model: Any) -> Any:
-    from stratagem._keras.fit_on_servers import on_servers_of  # loads the cluster
-
-    return on_servers_of(model)
 
 
 class Backup(Owner):
@@ -78,7 +66,7 @@ class Backup(Owner):
 
     def __init__(self, callback: Any) -> None:
         self._model = callback.model
-        self._on_servers = _on_servers(callback.model)
+        self._on_servers = remote_part_of(callback.model)
         self._on_servers.prepare()
         optimizers = self._on_servers.optimizers
         self._checkpoint = Checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stratagem._data.dataset import Dataset, as_dataset
@@ -76,21 +77,29 @@ def _finite(dataset: Dataset, method: str, argument: str, given: dict[str, Any])
             f"{method}() got a dataset without end, and no {argument}: it would never stop. Give {argument}=…, or omit "
             "repeat()."
         )
-    return _adapter_class()(dataset)
+    return data_adapter(lambda: dataset, dataset.cardinality)
+
+
+def data_adapter(begin: Callable[[], Iterable[Any]], count: Callable[[], int]) -> Any:
+    """Return a Keras data adapter.
+
+    Args:
+        begin: returns the batches of one epoch.
+        count: returns their number; negative if it is not known.
+    """
+    return _adapter_class()(begin, count)
 
 
 @functools.cache
 def _adapter_class() -> Any:
-    """Return the class of Keras data adapters over our datasets."""
+    class BatchAdapter(names().DataAdapter):  # type: ignore[misc]  # Keras has no types
+        """Batches of any source, as input of ``fit``, ``evaluate`` and ``predict``."""
 
-    class DatasetAdapter(names().DataAdapter):  # type: ignore[misc]  # Keras has no types
-        """A `stratagem.data.Dataset` of batches, as input of ``fit``, ``evaluate`` and ``predict``."""
+        def __init__(self, begin: Callable[[], Iterable[Any]], count: Callable[[], int]) -> None:
+            self._begin, self._count = begin, count
 
-        def __init__(self, dataset: Dataset) -> None:
-            self._dataset = dataset
-
-        def get_torch_dataloader(self) -> Dataset:
-            return self._dataset
+        def get_torch_dataloader(self) -> Iterable[Any]:
+            return self._begin()
 
         def get_numpy_iterator(self) -> Any:
             raise NotImplementedError("Stratagem trains Keras models on the torch backend only.")
@@ -99,7 +108,7 @@ def _adapter_class() -> Any:
 
         @property
         def num_batches(self) -> int | None:
-            count = self._dataset.cardinality()
+            count = self._count()
             return count if count >= 0 else None
 
         @property
@@ -108,4 +117,4 @@ def _adapter_class() -> Any:
 
         has_partial_batch = partial_batch_size = batch_size
 
-    return DatasetAdapter
+    return BatchAdapter

@@ -8,8 +8,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from stratagem._data.dataset import Dataset
+from stratagem._data.node import UNKNOWN
 from stratagem._keras.dataset_inputs import (
     convert_inputs,
+    data_adapter,
     dataset_of,
     is_dataset_fn,
     refuse_beside,
@@ -27,24 +30,26 @@ def apply_patch() -> None:
 
     @functools.wraps(reset)
     def reset_metrics(self: Any) -> None:
-        if _is_remote(self):
-            _on_servers(self).begin()
+        if is_remote(self):
+            remote_part_of(self).begin()
         reset(self)
 
     @functools.wraps(result)
     def logs_of_all_steps(self: Any, logs: Any) -> Any:
-        return _on_servers(self).end_of_epoch() if _is_remote(self) else result(self, logs)
+        return remote_part_of(self).end_of_epoch() if is_remote(self) else result(self, logs)
 
     trainer.reset_metrics = reset_metrics
     trainer._get_metrics_result_or_logs = logs_of_all_steps
 
 
-def _is_remote(model: Any) -> bool:
+def is_remote(model: Any) -> bool:
+    """Return whether a model has its variables on parameter servers."""
     strategy = strategy_of(model)
     return strategy is not None and is_on_servers(strategy)
 
 
-def _on_servers(model: Any) -> Any:
+def remote_part_of(model: Any) -> Any:
+    """Return the coordinator's side of a model on parameter servers."""
     from stratagem._keras.fit_on_servers import on_servers_of  # loads the cluster
 
     return on_servers_of(model)
@@ -52,7 +57,7 @@ def _on_servers(model: Any) -> Any:
 
 def step_function(model: Any, kind: str) -> Callable[[Any], Any]:
     """Return the train, test or predict function of a model."""
-    on_servers = _on_servers(model)
+    on_servers = remote_part_of(model)
     if kind == "predict":
         return lambda data: next(iter(on_servers.predict(iter(data))))
     step = getattr(on_servers, kind)
@@ -61,7 +66,7 @@ def step_function(model: Any, kind: str) -> Callable[[Any], Any]:
 
 def run(model: Any, method: Any, bound: inspect.BoundArguments) -> Any:
     """Run a method of Keras' trainer with steps on the workers."""
-    on_servers = _on_servers(model)
+    on_servers = remote_part_of(model)
     given = bound.arguments
     name = method.__name__
     on_servers.waits = name in ON_BATCH
@@ -91,7 +96,6 @@ _IN_ELEMENTS = ("y", "sample_weight", "class_weight", "validation_split")
 def _convert_shared(model: Any, method: str, given: dict[str, Any]) -> None:
     """Replace shared datasets in the arguments by a form that Keras reads."""
     from stratagem._cluster.coordinator.shared_dataset import SharedDataset
-    from stratagem._keras.shared_batches import shared_batches
 
     for name in ("x", "validation_data"):
         dataset = given.get(name)
@@ -101,14 +105,24 @@ def _convert_shared(model: Any, method: str, given: dict[str, Any]) -> None:
             raise ValueError(
                 f"predict() got {dataset!r}: workers read a shared dataset in no fixed order. Give the dataset itself."
             )
-        given[name] = batches = shared_batches(dataset)
+        # Workers read the batches: each step gets the dataset itself.
+        given[name] = data_adapter(
+            functools.partial(_repeat_for_epoch, dataset), functools.partial(len, dataset)
+        )
         if name == "x":
             refuse_beside(method, given, _IN_ELEMENTS, "a shared dataset")
-            model._symbolic_build(data_batch=batches.example())
+            example = next(iter(Dataset(dataset._dataset.node)))
+            model._symbolic_build(data_batch=example)
+
+
+def _repeat_for_epoch(dataset: Any) -> Iterator[Any]:
+    return itertools.repeat(dataset, len(dataset))
 
 
 def _read_on_workers(model: Any, on_servers: Any, given: dict[str, Any]) -> None:
-    """Let every worker read the dataset that a function returns."""
+    """Let every worker read the dataset that a function returns; the coordinator only counts the batches."""
+    from stratagem._keras.fit_on_servers import NEXT_OF_WORKER
+
     dataset_fn = given["x"]
     if given.get("steps_per_epoch") is None:
         raise ValueError(
@@ -118,31 +132,7 @@ def _read_on_workers(model: Any, on_servers: Any, given: dict[str, Any]) -> None
     refuse_beside("fit", given, _IN_ELEMENTS, "a dataset function")
     model._symbolic_build(data_batch=next(iter(dataset_of(dataset_fn))))
     on_servers.read_on_workers(dataset_fn)
-    given["x"] = _worker_batches_class()()
-
-
-@functools.cache
-def _worker_batches_class() -> Any:
-    from stratagem._keras.fit_on_servers import NEXT_OF_WORKER
-
-    class WorkerBatches(names().DataAdapter):  # type: ignore[misc]  # Keras has no types
-        """Batches that workers read from their own datasets: the coordinator only counts them."""
-
-        def get_torch_dataloader(self) -> Iterator[str]:
-            return itertools.repeat(NEXT_OF_WORKER)
-
-        def get_numpy_iterator(self) -> Any:
-            raise NotImplementedError("Stratagem trains Keras models on the torch backend only.")
-
-        get_tf_dataset = get_jax_iterator = get_numpy_iterator
-
-        @property
-        def num_batches(self) -> None:
-            return None
-
-        batch_size = has_partial_batch = partial_batch_size = num_batches
-
-    return WorkerBatches
+    given["x"] = data_adapter(lambda: itertools.repeat(NEXT_OF_WORKER), lambda: UNKNOWN)
 
 
 def _build(model: Any, x: Any) -> None:

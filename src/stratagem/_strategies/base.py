@@ -10,7 +10,7 @@ hooks (names with one underscore). `_core` calls the hooks of `StrategyHooks`; t
     _run                   runs a function on the replicas; rarely overridden
     _run_steps             runs the batches of `run_steps`
     _reduce, _gather, …    implement the public methods of the same name
-    _colocated             held by colocate_vars_with (see `updates.py`)
+    _colocated             held by colocate_vars_with (`compat/extended.py`)
     _arguments             constructor arguments, for deepcopy and repr
 """
 

@@ -1,6 +1,7 @@
-"""`strategy.extended`: tf.distribute's names for the functions of `_strategies.updates`.
+"""`strategy.extended`: reduce to a device, update a variable on its device.
 
-The view has no state. Library code does not use it.
+The view has no state. Library code does not use it. Strategies differ by the class attributes ``_slices`` (one replica
+needs no reducing) and ``_spread`` (variables, and so updates, have one copy per replica).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any, final
 
 import torch
 
-from stratagem._core import context, values
+from stratagem._core import context, devices, reduction, values
+from stratagem._core.values import DistributedValues, Mirrored
 from stratagem._core.variables import Variable
-from stratagem._strategies import updates
 from stratagem._strategies.base import Strategy
 from stratagem.compat import multi_step, spelling
+from stratagem.errors import ContextError, WrongArgumentType
 
 
 def extended_view(strategy: Strategy) -> StrategyExtended:
@@ -55,7 +57,14 @@ class StrategyExtended:
     @property
     def worker_devices(self) -> Sequence[str]:
         """Names of the replicas' devices: a list under central storage, else a tuple."""
-        return updates.worker_names(self._strategy)
+        strategy = self._strategy
+        if strategy._is_default:
+            raise ContextError(
+                "the default strategy places nothing, so it has no worker devices. Use one of the "
+                "other strategies to choose devices."
+            )
+        names = [each.name for each in strategy._compute_devices]
+        return names if strategy._slices and not strategy._spread else tuple(names)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -100,17 +109,43 @@ class StrategyExtended:
         makes it an all-reduce. ``options`` are ignored. Return a tensor for one destination device, a `Mirrored` for
         several; with one device or the default strategy the value itself.
         """
-        return updates.reduce_to(self._strategy, reduce_op, value, destinations)
+        strategy = self._strategy
+        context.require_cross_replica_or_default(strategy, "reduce_to()")
+        op = reduction.as_reduce_op(reduce_op)
+        places = _destination_devices(destinations)
+        if not strategy._slices:
+            return value
+        reduced = reduction.reduce(
+            op, value, None, size=strategy.num_replicas_in_sync, nests=strategy._spread
+        )
+        return values.map_leaves(
+            lambda leaf: _placed(leaf, places) if isinstance(leaf, torch.Tensor) else leaf, reduced
+        )
 
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[Any], options: object = None
     ) -> list[Any]:
         """Call `reduce_to` for several (value, destinations) pairs."""
-        return updates.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
+        for pair in value_destination_pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(
+                    f"value_destination_pairs holds {pair!r}: expected tuples (value, destinations)."
+                )
+        return [self.reduce_to(reduce_op, *pair) for pair in value_destination_pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copy a value to ``destinations``: a tensor for one device, a `Mirrored` for several."""
-        return updates.broadcast_to(self._strategy, tensor, destinations)
+        context.require_cross_replica_or_default(self._strategy, "broadcast_to()")
+        if destinations is None:
+            raise WrongArgumentType(
+                "destinations=None: expected a device name, tensor or variable."
+            )
+        if isinstance(tensor, int | float):
+            return tensor
+        places = _destination_devices(destinations)
+        if not self._strategy._slices:
+            return tensor
+        return _placed(values.convert_to_tensor(tensor), places)
 
     # -------------------------------------------------------------- updating variables
 
@@ -128,12 +163,48 @@ class StrategyExtended:
         components of distributed arguments; assignments in it change that copy only. ``group=False`` returns a tuple
         with one result per copy.
         """
+        self._strategy._check_updated(var)
         replica = context.current_replica()
         if replica is not None and replica.strategy is self._strategy:
-            return updates.update(self._strategy, var, fn, args, kwargs, group=group)
+            return replica.context.merge_call(
+                lambda _, *merged, **named: self._update(var, fn, merged, named, group=group),
+                args=tuple(args),
+                kwargs=kwargs,
+            )
         context.require_cross_replica_or_default(self._strategy, "extended.update()")
         with context.entered(self._strategy, None):
-            return updates.update(self._strategy, var, fn, args, kwargs, group=group)
+            return self._update(var, fn, args, kwargs or {}, group=group)
+
+    def _update(
+        self,
+        variable: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        group: bool,
+    ) -> Any:
+        strategy = self._strategy
+        if not strategy._slices or not isinstance(variable, Variable):
+            targets: tuple[Any, ...] = (variable,)
+        else:
+            targets = variable.values if strategy._spread else (variable.get(),)
+        results = []
+        for i, target in enumerate(targets):
+            at = target.device if isinstance(target, Variable) else "here"
+            with context.updating(at):
+                results.append(fn(target, *self._part(args, i), **self._part(kwargs, i)))
+        return self._grouped(results, group=group)
+
+    def _part(self, tree: Any, i: int) -> Any:
+        """Return component `i` of distributed arguments."""
+        parts = values.split(tree, i + 1) if self._strategy._slices else None
+        return tree if parts is None else parts[i]
+
+    def _grouped(self, results: Sequence[Any], *, group: bool) -> Any:
+        if not group:
+            return tuple(results)
+        return Mirrored(results) if self._strategy._spread and len(results) > 1 else results[0]
 
     def update_non_slot(
         self,
@@ -144,28 +215,81 @@ class StrategyExtended:
         group: bool = True,
     ) -> Any:
         """Run ``fn(*args)`` on the devices that `non_slot_devices` returned."""
-        return updates.update_non_slot(self._strategy, colocate_with, fn, args, kwargs, group=group)
+        context.require_cross_replica_or_default(self._strategy, "update_non_slot()")
+        times = self._strategy.num_replicas_in_sync if self._strategy._spread else 1
+        where = colocate_with[0] if isinstance(colocate_with, tuple | list) else colocate_with
+        with context.entered(self._strategy, None), context.updating(where):
+            results = [
+                fn(*self._part(args, i), **self._part(kwargs or {}, i)) for i in range(times)
+            ]
+        return self._grouped(results, group=group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
         """Return where an optimizer's own values are stored: the device, all devices, or a variable."""
-        return updates.non_slot_devices(self._strategy, var_list)
+        if self._strategy._slices and not self._strategy._spread:
+            return min(var_list, key=lambda variable: variable.name)
+        return tuple(each.name for each in self._strategy._compute_devices)
 
     # -------------------------------------------------------------- variables
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[object]:
         """Return a context manager: new variables are placed with the given one."""
-        return updates.colocate_vars_with(self._strategy, colocate_with_variable)
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                f"colocate_vars_with({colocate_with_variable!r}): expected a variable created under the "
+                f"scope of {self._strategy!r}."
+            )
+        context.require_scope(self._strategy, "colocate_vars_with()")
+        return self._strategy._colocated(colocate_with_variable)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was created under this strategy."""
-        return updates.created_in_scope(self._strategy, v)
+        return isinstance(v, Variable) and v._strategy is self._strategy
 
     def read_var(self, v: Any) -> torch.Tensor:
         """Return a copy of the variable's value."""
         if isinstance(v, Variable):
-            return updates.read_var(v)
+            return v.read_value()
         return values.convert_to_tensor(v).detach().clone()
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: object = None) -> Any:
         """Call the strategy's method of this name."""
         return spelling.make_numpy_dataset(self._strategy, numpy_input, session)
+
+
+def _destination_devices(destinations: Any) -> tuple[torch.device, ...]:
+    """Return the devices of a name, tensor, variable or distributed value, one per component.
+
+    Raises:
+        WrongArgumentType: (an AssertionError) a list or tuple of destinations.
+        ValueError: no destination.
+    """
+    if isinstance(destinations, list | tuple):
+        raise WrongArgumentType(
+            f"destinations={destinations!r} is a {type(destinations).__name__}: expected one "
+            "device name, tensor, variable or distributed value."
+        )
+    if destinations is None or (isinstance(destinations, str) and destinations == ""):
+        raise ValueError(
+            f"destinations={destinations!r} names no device: expected a device name, tensor, "
+            "variable or distributed value."
+        )
+    if isinstance(destinations, str | torch.device | devices.Device):
+        return (devices.resolve_device(destinations).torch_device,)
+    if isinstance(destinations, Variable):
+        return tuple(part.value().device for part in destinations.values)
+    if isinstance(destinations, DistributedValues):
+        return tuple(part.device for part in reduction.components(destinations))
+    if isinstance(destinations, torch.Tensor):
+        return (destinations.device,)
+    raise ValueError(
+        f"destinations={destinations!r} is a {type(destinations).__name__}: expected a device "
+        "name, tensor, variable or distributed value."
+    )
+
+
+def _placed(value: torch.Tensor, places: Sequence[torch.device]) -> Any:
+    if len(places) == 1:
+        return value.to(places[0])
+    first = value.to(places[0])
+    return Mirrored([first, *(value.to(place, copy=True) for place in places[1:])])

@@ -1,4 +1,4 @@
-"""Reducing to a place and updating at a variable: the machinery behind `extended` (EXT-*)."""
+"""`strategy.extended`: reducing to a device, and updating a variable on its device (EXT-*)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem._strategies import updates
 
 T = torch.tensor
 
@@ -42,11 +41,11 @@ def test_reduce_to(central, mirrored, one):
     value = per(T(1.0), T(2.0))
     for strategy in (central, mirrored):
         for where in ("cpu:0", T(0.0), variable(central)):
-            result = updates.reduce_to(strategy, "sum", value, where)
+            result = strategy.extended.reduce_to("sum", value, where)
             assert isinstance(result, torch.Tensor)
             assert result == 3
         for where in (value, variable(mirrored)):
-            result = updates.reduce_to(strategy, "mean", value, where)
+            result = strategy.extended.reduce_to("mean", value, where)
             assert isinstance(result, sg.Mirrored)
             assert [float(x) for x in result.values] == [1.5, 1.5]
             assert result.values[0] is not result.values[1]
@@ -58,35 +57,35 @@ def test_reduce_to(central, mirrored, one):
             (3, ValueError),
         ):
             with pytest.raises(error, match="destinations"):
-                updates.reduce_to(strategy, "sum", value, bad)
+                strategy.extended.reduce_to("sum", value, bad)
         with pytest.raises(AssertionError, match=r"expected ReduceOp\.SUM"):
-            updates.reduce_to(strategy, sg.VariableAggregation.SUM, value, "cpu:0")
+            strategy.extended.reduce_to(sg.VariableAggregation.SUM, value, "cpu:0")
         with pytest.raises(ValueError, match="not one per replica"):
-            updates.reduce_to(strategy, "sum", T(1.0), "cpu:0")
-    assert updates.reduce_to(one, "sum", value, "cpu:0") is value
+            strategy.extended.reduce_to("sum", T(1.0), "cpu:0")
+    assert one.extended.reduce_to("sum", value, "cpu:0") is value
 
 
 def test_batch_reduce_to(central):
     """EXT-3."""
     pairs = [(per(T(1.0), T(2.0)), "cpu:0"), (per(T(3.0), T(4.0)), "cpu:0")]
-    assert updates.batch_reduce_to(central, "sum", pairs) == [3, 7]
+    assert central.extended.batch_reduce_to("sum", pairs) == [3, 7]
     for bad in ([(1, 2, 3)], [[1, 2]], [5]):
         with pytest.raises(ValueError, match="expected tuples"):
-            updates.batch_reduce_to(central, "sum", bad)
+            central.extended.batch_reduce_to("sum", bad)
 
 
 def test_broadcast_to(central, mirrored, one):
     """EXT-7."""
     value = T([1.0])
-    assert updates.broadcast_to(central, value, "cpu:0").tolist() == [1]
-    spread = updates.broadcast_to(mirrored, value, variable(mirrored))
+    assert central.extended.broadcast_to(value, "cpu:0").tolist() == [1]
+    spread = mirrored.extended.broadcast_to(value, variable(mirrored))
     assert isinstance(spread, sg.Mirrored)
     assert [x.tolist() for x in spread.values] == [[1], [1]]
-    assert updates.broadcast_to(central, 5, "cpu:0") == 5
-    assert updates.broadcast_to(central, 5.5, "cpu:0") == 5.5
-    assert updates.broadcast_to(one, value, "cpu:0") is value
+    assert central.extended.broadcast_to(5, "cpu:0") == 5
+    assert central.extended.broadcast_to(5.5, "cpu:0") == 5.5
+    assert one.extended.broadcast_to(value, "cpu:0") is value
     with pytest.raises(AssertionError, match="destinations=None"):
-        updates.broadcast_to(central, value, None)
+        central.extended.broadcast_to(value, None)
 
 
 def add(v, delta):
@@ -103,11 +102,11 @@ def test_update_under_central_storage(central):
         return inner.assign_add(delta * scale)
 
     with central.scope():
-        result = updates.update(central, v, fn, (per(T(2.0), T(5.0)),), {"scale": 10})
+        result = central.extended.update(v, fn, (per(T(2.0), T(5.0)),), {"scale": 10})
         assert result == 21
-        assert updates.update(central, v, add, (T(1.0),), group=False) == (22,)
+        assert central.extended.update(v, add, (T(1.0),), group=False) == (22,)
         with pytest.raises(ValueError, match="expected a variable"):
-            updates.update(central, T(1.0), add, (1,))
+            central.extended.update(T(1.0), add, (1,))
     assert seen == [v.get()]
     assert float(v) == 22
 
@@ -116,12 +115,12 @@ def test_update_under_mirrored(mirrored):
     """EXT-4: once per copy, with the matching components."""
     v = variable(mirrored)
     with mirrored.scope():
-        result = updates.update(mirrored, v, add, (sg.Mirrored([T(2.0), T(3.0)]),))
+        result = mirrored.extended.update(v, add, (sg.Mirrored([T(2.0), T(3.0)]),))
         assert isinstance(result, sg.Mirrored)
         assert [float(x) for x in result.values] == [3, 4]
-        assert updates.update(mirrored, v, add, (T(1.0),), group=False) == (4, 5)
+        assert mirrored.extended.update(v, add, (T(1.0),), group=False) == (4, 5)
         with pytest.raises(AssertionError, match="expected a variable"):
-            updates.update(mirrored, T(1.0), add, (1,))
+            mirrored.extended.update(T(1.0), add, (1,))
     assert [float(part) for part in v.values] == [4, 5]
 
 
@@ -129,8 +128,8 @@ def test_update_on_one_device(one):
     """EXT-4: the variable itself; anything is accepted."""
     v = variable(one)
     with one.scope():
-        assert updates.update(one, v, add, (T(1.0),)) == 2
-        assert updates.update(one, T(1.0), lambda x, y: x + y, (T(1.0),)) == 2
+        assert one.extended.update(v, add, (T(1.0),)) == 2
+        assert one.extended.update(T(1.0), lambda x, y: x + y, (T(1.0),)) == 2
 
 
 def test_update_in_a_replica(central, mirrored):
@@ -140,34 +139,27 @@ def test_update_in_a_replica(central, mirrored):
 
         def step(v=v, strategy=strategy):
             me = sg.get_replica_context().replica_id_in_sync_group
-            updates.update(strategy, v, add, (me + 1.0,))
+            strategy.extended.update(v, add, (me + 1.0,))
 
         strategy.run(step)
         assert [float(part) for part in v.values] == expected
 
 
-def test_update_needs_the_scope(central):
-    """CTX-12."""
-    v = variable(central)
-    with pytest.raises(RuntimeError, match="needs to be inside"):
-        updates.update(central, v, add, (T(1.0),))
-
-
 def test_update_non_slot(one, central, mirrored):
     """EXT-5."""
     b, a = variable(central, name="b"), variable(central, name="a")
-    assert updates.non_slot_devices(central, [b, a]) is a
-    assert updates.non_slot_devices(one, []) == ("/job:localhost/replica:0/task:0/device:CPU:0",)
-    assert len(updates.non_slot_devices(mirrored, [])) == 2
+    assert central.extended.non_slot_devices([b, a]) is a
+    assert one.extended.non_slot_devices([]) == ("/job:localhost/replica:0/task:0/device:CPU:0",)
+    assert len(mirrored.extended.non_slot_devices([])) == 2
     calls = []
 
     def fn(x):
         calls.append((x, sg.in_cross_replica_context()))
         return x
 
-    assert updates.update_non_slot(central, a, fn, (per(1, 2),)) == 1
-    result = updates.update_non_slot(
-        mirrored, updates.non_slot_devices(mirrored, []), fn, (per(1, 2),), group=False
+    assert central.extended.update_non_slot(a, fn, (per(1, 2),)) == 1
+    result = mirrored.extended.update_non_slot(
+        mirrored.extended.non_slot_devices([]), fn, (per(1, 2),), group=False
     )
     assert result == (1, 2)
     assert calls == [(1, True), (1, True), (2, True)]
@@ -178,15 +170,15 @@ def test_colocation(one, central, mirrored):
     for strategy in (one, central, mirrored):
         v = variable(strategy)
         with strategy.scope():
-            with updates.colocate_vars_with(strategy, v):
+            with strategy.extended.colocate_vars_with(v):
                 w = sg.Variable(1.0)
             assert w.device == v.device
             assert len(w.values) == len(v.values)
             for foreign in (T(1.0), "cpu:0", variable_outside()):
                 with pytest.raises(ValueError, match="created under the scope"):
-                    updates.colocate_vars_with(strategy, foreign)
+                    strategy.extended.colocate_vars_with(foreign)
         with pytest.raises(RuntimeError, match="needs to be inside"):
-            updates.colocate_vars_with(strategy, v)
+            strategy.extended.colocate_vars_with(v)
 
 
 def variable_outside():
@@ -201,22 +193,22 @@ def variable_outside():
 def test_reading_and_belonging(central):
     """EXT-8."""
     v = variable(central, [1.0])
-    copy = updates.read_var(v)
+    copy = central.extended.read_var(v)
     copy += 5
     assert v.numpy().tolist() == [1]
-    assert updates.created_in_scope(central, v)
-    assert not updates.created_in_scope(central, sg.Variable(1.0))
-    assert not updates.created_in_scope(central, 3)
+    assert central.extended.variable_created_in_scope(v)
+    assert not central.extended.variable_created_in_scope(sg.Variable(1.0))
+    assert not central.extended.variable_created_in_scope(3)
 
 
 def test_flags_and_device_names(one, central, mirrored):
     """EXT-9, EXT-10, CSS-3, ODS-3."""
     assert [s._between_graph for s in (one, central, mirrored)] == [False, True, False]
-    assert isinstance(updates.worker_names(central), list)
-    assert isinstance(updates.worker_names(one), tuple)
-    assert len(updates.worker_names(mirrored)) == 2
+    assert isinstance(central.extended.worker_devices, list)
+    assert isinstance(one.extended.worker_devices, tuple)
+    assert len(mirrored.extended.worker_devices) == 2
     default = sg.get_strategy()
     with pytest.raises(RuntimeError, match="no worker devices"):
-        updates.worker_names(default)
+        _ = default.extended.worker_devices
     with pytest.raises(RuntimeError, match="places nothing"):
         _ = default._parameter_names

@@ -77,7 +77,7 @@ def test_the_pages_have_places_for_these_tables(page: str, name: str):
     assert text.count(f"<!-- {name}:begin -->") == text.count(f"<!-- {name}:end -->") == 1
 
 
-def test_what_is_not_sent_is_added_the_next_time():
+def test_gradients_left_out_are_added_to_the_next():
     """Error feedback: over the steps, the sum of what was sent and what is left is the sum of the gradients."""
     torch.manual_seed(0)
     select = bench_top_rows.Largest(0.5, rows=10, width=3, feedback=True)

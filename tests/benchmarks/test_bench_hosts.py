@@ -46,7 +46,7 @@ FOUND = Found(
         (0.7, 0.1, 0.95, "other programs"),
     ],
 )
-def test_what_limits_a_row(link: float, processors: float, busy: float, bound: str):
+def test_the_limit_of_a_row(link: float, processors: float, busy: float, bound: str):
     found = replace(FOUND, link_share=link, processor_share=processors, busy_share=busy)
     assert found.bound == bound
 

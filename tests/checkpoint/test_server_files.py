@@ -148,7 +148,7 @@ def test_nothing_is_fetched_to_save_or_restore(
         assert not torch.equal(after[0], saved_state[0])
 
 
-def test_a_run_goes_on_as_if_unbroken(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     with program(2, 2, "adam") as (unbroken, _):
         unbroken.train(3)
         unbroken.train(3, seed=1)

@@ -72,7 +72,7 @@ def test_a_busy_server_is_lost_after_the_limit(cluster: LocalCluster) -> None:
         train_one_step(cluster, options)
 
 
-def test_a_stopped_server_is_lost_for_all_that(cluster: LocalCluster) -> None:
+def test_a_stopped_server_still_counts_as_lost(cluster: LocalCluster) -> None:
     """Its process does nothing, and that is what the error says."""
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
         with strategy.scope():

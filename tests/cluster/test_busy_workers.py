@@ -57,7 +57,7 @@ def wait_for_pulse(pulse: CpuProbe, wanted: bool) -> None:
     wait_until(lambda: pulse.computes(time.monotonic(), window_s=0.1) is wanted, LIMIT_S)
 
 
-def test_a_process_that_computes_is_told_from_a_stopped_and_from_a_dead_one(child: Any) -> None:
+def test_busy_stopped_and_dead_processes_are_distinguished(child: Any) -> None:
     process, pulse = child("compute")
     assert pulse.is_local
     wait_for_pulse(pulse, True)
@@ -77,7 +77,7 @@ def test_a_process_that_sleeps_does_not_compute(child: Any) -> None:
     assert [pulse.computes(tenth / 10) for tenth in range(5, 30)] == [False] * 25
 
 
-def test_processes_of_other_hosts_containers_and_lives_cannot_be_felt() -> None:
+def test_processes_of_other_hosts_and_containers_are_not_local() -> None:
     """The same number may be another process there, or by now."""
     boot, numbering, pid, started = own_process().split(" ")
     assert not CpuProbe(f"other {numbering} {pid} {started}").is_local

@@ -151,7 +151,7 @@ def test_attributes_of_a_function(coordinator: Any) -> None:
     check(coordinator, read, lambda: setattr(helper, "count", 2))
 
 
-def test_what_a_long_chain_of_functions_sees(coordinator: Any) -> None:
+def test_changes_seen_through_a_long_chain_of_functions(coordinator: Any) -> None:
     box = {"now": 1}
     number = 1
 

@@ -110,7 +110,7 @@ def test_a_coordinator_killed_while_it_attaches_changes_nothing(
 
 
 @pytest.mark.process
-def test_servers_gone_the_checkpoint_else_the_beginning(tmp_path: Path) -> None:
+def test_lost_servers_restore_the_checkpoint_or_start_again(tmp_path: Path) -> None:
     with sg.LocalCluster(workers=1, ps=2) as cluster:
         killed(cluster, tmp_path / "c", "saved:30")
     with sg.LocalCluster(workers=1, ps=2) as cluster:

@@ -77,7 +77,7 @@ def test_an_error_is_kept_for_the_next_call_and_the_rest_is_cancelled() -> None:
     assert value.get(timeout_s=0) == 1
 
 
-def test_what_has_not_started_is_recalled() -> None:
+def test_closures_that_have_not_started_are_recalled() -> None:
     """After an error, and when another worker has nothing to do."""
     cluster = FakeCluster(1).come_up()
     (link,) = cluster.links

@@ -130,7 +130,9 @@ def test_the_command_runs_an_evaluator(tmp_path: Path) -> None:
     assert "FILE.py:NAME" in wrong.stderr
 
 
-def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_evaluators_on_the_command_line_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from stratagem import cli
 
     script = tmp_path / "own.py"

@@ -93,7 +93,7 @@ def test_exactly_once_sum_is_exact(pair: tuple[LocalCluster, Any]) -> None:
     assert total == ADDITIONS
 
 
-def test_without_it_the_difference_is_what_was_cut_off(pair: tuple[LocalCluster, Any]) -> None:
+def test_without_it_only_repeated_closures_count_twice(pair: tuple[LocalCluster, Any]) -> None:
     """At least once (CCO-13): every closure counted; extras only from closures that ran again."""
     total, completed, again, kills = add_under_fire(pair[0], exactly_once=False)
     assert kills >= 3

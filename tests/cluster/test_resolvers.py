@@ -42,7 +42,7 @@ def test_spec_takes_lists_dictionaries_and_specs() -> None:
 @pytest.mark.parametrize(
     "bad", [3, ["a"], {"worker": 3}, {"worker": [3]}, {3: ["a"]}, {"worker": {"x": "a"}}]
 )
-def test_what_is_no_spec_is_refused(bad: Any) -> None:
+def test_an_invalid_cluster_spec_raises(bad: Any) -> None:
     """CLS-1."""
     with pytest.raises(TypeError):
         sg.ClusterSpec(bad)

@@ -129,7 +129,7 @@ def test_a_new_incarnation_is_brought_up_to_date_at_once() -> None:
     assert bring(sender, link, call, later) == ["function", "Run", "Run"]
 
 
-def test_what_a_failed_call_needs_is_sent_again_with_everything_it_names() -> None:
+def test_objects_of_a_failed_call_are_sent_again() -> None:
     sender, link = Sender(Things()), link_of()
     call = sender.pack(use, (Thing("whole", Thing("part")),), None)
     other = sender.pack(use, (Thing("other"),), None)

@@ -150,7 +150,7 @@ def test_a_save_meets_a_server_that_has_restarted(
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_what_cannot_be_restored_is_raised(tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_restored_raises(tmp_path: Path) -> None:
     """Variables that are not in the checkpoint are named; `on_server_loss="raise"` restores nothing."""
     with LocalCluster(workers=1, ps=2) as cluster:
         for how in ("partial", "raise"):

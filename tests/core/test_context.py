@@ -251,7 +251,7 @@ def test_scope_moves_no_computation(one):
         assert context.current_replica() is None
 
 
-def test_replica_context_tells_who_it_is(one, two):
+def test_replica_context_has_its_replica_id(one, two):
     """CTX-20."""
 
     def tell():

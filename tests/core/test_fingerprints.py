@@ -204,7 +204,7 @@ def test_helpers_globals_and_defaults_of_a_function_are_part_of_it() -> None:
         assert not is_same(seen, step)
 
 
-def test_functions_with_the_same_code_and_variables_have_one_look() -> None:
+def test_equal_functions_have_equal_fingerprints() -> None:
     def make(rate: float) -> Callable[[float], float]:
         return lambda x: x * rate
 

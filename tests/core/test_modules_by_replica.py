@@ -36,7 +36,7 @@ def test_lookups_give_each_replica_a_leaf_over_the_central_memory(two):
     assert all(a is b for a, b in zip(leaves, again, strict=True))
 
 
-def test_every_way_to_look_agrees(two):
+def test_every_way_to_get_a_parameter_agrees(two):
     """attribute, getattr, [], get, items, values, parameters(): the same leaf."""
     with two.scope():
         linear = nn.Linear(3, 2)
@@ -54,7 +54,7 @@ def test_every_way_to_look_agrees(two):
     assert look() == (True, 7, 2)
 
 
-def test_tied_weights_share_one_home(two):
+def test_tied_weights_share_one_variable(two):
     """Tied in the constructor's way and by assignment after the scope has closed."""
     with two.scope():
         a, b = nn.Linear(3, 3), nn.Linear(3, 3)

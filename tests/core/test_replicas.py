@@ -185,7 +185,7 @@ def test_a_function_kept_for_tf_may_hold_a_merge_call(strategy):
     assert strategy.run(step) == size * (size - 1) // 2 + 1
 
 
-def test_what_replica_zero_alone_records_is_recorded_once(strategy):
+def test_replica_zero_records_each_step_once(strategy):
     """CTX-23: a summary writer is the user's; the number in the context is an ordinary condition."""
     written = []
 
@@ -565,7 +565,7 @@ def test_ctrl_c_ends_a_run(two):
     assert two.run(me).values == (0, 1)
 
 
-def test_runs_of_several_threads_bring_their_tensors_home_in_turn():
+def test_runs_of_several_threads_merge_their_tensors_in_turn():
     """The end of a run belongs to its turn: buffers and gradients are one set for all threads."""
     failed = []
     with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:

@@ -156,7 +156,7 @@ def test_arguments_are_cut_by_a_walk(two):
         assert named == {"k": "xy"[i]}
 
 
-def test_what_holds_nothing_distributed_is_not_rebuilt():
+def test_nests_without_distributed_values_are_not_rebuilt():
     """RUN-2: the same object on all replicas."""
     tree = {"a": [1, (2, 3)]}
     assert split(tree, 2) is None
@@ -330,7 +330,7 @@ def test_wrapping_then_cutting_gives_the_parts_back(tree, size):
 
 
 @pytest.mark.parametrize("value", ["x", None, object(), {"a": 1}])
-def test_what_is_no_tensor_is_named(value):
+def test_values_that_are_no_tensors_raise(value):
     with pytest.raises(TypeError, match=r"cannot be made a tensor .*: expected a tensor"):
         sg.convert_to_tensor(value)
     with sg.OneDeviceStrategy("cpu:0").scope():

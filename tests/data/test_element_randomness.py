@@ -103,7 +103,7 @@ def test_random_filters_repeat():
     assert [int(x) for x in dataset] != first  # the next epoch
 
 
-def test_what_is_cached_does_not_depend_on_the_epoch_that_filled_it():
+def test_cached_elements_do_not_depend_on_the_epoch():
     def build():
         return Dataset.range(5).map(by_rng, seed=1).cache()
 

@@ -82,7 +82,7 @@ LIMITATIONS = """
 
 
 @pytest.mark.parametrize("number", range(1, 27))
-def test_every_limitation_says_what_became_of_it(number: int) -> None:
+def test_every_limitation_has_a_row_in_the_table(number: int) -> None:
     """LIM-1 … LIM-26 each have a row with both columns filled."""
     wanted = f"| {LIMITATIONS[number - 1].strip()}"
     (row,) = [line for line in PAGE.splitlines() if line.startswith(wanted)]

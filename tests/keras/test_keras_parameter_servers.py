@@ -519,7 +519,9 @@ def refused(strategy: Any, error: Any, words: str, **compile_arguments: Any) -> 
         fit(model)
 
 
-def test_what_servers_cannot_run_is_refused_with_the_remedy(cluster: Any, strategy: Any) -> None:
+def test_optimizers_that_servers_cannot_run_raise_with_a_remedy(
+    cluster: Any, strategy: Any
+) -> None:
     optimizers = keras.optimizers
     unsupported = sg.errors.UnsupportedOptimizer
 

@@ -211,7 +211,7 @@ def test_a_dataset_function_is_read_on_through_all_epochs(strategy: Any) -> None
     compare(dense, use, strategy)
 
 
-def test_what_a_dataset_function_returns_is_checked(strategy: Any) -> None:
+def test_the_result_of_a_dataset_function_is_checked(strategy: Any) -> None:
     """KER-22."""
     with strategy.scope():
         model = dense()

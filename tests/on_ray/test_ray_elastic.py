@@ -71,7 +71,7 @@ def test_a_cluster_grows_when_nodes_come_and_shrinks_by_hand(nodes: RayNodes) ->
     wait_until(lambda: free_cpus() == 3.0)
 
 
-def test_a_worker_for_which_there_is_no_room_is_an_error(nodes: RayNodes) -> None:
+def test_a_worker_without_resources_raises(nodes: RayNodes) -> None:
     with sg.RayCluster(workers=2, ps=1, start_timeout_s=60.0) as cluster:
         cluster._start_timeout_s = 1.0
         with pytest.raises(StartupError, match=r"asked for 1 × worker .*; available"):

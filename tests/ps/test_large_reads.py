@@ -80,7 +80,7 @@ def test_optimizer_state_larger_than_a_frame_travels_in_pieces(
             assert torch.equal(torch.as_tensor(found[key]), value), key
 
 
-def test_room_for_state_is_made_only_in_the_shape_of_its_variable() -> None:
+def test_state_of_another_shape_allocates_nothing() -> None:
     who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
     with (
         ParameterServer("127.0.0.1:0").start() as server,

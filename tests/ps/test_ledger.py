@@ -22,7 +22,7 @@ def test_a_new_incarnation_counts_from_one_and_ends_the_old_one():
     assert answers == [A, A, A, F, A]
 
 
-def test_fence_refuses_this_life_and_older_ones_only():
+def test_a_fence_refuses_this_incarnation_and_older_ones():
     """Contract 6: the coordinator fences a lost worker before its closure runs elsewhere."""
     ledger = WriteLedger()
     ledger.fence("worker:0", 3)

@@ -33,7 +33,7 @@ def value_of(client: PsClient) -> list[float]:
 
 
 @pytest.mark.parametrize("gathers", [False, True])
-def test_own_reads_see_writes_nobody_waited_for(worker: PsClient, gathers: bool) -> None:
+def test_own_reads_see_unacknowledged_writes(worker: PsClient, gathers: bool) -> None:
     outbox = worker.outbox
     for number in (1, 2, 3):
         outbox.begin_closure(number, exactly_once=False, gathers=gathers)

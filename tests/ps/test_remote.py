@@ -152,7 +152,9 @@ def test_several_threads_may_write(remote):
 
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["at once", "in pieces"])
-def test_what_another_wrote_right_after_is_not_taken_for_seen(remote, client, monkeypatch, pieces):
+def test_a_later_write_of_another_client_does_not_count_as_seen(
+    remote, client, monkeypatch, pieces
+):
     """Else the coordinator's copy would lack that write until the next one."""
     if pieces:
         monkeypatch.setattr("stratagem._ps.types.TRANSFER_BYTES", 16)

@@ -95,7 +95,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Task]]:
 FILES = 40
 
 
-def test_a_server_without_descriptors_serves_who_is_in_and_takes_in_others_later(
+def test_a_server_without_descriptors_serves_open_connections(
     start: Callable[..., Task],
 ) -> None:
     """The log says so once in a while, with the remedy; a spinning server would say it for ever."""

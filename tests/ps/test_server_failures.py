@@ -206,7 +206,7 @@ def test_a_stopped_server_fails_pings_in_time(
 
 
 @pytest.mark.process
-def test_a_server_that_is_not_there_is_said_to_be_gone_not_slow(
+def test_a_missing_server_is_reported_as_lost(
     server_process: tuple[subprocess.Popen[str], str],
 ) -> None:
     """Refused at once: no word of a limit that nobody waited for."""

@@ -40,7 +40,7 @@ def test_construction_is_checked():
     assert sg.ShardedVariable([sg.Variable([1.0])]).shape == (1,)
 
 
-def test_it_says_what_it_is():
+def test_attributes_of_a_sharded_variable():
     """SHV-2."""
     made = sharded()
     assert (made.shape, made.dtype, made.name) == ((8, 2), torch.float32, "ShardedVariable")

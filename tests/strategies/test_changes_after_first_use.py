@@ -239,7 +239,7 @@ def test_a_class_may_keep_an_attribute_out_of_pickles(alone: sg.ClusterCoordinat
     assert run(alone, look) == (2, False)
 
 
-def test_what_a_function_set_on_its_worker_stays_beside_what_arrives(
+def test_attributes_set_on_a_worker_survive_updates(
     alone: sg.ClusterCoordinator,
 ) -> None:
     with alone.strategy.scope():
@@ -279,7 +279,9 @@ def test_a_layer_that_is_on_no_server_is_sent_when_it_is_written(
 # ------------------------------------------------------------------ hooks
 
 
-def test_hooks_on_modules_registered_later_act_and_go(coordinator: sg.ClusterCoordinator) -> None:
+def test_module_hooks_registered_later_run_until_removed(
+    coordinator: sg.ClusterCoordinator,
+) -> None:
     """Forward and backward, before and after, in the order they would run on one device."""
     strategy = coordinator.strategy
     with strategy.scope():
@@ -364,7 +366,7 @@ def test_hooks_taken_away_without_their_handles_go(
     assert run(alone, apply) == 3.0
 
 
-def test_a_functions_own_hooks_stay_beside_those_that_come_and_go(
+def test_hooks_of_a_function_survive_updates_of_hooks(
     alone: sg.ClusterCoordinator,
 ) -> None:
     """torch numbers hooks in each process by itself: neither may be taken for the other."""
@@ -392,7 +394,7 @@ def test_a_functions_own_hooks_stay_beside_those_that_come_and_go(
     assert run(alone, apply) == (10.0, 201)
 
 
-def test_step_hooks_put_on_an_optimizer_later_act_and_go(
+def test_step_hooks_registered_later_run_until_removed(
     coordinator: sg.ClusterCoordinator,
 ) -> None:
     strategy = coordinator.strategy
@@ -534,7 +536,7 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
-def test_a_layer_parametrized_or_of_another_class_later_is_so_on_workers(
+def test_parametrization_and_class_changes_reach_workers(
     coordinator: sg.ClusterCoordinator,
 ) -> None:
     """And trains: its weight is computed from parameters that were made then."""
@@ -618,7 +620,7 @@ def test_a_buffer_outside_the_state_dict_first_registered_in_a_function_is_its_w
 
 
 @pytest.mark.parametrize("made", ["new", "copied"])
-def test_a_functions_own_module_may_have_what_buffers_it_likes(
+def test_a_module_made_in_a_function_may_register_buffers(
     coordinator: sg.ClusterCoordinator, made: str
 ) -> None:
     """Made in it, or a copy of the coordinator's."""
@@ -636,7 +638,7 @@ def test_a_functions_own_module_may_have_what_buffers_it_likes(
 # ------------------------------------------------------------------ lives that come later
 
 
-def test_a_worker_that_comes_later_sees_what_there_is_now(cluster: sg.LocalCluster) -> None:
+def test_a_later_worker_sees_the_present_state(cluster: sg.LocalCluster) -> None:
     """FLT-2: attributes, hooks on modules and optimizers, parts and what changed of new ones."""
     strategy = sg.ParameterServerStrategy(cluster.resolver)
     with sg.ClusterCoordinator(strategy) as coordinator:

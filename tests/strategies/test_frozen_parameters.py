@@ -67,7 +67,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, write: Write, width: int
 
 @writes
 @pytest.mark.parametrize("width", [3, 300], ids=["small", "large"])
-def test_what_functions_write_equals_plain_pytorch(
+def test_writes_of_functions_equal_plain_pytorch(
     either_way: sg.ClusterCoordinator, write: Write, width: int
 ) -> None:
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_what_functions_write_equals_plain_pytorch(
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_what_a_failed_function_wrote_is_not_sent(either_way: sg.ClusterCoordinator) -> None:
+def test_writes_of_a_failed_function_are_not_sent(either_way: sg.ClusterCoordinator) -> None:
     with either_way.strategy.scope():
         model = Normalised(3)
 

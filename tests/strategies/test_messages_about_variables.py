@@ -33,7 +33,7 @@ def test_a_variable_made_under_a_closed_strategy_says_what_to_do(
             sg.Variable(torch.zeros(4, 2), name="late", **options)
 
 
-def test_what_belongs_to_one_process_does_not_travel(
+def test_objects_of_one_process_are_not_sent(
     strategy: sg.ParameterServerStrategy,
 ) -> None:
     """The coordinator to a worker, a worker's strategy to the coordinator: both say why not."""

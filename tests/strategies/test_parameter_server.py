@@ -75,7 +75,7 @@ def coordinator(strategy):
         yield made
 
 
-def test_what_it_says_of_itself(cluster):
+def test_attributes_of_the_strategy(cluster):
     """RES-0 as corrected by 13.1; PSS-4."""
     given = cluster.resolver
     with sg.ParameterServerStrategy(given) as strategy:

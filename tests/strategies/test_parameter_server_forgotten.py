@@ -189,7 +189,7 @@ def test_forgotten_variables_are_freed_as_models_are(coordinator: sg.ClusterCoor
     assert on_server(coordinator) <= before + 1
 
 
-def test_what_a_function_captures_is_freed_after_it_and_not_before(
+def test_captured_objects_are_freed_after_the_function(
     coordinator: sg.ClusterCoordinator,
 ) -> None:
     """Captured by a function, alone or beside a list: held while it waits, free when it is done."""

@@ -130,7 +130,7 @@ class One(nn.Module):
     ],
     ids=["many", "small", "small-foreach", "one-foreach", "table"],
 )
-def test_in_the_middle_of_steps_a_server_takes_no_more(make, options):
+def test_steps_need_no_large_temporary_memory(make, options):
     """No temporaries as large as parameters: the server's own memory stays within 1.1 x all the time.
 
     What its view shows beyond that are its clients' gradient slots.

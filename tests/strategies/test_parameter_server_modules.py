@@ -295,7 +295,7 @@ def test_a_buffer_assigned_on_the_coordinator_is_seen_by_later_functions(
     assert run(coordinator, seen) == norm.running_mean.tolist() == [6, 6]
 
 
-def test_statistics_of_copies_and_of_shared_buffers_come_home(
+def test_statistics_of_copies_and_shared_buffers_are_merged(
     alone: sg.ClusterCoordinator,
 ) -> None:
     with alone.strategy.scope():

@@ -130,7 +130,7 @@ def test_an_optimizer_from_elsewhere_is_refused_by_name(cluster):
                 coordinator.schedule(lambda: optimizer.zero_grad())
 
 
-def test_what_workers_measure_reaches_the_coordinator(cluster):
+def test_metrics_of_workers_reach_the_coordinator(cluster):
     """Issue 4.3: read and push of every step and their staleness, from other processes."""
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
         with strategy.scope():

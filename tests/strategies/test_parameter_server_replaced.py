@@ -58,7 +58,7 @@ def test_parameters_replaced_after_first_use_are_those_functions_see_and_train(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_parameter_taken_away_or_tied_later_is_so_on_workers(
+def test_removed_and_tied_parameters_reach_workers(
     coordinator: sg.ClusterCoordinator,
 ) -> None:
     with coordinator.strategy.scope():
@@ -77,7 +77,7 @@ def test_a_parameter_taken_away_or_tied_later_is_so_on_workers(
     assert applied.tolist() == [[2.0, 2.0]]
 
 
-def test_recurrent_modules_use_what_was_put_in_place(coordinator: sg.ClusterCoordinator) -> None:
+def test_recurrent_modules_use_replaced_weights(coordinator: sg.ClusterCoordinator) -> None:
     """Their weights are in a list as well, which C++ reads."""
     with coordinator.strategy.scope():
         model = nn.GRU(2, 2)
@@ -107,7 +107,7 @@ def test_a_part_replaced_after_first_use_is_the_one_functions_see(
     assert run(coordinator, width) == 5
 
 
-def test_a_worker_that_comes_later_knows_what_was_put_in_place(cluster: sg.LocalCluster) -> None:
+def test_a_later_worker_sees_replaced_parameters(cluster: sg.LocalCluster) -> None:
     """FLT: its definitions are those of now; the parameter of before is freed on the servers."""
     strategy = sg.ParameterServerStrategy(cluster.resolver)
     with sg.ClusterCoordinator(strategy) as coordinator:
@@ -126,7 +126,7 @@ def test_a_worker_that_comes_later_knows_what_was_put_in_place(cluster: sg.Local
         assert run(coordinator, apply) == 12.0
 
 
-def test_hooks_put_on_parameters_after_first_use_act_and_go(
+def test_parameter_hooks_registered_later_run_until_removed(
     coordinator: sg.ClusterCoordinator,
 ) -> None:
     strategy = coordinator.strategy

@@ -47,7 +47,7 @@ def test_replicas_with_rows_count_as_ever() -> None:
         assert strategy.reduce("mean", per_row, axis=0).item() == 2.0
 
 
-def test_values_of_your_own_are_taken_as_they_are() -> None:
+def test_empty_components_of_the_user_count() -> None:
     """RED-3: an empty component built by hand is a component."""
     with strategies()[0] as strategy:
         value = sg.PerReplica([torch.tensor([1.0, 2.0]), torch.tensor([])])

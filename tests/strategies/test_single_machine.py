@@ -48,7 +48,7 @@ def test_other_arguments_are_refused(strategy, args):
 
 
 @pytest.mark.parametrize("fn", [None, 3, "step", torch.ones(1)])
-def test_what_cannot_be_called_is_refused(strategy, fn):
+def test_a_step_that_is_not_callable_raises(strategy, fn):
     """Issue 2.7."""
     with pytest.raises(TypeError, match="not callable"):
         strategy.run(fn)

@@ -318,7 +318,7 @@ def test_steps_that_would_need_the_step_before_are_refused(strategy: Any, coordi
     assert one.weight.item() == before
 
 
-def test_what_rounds_cannot_have_is_refused(cluster: sg.LocalCluster, coordinator: Any) -> None:
+def test_options_that_rounds_cannot_have_raise(cluster: sg.LocalCluster, coordinator: Any) -> None:
     with pytest.raises(ValueError, match="exactly_once"):
         coordinator.schedule(len, args=((),), exactly_once=False)
     with pytest.raises(ValueError, match="backups"):

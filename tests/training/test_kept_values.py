@@ -333,7 +333,7 @@ def test_replicas_that_run_at_the_same_time_may_not_move_a_kept_tensor():
             strategy.run(lambda x: average.update(), args=[sg.PerReplica([X[:4], X[4:]])])
 
 
-def test_what_a_function_keeps_is_freed_with_its_strategy(make_strategy):
+def test_objects_kept_by_a_function_are_freed_with_the_strategy(make_strategy):
     average = ShadowList(mlp())
     with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         average.strategy = strategy

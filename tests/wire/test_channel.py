@@ -259,7 +259,7 @@ def test_unsent_buffers_can_be_kept(pair: tuple[Channel, Channel]) -> None:
 
 
 @pytest.mark.parametrize("size", [10, frames.INPUT_BYTES, 1 << 22])
-def test_what_came_before_the_end_is_received(pair: tuple[Channel, Channel], size: int) -> None:
+def test_messages_before_the_end_are_received(pair: tuple[Channel, Channel], size: int) -> None:
     """A peer that sends its last word and hangs up is heard; then its end is noticed."""
     client, server = pair
     data = bytes(size)
@@ -274,7 +274,7 @@ def test_what_came_before_the_end_is_received(pair: tuple[Channel, Channel], siz
         client.receive(timeout_s=LIMIT_S)
 
 
-def test_nobody_listening_is_named() -> None:
+def test_an_address_without_listener_is_named() -> None:
     """The address stands in the error."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -311,7 +311,7 @@ def test_a_listener_that_dies_while_somebody_connects_is_gone(
 
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:", "host:port", "host:99999", ""])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_raises(address: str) -> None:
     """The value and the form expected."""
     with pytest.raises(ValueError, match="expected host:port"):
         split_address(address)

@@ -95,7 +95,7 @@ def test_other_version_is_named_on_both_sides() -> None:
         client.feed(server.farewell)
 
 
-def test_a_recorded_proof_does_not_open_the_door_again() -> None:
+def test_a_recorded_proof_is_rejected() -> None:
     """Replaying a client's bytes fails, because the server's random number is new."""
     client, server = ClientHandshake(KEY, who="s"), ServerHandshake(KEY, who="c")
     opening = client.opening()

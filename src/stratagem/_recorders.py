@@ -148,7 +148,7 @@ class Recorder:
         self._buckets: dict[int, int] = {}
 
     def record(self, value: Number) -> None:
-        """Record one value. Refuse NaN, which would make the sum NaN."""
+        """Record one value. Raise for NaN, which would make the sum NaN."""
         value = float(value)
         if math.isnan(value):
             raise ValueError(f"{self.name!r} got nan, expected a number: nothing was recorded")

@@ -32,7 +32,7 @@ def environment(name: str, default: str | None = None) -> str | None:
 
 
 def seconds_from_environment(name: str, default: float) -> float:
-    """Return a duration in seconds from the environment; refuse anything but a positive number."""
+    """Return a duration in seconds from the environment; raise unless it is a positive number."""
     text = environment(name)
     if text is None or text == "":
         return default
@@ -49,7 +49,7 @@ def seconds_from_environment(name: str, default: float) -> float:
 
 
 def _bytes_from_environment(name: str, default: int, *, least: int) -> int:
-    """Return a size in bytes from the environment; refuse anything below `least`."""
+    """Return a size in bytes from the environment; raise if it is below `least`."""
     text = environment(name, str(default))
     if text is None or not text.isdecimal() or int(text) < least:
         raise ValueError(

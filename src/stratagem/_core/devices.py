@@ -159,7 +159,7 @@ def resolve_device(device: object) -> Device:
 
 
 def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
-    """Return a list of devices, each checked; refuse a bare string.
+    """Return a list of devices, each checked; raise for a bare string.
 
     Raises:
         TypeError: not a list of device names.

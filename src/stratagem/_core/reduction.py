@@ -65,7 +65,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def refuse_sparse(value: Any, what: str) -> None:
-    """Refuse sparse tensors, for gather and all_gather (GAT-2, AG-1)."""
+    """Raise for sparse tensors, in gather and all_gather (GAT-2, AG-1)."""
     parts = value.values if isinstance(value, DistributedValues) else (value,)
     if any(is_sparse(part) for part in parts):
         raise NotImplementedError(

@@ -14,7 +14,7 @@ from stratagem.errors import StrategyMismatch
 
 
 def own_replica(variable: Variable, strategy: StrategyHooks) -> context.Replica | None:
-    """Return the replica that writes, or None; refuse a write under another strategy (VAR-14)."""
+    """Return the replica that writes, or None; raise for a write under another strategy (VAR-14)."""
     current = context.current_strategy()
     if current is not None and current is not strategy:
         raise StrategyMismatch(

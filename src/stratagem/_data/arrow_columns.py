@@ -201,7 +201,7 @@ class ColumnPlan:
         return list(self.types)
 
     def refuse_types(self, path: str) -> None:
-        """Refuse columns that cannot become tensors."""
+        """Raise if a column cannot become a tensor."""
         for source in self.sources.values():
             for name in _listed(source):
                 self._refuse_type(name, self.types[name], path)
@@ -235,7 +235,7 @@ class ColumnPlan:
         )
 
     def check(self, schema: Any, path: str) -> None:
-        """Refuse another file whose columns differ from those of the first file."""
+        """Raise if the columns of a file differ from those of the first file."""
         for name, expected in self.types.items():
             found = _find(schema, name, path).type
             if found != expected and name not in self.selection.dtypes:

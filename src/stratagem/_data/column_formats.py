@@ -290,7 +290,7 @@ class NumpyColumns(ColumnFile):
         return {name: f"{each.dtype} of row shape {each.shape[1:]}" for name, each in arrays}
 
     def check(self, expected: dict[str, Any], first: str) -> None:
-        """Refuse arrays that differ from those of the first file in name, type or row shape."""
+        """Raise if arrays differ from those of the first file in name, type or row shape."""
         own = self.layout()
         for name in {**own, **expected}:
             if own.get(name) != expected.get(name):

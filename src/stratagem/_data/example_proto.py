@@ -56,7 +56,7 @@ class LocatedBytes:
     kinds: Bytes
 
     def refuse_kind(self, name: str, kind: str) -> None:
-        """Refuse a feature whose list has another kind; an empty list fits every kind."""
+        """Raise if the list of a feature has another kind; an empty list fits every kind."""
         tag = next(tag for tag, each in KINDS.items() if each == kind)
         filled = (self.kinds != 0) & (self.begins < self.stops)
         wrong = np.flatnonzero(filled & (self.kinds != tag))

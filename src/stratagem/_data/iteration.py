@@ -73,7 +73,7 @@ def outline(node: Node) -> str:
 
 
 def _check_pipeline(state: dict[str, Any], node: Node) -> None:
-    """Refuse a position of another pipeline."""
+    """Raise if a position is one of another pipeline."""
     version, there, here = state.get("version"), state.get("pipeline"), outline(node)
     if version != _VERSION or there != here:
         raise ValueError(

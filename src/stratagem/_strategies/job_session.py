@@ -19,7 +19,7 @@ _NAME: Final = re.compile(r"[\w.-]{1,100}")
 
 
 def check_job(job: object, lease_s: float | None) -> None:
-    """Refuse an invalid name or lease of a job."""
+    """Raise if the name or lease of a job is invalid."""
     if job is None:
         if lease_s is not None:
             raise ValueError(f"job_lease_s={lease_s!r} without a job: pass job='a name', too.")

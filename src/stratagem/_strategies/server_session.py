@@ -19,7 +19,7 @@ from stratagem._wire.round_trip import attempt_limit_s
 
 
 def check_backups(backups: object, servers: int) -> None:
-    """Refuse a number of backups that cannot be kept."""
+    """Raise if a number of backups cannot be kept."""
     if isinstance(backups, bool) or not isinstance(backups, int) or backups < 0:
         raise ValueError(f"backups={backups!r}: expected 0 or 1.")
     if backups > 1:
@@ -32,7 +32,7 @@ def check_backups(backups: object, servers: int) -> None:
 
 
 def check_staleness(staleness: object, backups: int) -> None:
-    """Refuse a limit of the staleness that is no such number."""
+    """Raise if the limit of the staleness is no such number."""
     if staleness is None:
         return
     if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:

@@ -60,7 +60,7 @@ class SharedInput(Protocol):
 
 
 def check_arguments(step: object, steps: object) -> None:
-    """Refuse a step that cannot be called and a number of steps that is not one."""
+    """Raise if the step is not callable, or the number of steps is no number."""
     if not callable(step):
         raise TypeError(
             f"step={step!r} is a {type(step).__name__}, not callable: expected a function of one "

@@ -61,7 +61,7 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def check_destination(address: str) -> None:
-    """Refuse an address that can never be connected to, without a lookup.
+    """Raise if an address can never be connected to, without a lookup.
 
     An unknown name may become known: Kubernetes' headless services publish names when their pods are ready.
 

@@ -225,7 +225,7 @@ def make_counter(counts: dict[object, int]) -> collections.Counter[object]:
 
 
 def refuse_class(metaclass: object, name: object = "", *others: object) -> object:
-    """Refuse the definition of a class, by its name; cloudpickle passes the metaclass first."""
+    """Raise for the definition of a class, by its name; cloudpickle passes the metaclass first."""
     raise UntrustedValueError(str(name or metaclass))
 
 

@@ -100,7 +100,7 @@ class RoundDriver:
         self._engine.handle(event)
 
     def check_schedule(self, *, exactly_once: bool) -> None:
-        """Refuse a closure that a round cannot have; begin a round if the queue is full."""
+        """Raise if a round cannot have the closure; begin a round if the queue is full."""
         if not exactly_once:
             raise ValueError(
                 "schedule(exactly_once=False) with staleness=0: servers hold the steps of a round by closure, so "

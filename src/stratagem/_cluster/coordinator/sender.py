@@ -91,7 +91,7 @@ class Sender:
         self._updates: deque[tuple[int, PackedObject]] = deque()
 
     def keep_secret(self, secret: str) -> None:
-        """Refuse to send anything that contains this text, the cluster key."""
+        """Raise from now on if a message would contain this text, the cluster key."""
         self._packer.secret = secret.encode()
 
     def pack(

@@ -57,7 +57,7 @@ def make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
 
 
 def check_addresses(addresses: Iterable[tuple[int, str]]) -> None:
-    """Refuse addresses of workers that can never be connected to.
+    """Raise if the address of a worker can never be connected to.
 
     Raises:
         ValueError: an invalid address, with its task.

@@ -12,7 +12,7 @@ FILES_PER_TASK: Final = 3  # two pipes of the fork server, or the connections of
 
 
 def check_open_files(tasks: int) -> None:
-    """Refuse to start where the limit of open files is too low for a cluster of this size.
+    """Raise if the limit of open files is too low for a cluster of this size.
 
     Raises:
         StartupError: the limit, and how to raise it.

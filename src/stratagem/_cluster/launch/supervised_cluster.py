@@ -143,7 +143,7 @@ def _retire(address: str, key: str) -> bool:
 
 
 def check_count(name: str, count: object) -> None:
-    """Refuse everything but whole numbers of at least 1; ``workers=True`` is a mistake."""
+    """Raise unless a value is a whole number of at least 1; ``workers=True`` is a mistake."""
     if isinstance(count, bool) or not isinstance(count, numbers.Integral):
         raise TypeError(
             f"{name}={count!r} is a {type(count).__name__}: expected a whole number of at least 1, such "

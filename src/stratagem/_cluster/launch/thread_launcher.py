@@ -77,7 +77,7 @@ class ThreadLauncher(Owner):
         self._on_event(TaskEvent(kind="exited", task=order.task, pid=pid, text=text, code=code))
 
     def stop(self, task: str, signal_number: int) -> None:
-        """Refuse: a thread cannot be killed.
+        """Raise an error: a thread cannot be killed.
 
         Raises:
             MisuseError: always.

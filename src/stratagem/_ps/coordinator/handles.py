@@ -150,7 +150,7 @@ class ObjectHandles:
         return (self._define_variable(obj),)
 
     def check_definition(self, token: Token, named: Collection[Hashable]) -> None:
-        """Refuse a module whose definition does not name all parameters and buffers that it has.
+        """Raise if the definition of a module does not name all parameters and buffers that it has.
 
         Args:
             token: the module's.

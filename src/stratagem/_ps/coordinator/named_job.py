@@ -167,7 +167,7 @@ class NamedJob(Owner):
         )
 
     def check_resumed(self) -> None:
-        """Refuse to schedule before the position of a live job was put back, or after a replacement.
+        """Raise before the position of a live job was put back, and after a replacement.
 
         Raises:
             MisuseError: `restore_or_initialize` was not called.

@@ -329,7 +329,7 @@ def _all_managed(optimizer: Optimizer) -> list[CoordinatorParameter]:
 
 
 def _check_fits(optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]) -> None:
-    """Refuse to fetch the state of tables that only servers hold if it does not fit in this process."""
+    """Raise if the state of tables that only servers hold does not fit in this process."""
     tables = [managed for managed in all_managed if managed.kept.plan is not None]
     if not tables or isinstance(
         optimizer, torch.optim.SGD

@@ -15,7 +15,7 @@ PLUGINS = Path(__file__).parent / "plugins"
 
 # One inner session for all kinds: each inner session imports torch, which takes seconds.
 LEAVES = '''
-import atexit, gc, mmap, os, socket, subprocess, sys, threading, warnings, weakref
+import atexit, gc, logging, mmap, os, socket, subprocess, sys, threading, warnings, weakref
 import pytest, torch, police
 
 police.GRACE_S = 0.3
@@ -41,6 +41,17 @@ def test_cycle():
     class Owner: pass
     owner = Owner(); owner.me = owner
     weakref.finalize(owner, os.close, held)
+def test_logged_error():
+    """pytest keeps log records, and with them the frames of a logged error."""
+    held = os.memfd_create("held-by-a-frame")
+    class Owner: pass
+    owner = Owner()
+    weakref.finalize(owner, os.close, held)
+    try:
+        raise ValueError("logged")
+    except ValueError as error:
+        logging.getLogger("inner").warning("found %s", error)
+
 def test_thread():
     kept.append(threading.Event())
     threading.Thread(target=kept[-1].wait, args=(60,), name="left-thread", daemon=True).start()
@@ -61,6 +72,13 @@ def test_mapping():
     os.ftruncate(fd, 4096)
     kept.append(mmap.mmap(fd, 4096))
     os.close(fd)
+
+def test_tensor():
+    fd = os.memfd_create("left-tensor")
+    os.ftruncate(fd, 4096)
+    tensors = [torch.frombuffer(mmap.mmap(fd, 4096), dtype=torch.float32)]
+    os.close(fd)
+    kept.append(tensors)
 
 def test_shm_name():
     path = f"/dev/shm/left-name-{os.getpid()}"
@@ -167,6 +185,7 @@ INNOCENT = {
     "nothing",
     "still_ending",
     "cycle",
+    "logged_error",
     "after",
     "wide_fixture",
     "wide_connection",
@@ -179,6 +198,7 @@ GUILTY = {
     "zombie": "did not wait for it",
     "memfd": "/memfd:left-memfd",
     "mapping": "/memfd:left-mapping",
+    "tensor": "tensor of shape (1024,) over it, held by list",
     "shm_name": "shared memory /dev/shm/left-name-",
     "socket": "-> socket:",
     "pipe": "-> pipe:",

@@ -14,13 +14,14 @@ started, so other test processes on the machine do not disturb it. Loaded by the
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,15 +274,46 @@ def _lingering(before: State) -> list[str]:
     ]
 
 
-def _await_quiet(before: State) -> list[str]:
+def _release_errors(records: Iterable[logging.LogRecord]) -> None:
+    """Keep the texts of log records only: their errors refer to frames, whose variables own resources."""
+    for record in records:
+        record.msg, record.args, record.exc_info = record.getMessage(), None, None
+
+
+def _describe_holders(before: State) -> list[str]:
+    """Describe tensors over new shared memory by the types of the objects that refer to them."""
+    with open("/proc/self/maps") as lines:
+        new = [
+            [int(end, 16) for end in line.split()[0].split("-")]
+            for line in lines
+            if "memfd:" in line
+            and not any(line.split(None, 5)[4] in one for one in before.mappings)
+        ]
+    if not new:
+        return []
+    objects = gc.get_objects()
+    found = []
+    for one in objects:
+        if type(one) not in (torch.Tensor, torch.nn.Parameter) or one.layout is not torch.strided:
+            continue
+        address = one.data_ptr() if one.device.type == "cpu" else 0
+        if any(start <= address < end for start, end in new):
+            holders = [h for h in gc.get_referrers(one) if h is not objects]
+            kinds = sorted({type(h).__name__ for h in holders} - {"frame"})
+            found.append(f"tensor of shape {tuple(one.shape)} over it, held by {', '.join(kinds)}")
+    return found
+
+
+def _await_quiet(before: State, records: Sequence[logging.LogRecord] = ()) -> list[str]:
     """Return what still lingers after the grace period; return at once when nothing does."""
     began = time.monotonic()
     pause_s = 0.002
     while left := _lingering(before):
         waited_s = time.monotonic() - began
         if waited_s > GRACE_S:
-            return left
+            return left + _describe_holders(before)
         if waited_s > COLLECT_AFTER_S:
+            _release_errors(records)
             gc.collect()  # objects in reference cycles release what they own when collected
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
@@ -314,9 +346,12 @@ def _changed(before: State) -> list[str]:
     return found
 
 
-def complaints(before: State) -> list[str]:
-    """Return everything left behind or changed since `before`, one sentence each."""
-    return _changed(before) + _await_quiet(before)
+def complaints(before: State, records: Sequence[logging.LogRecord] = ()) -> list[str]:
+    """Return everything left behind or changed since `before`, one sentence each.
+
+    pytest keeps the test's log `records`, with the errors that they show, until the test is over.
+    """
+    return _changed(before) + _await_quiet(before, records)
 
 
 def orphans() -> list[str]:
@@ -347,10 +382,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
+def _leak_police(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     before = look()
     yield
-    _report("this test", complaints(before))
+    records = [*caplog.get_records("setup"), *caplog.get_records("call"), *caplog.records]
+    _report("this test", complaints(before, records))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem._core.fingerprints import PLAIN, names_of
 from stratagem._core.installed import is_installed
+from stratagem._core.kept_numbers import is_number, numbers_of
 from stratagem._core.managed import find_managed
 from stratagem._core.write_kinds import LOCAL, Kinds, writes_of
 
@@ -59,14 +60,15 @@ class Place:
     Attributes:
         kinds: how the code that was found writes it; empty: no code that was found does.
         by_memory: whether code may write it through ``.data``, which counts no version.
+        is_used: for numbers, whether code computes something else with it.
     """
 
-    __slots__ = ("by_memory", "holder", "keys", "kinds", "name", "path")
+    __slots__ = ("by_memory", "holder", "is_used", "keys", "kinds", "name", "path")
 
     def __init__(self, holder: Any, keys: tuple[str, ...] | None, path: str, name: str) -> None:
         self.holder, self.keys, self.path, self.name = holder, keys, path, name
         self.kinds: Kinds = frozenset()
-        self.by_memory = False
+        self.by_memory = self.is_used = False
 
     def values(self) -> list[Any]:
         """Return what the place holds now."""
@@ -117,12 +119,15 @@ class Search:
 
     Attributes:
         places: where the tensors are.
+        numbers: where the Python numbers are that the user's code moves.
         writes: whether any code that was found writes in place.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.places: list[Place] = []
+        self.numbers: list[Place] = []
         self._codes: set[types.CodeType] = set()
+        self._own_codes: set[types.CodeType] = set()
         self._seen: set[Any] = set()
         self._todo: deque[Callable[[], None]] = deque()
         self._visit(function, "the step", LOCAL)
@@ -136,7 +141,15 @@ class Search:
                      for names, table in writing if place.name in names]  # fmt: skip
             place.kinds = frozenset().union(*found) or anything - {"binds"}
             place.by_memory = any("data" in names for names, _ in writing if place.name in names)
+        self._keep_moved_numbers()
         self._todo.clear()
+
+    def _keep_moved_numbers(self) -> None:
+        """Leave out the numbers that the user's code does not move."""
+        moved, used = numbers_of(self._own_codes)
+        self.numbers = [place for place in self.numbers if place.name in moved]
+        for place in self.numbers:
+            place.is_used = place.name in used
 
     def _visit(self, value: Any, path: str, name: str) -> None:
         """Search a value, later: the order is by distance from the function."""
@@ -168,6 +181,7 @@ class Search:
             self._held(Place(cell, None, f"variable {name!r}", name))
         if installed:
             return
+        self._own_codes.add(code)
         names = names_of(code)
         for name in names:
             value = held.get(name)
@@ -233,6 +247,8 @@ class Search:
         values = place.values()
         if any(is_kept(value) or holds_tensors(value) for value in values):
             self.places.append(place)
+        elif not items and len(values) == 1 and is_number(values[0]):
+            self.numbers.append(place)
         for number, value in enumerate(values):
             self._visit(value, f"{place.path}[{number}]" if items else place.path, place.name)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stratagem._core.fingerprints import PLAIN
+from stratagem._core.kept_numbers import KeptNumber
 from stratagem._core.kept_search import Place, Search, holds_tensors, is_kept
 from stratagem._core.managed import find_managed
 from stratagem._core.strategy_hooks import StrategyHooks
@@ -298,12 +299,13 @@ class KeptValues:
         self._found: list[Place] = []
         self._places: list[tuple[Place, list[Any]]] = []  # and what they held last
         self._kept: dict[int, _Kept] = {}
-        self._bound: list[_Bound] = []
-        self._all: Sequence[_Kept | _Bound] = ()
+        self._bound: list[_Bound | KeptNumber] = []
+        self._numbers: list[KeptNumber] = []
+        self._all: Sequence[_Kept | _Bound | KeptNumber] = ()
         self._tensors: list[Tensor] = []
         self._versions = 0
         self._by_memory = False
-        self._pending: list[_Kept | _Bound] = []
+        self._pending: list[_Kept | _Bound | KeptNumber] = []
         self._runs = 0
 
     @property
@@ -321,8 +323,9 @@ class KeptValues:
             found = Search(function)
             self.writes = found.writes
             self._found = [place for place in found.places if found.writes and _is_wanted(place)]
+            self._numbers = [KeptNumber(each, used=each.is_used) for each in found.numbers]
             self._places = []
-        if not self._found:
+        if not self._found and not self._numbers:
             return False
         if not self._places or any(
             _differ(place.values(), values) for place, values in self._places
@@ -340,7 +343,8 @@ class KeptValues:
 
     def _collect(self) -> None:
         """Find the tensors that the places hold now."""
-        before, self._kept, self._bound, self._places = self._kept, {}, [], []
+        before, self._kept, self._places = self._kept, {}, []
+        self._bound = [*self._numbers]
         todo = deque(self._found)
         holders = set()
         while todo:
@@ -396,7 +400,9 @@ class KeptValues:
             self._pending = [each for each in self._pending if each.own]
 
     def refuse_writes(self) -> None:
-        """Raise if replicas that run at the same time have written a tensor, other than by adding to it."""
+        """Raise if replicas that run at the same time have written a tensor or number, other than by adding to it."""
+        for number in self._numbers:
+            number.refuse_changes()
         if not self._may_be_written():
             return
         for kept in self._kept.values():

@@ -1,0 +1,269 @@
+"""Python numbers that a step moves: replicas that agree move them once, others are refused (issue 20, point 6)."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stratagem as sg
+from stratagem._core.kept_numbers import numbers_in, numbers_of
+from stratagem.errors import ReplicaError
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(5, 2, generator=torch.Generator().manual_seed(2))
+STEPS = 5  # the function is searched in the 1st, 2nd and 4th
+
+
+@pytest.fixture(params=["central2", "mirrored2"])
+def pair(request, make_strategy):
+    """Each strategy with two replicas."""
+    return make_strategy(request.param)
+
+
+@dataclasses.dataclass
+class Annealed:
+    """Numbers of a program that change in every step."""
+
+    tau: float = 1.0
+    beta: float = 0.25
+    turn: bool = False
+    floor: float = 1.0
+    average: float = 0.0
+    total: float = 0.0
+    rows: int = 0
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def train(strategy, program):
+    """Run a program under a strategy, or on one device; return its numbers and its parameters."""
+    if strategy is None:
+        model, step, found = program()
+        for _ in range(STEPS):
+            step((X, Y))
+    else:
+        with strategy.scope():
+            model, step, found = program()
+        list(strategy.run_steps(step, [(X, Y)] * STEPS))
+    return found(), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(strategy, program):
+    mine, plain = train(strategy, program), train(None, program)
+    assert mine[0] == pytest.approx(plain[0], rel=1e-5)
+    torch.testing.assert_close(mine[1], plain[1], rtol=1e-5, atol=1e-6)
+
+
+def trained(change, loss_of):
+    """A program that changes numbers before it computes the loss with them."""
+
+    def program():
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers = Annealed()
+
+        def step(batch):
+            x, y = batch
+            change(numbers, x)
+            optimizer.zero_grad()
+            loss = loss_of(numbers, F.mse_loss(model(x), y))
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, step, lambda: dataclasses.asdict(numbers)
+
+    return program
+
+
+def decay(numbers, x):
+    numbers.tau *= 0.5
+    numbers.beta += 0.125
+    numbers.floor = max(numbers.floor - 0.3, 0.1)
+    numbers.turn = not numbers.turn
+
+
+def weighted(numbers, loss):
+    return loss * numbers.tau * numbers.beta * numbers.floor * (2 if numbers.turn else 1)
+
+
+def test_numbers_move_once_per_step(pair):
+    """Temperatures, annealed weights and alternating flags, as attributes."""
+    assert_same(pair, trained(decay, weighted))
+
+
+def balance_of(x, gather):
+    rows = x.square().sum(1)
+    if gather and sg.in_cross_replica_context() is False:
+        rows = sg.get_replica_context().all_gather(rows, axis=0)
+    return rows.mean().item() - 3.5
+
+
+def balanced(gather):
+    """BEGAN: a weight of the loss follows the losses, in a closure variable that starts as an integer."""
+
+    def program():
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        k = 0
+
+        def step(batch):
+            nonlocal k
+            x, y = batch
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y) - k * model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            k = k + 0.1 * balance_of(x, gather)
+            k = min(
+                max(k, 0),
+                1,
+            )
+            print(f"k={k}")
+
+        return model, step, lambda: k
+
+    return program
+
+
+def test_a_number_that_depends_on_a_replicas_rows_is_refused(pair):
+    with pytest.raises(ReplicaError, match=r"number in variable 'k' differs(.|\n)*all_gather"):
+        train(pair, balanced(gather=False))
+
+
+def test_the_remedy_gives_the_number_of_one_device(pair):
+    """Also for uneven batches."""
+    assert_same(pair, balanced(gather=True))
+
+
+def test_a_refused_number_has_its_value_from_before_the_run(pair):
+    seen = []
+
+    def program():
+        model, step, found = balanced(gather=False)()
+        seen.append(found)
+        return model, step, found
+
+    with pytest.raises(ReplicaError):
+        train(pair, program)
+    assert seen[0]() == 0
+
+
+calls = 1.0
+
+
+def globally():
+    """The same for a global variable."""
+
+    def program():
+        global calls
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        calls = 1.0
+
+        def step(batch):
+            global calls
+            calls /= 2
+            optimizer.zero_grad()
+            (calls * F.mse_loss(model(batch[0]), batch[1])).backward()
+            optimizer.step()
+
+        return model, step, lambda: calls
+
+    return program
+
+
+def test_global_numbers_move_once_per_step(pair):
+    assert_same(pair, globally())
+
+
+def log(numbers, x):
+    numbers.average = 0.9 * numbers.average + 0.1 * x.mean().item()
+    numbers.total += x.sum().item()
+    numbers.rows += len(x)
+    print(f"{numbers.average} {numbers.total / numbers.rows}")
+
+
+def test_numbers_for_a_log_are_no_error_and_sums_add_up(pair):
+    """A logged average is the last replica's own; sums are those of all rows."""
+    program = trained(log, lambda numbers, loss: loss)
+    (mine, parameters), (plain, wanted) = train(pair, program), train(None, program)
+    torch.testing.assert_close(parameters, wanted, rtol=1e-5, atol=1e-6)
+    assert mine["total"] == pytest.approx(plain["total"], rel=1e-5)
+    assert mine["rows"] == plain["rows"]
+    own = 0.0
+    for _ in range(STEPS):
+        own = 0.9 * own + 0.1 * X[3:].mean().item()  # the rows of the last replica
+    assert mine["average"] == pytest.approx(own, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [sg.CentralStorageStrategy, sg.MirroredStrategy])
+def test_numbers_are_refused_if_replicas_run_at_the_same_time(kind):
+    with kind(["cpu:0", "cpu:1"], parallel_replicas=True) as strategy:
+        with pytest.raises(ReplicaError, match=r"'numbers' → Annealed\.(.|\n)*parallel_replicas"):
+            train(strategy, trained(decay, weighted))
+
+
+def sums(self, loss, n):
+    self.a += loss * n
+    self.b = self.b + loss.item()
+    self.c -= n
+    self.d = self.d + 0.9 * loss
+    self.e = loss.item()
+    self.f[0] = 2 * self.f[0]
+
+
+def recurrences(self, loss):
+    self.a = 0.9 * self.a + loss
+    self.b = self.b * 0.9 + loss
+    self.c = loss if self.c is None else min(self.c, loss)
+    self.d **= 2
+    self.e += 1
+    self.g = loss - self.g
+    self.h = (
+        self.h
+        * 2
+    )  # fmt: skip
+
+
+def uses(self, loss, writer):
+    print("loss", self.a, self.b)
+    writer.add_scalar("c", self.c)
+    writer.values.append(self.k)
+    text = f"{self.d}"
+    if self.e == -1.0 or self.f is None:
+        return text
+    weight = self.g * 2
+    (torch.log(loss) * self.h).backward()
+    writer.losses.append(loss * self.m)
+    if self.i > 0.5:
+        return weight
+    return self.j
+
+
+def scaled(self, loss):
+    return loss * self.uses()
+
+
+def around(self, loss):
+    self.scaled(loss).backward()
+
+
+def test_sums_are_no_recurrences():
+    assert numbers_in(sums.__code__).moved == frozenset()
+
+
+def test_recurrences_are_found():
+    assert numbers_in(recurrences.__code__).moved == frozenset("abcdegh")
+
+
+def test_what_goes_into_a_log_is_not_used():
+    _, alone = numbers_of([uses.__code__])
+    assert {name for name in alone if len(name) == 1} == set("ghim")
+    _, called = numbers_of([uses.__code__, scaled.__code__, around.__code__])
+    assert {name for name in called if len(name) == 1} == set("ghijm")

@@ -25,6 +25,10 @@ AHEAD = 8
 """Closures scheduled ahead, so that no worker waits."""
 
 BATCH = 4096
+
+LOOK_S = 0.02
+"""How often the memory of the servers is read: it takes as long as part of a step."""
+
 LIMIT_S = 300.0
 
 
@@ -85,11 +89,14 @@ class SaveWhileTraining(TableOnServers):
         alone = self._train(lambda began: time.perf_counter() - began > seconds)
         self.saves += 1
         before = self._memory()
-        peak = [before]
+        peak, looked = [before], [0.0]
         handle = self.manager.save(self.saves)
 
         def is_done(began: float) -> bool:
-            peak[0] = max(peak[0], self._memory())
+            now = time.perf_counter()
+            if now - looked[0] > LOOK_S:
+                looked[0] = now
+                peak[0] = max(peak[0], self._memory())
             return handle.done
 
         during = self._train(is_done)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem._ps.server import cut as cuts
-from stratagem._ps.server.cut import LEAST_ASIDE_BYTES, Cut
+from stratagem._ps.server.cut import Cut
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.types import Gradient, GroupSpec
 
@@ -142,29 +142,40 @@ def test_a_deleted_variable_is_still_saved() -> None:
     assert torch.equal(cut.tensors[1, 1, "sum"].read(0, ROWS), expected[1, 1, "sum"])
 
 
-def test_the_reading_thread_rests_until_a_write_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While other work needs all cores a save gives way; a write that waits for it ends that."""
-    monkeypatch.setattr(cuts, "_LONGEST_REST_S", 1000.0)
-    monkeypatch.setattr(cuts, "_runnable_threads", lambda: 10_000)
-    value = torch.zeros(2 * LEAST_ASIDE_BYTES // 4)
+@pytest.mark.parametrize("columns", [1, 16])
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_rows_are_those_of_the_cut_while_another_thread_writes(
+    small_buckets: None, columns: int, by_ids: bool
+) -> None:
+    """The reading thread sorts copies while the working thread makes further ones, and at last copies the rest."""
+    rows = 20_000
+    value = torch.randn(rows, columns)
+    expected = value.clone()
     cut = Cut({(1, 0, ""): value})
     cut.begin_reading()
-    rows = cut.tensors[1, 0, ""]
-    rested = threading.Event()
+    tensor = cut.tensors[1, 0, ""]
+    wanted = torch.arange(0, rows, 3) if by_ids else torch.arange(rows)
+    found: list[Tensor] = []
 
     def read() -> None:
-        half = len(value) // 2
-        rows.read(0, half)
-        cut.rest(1000.0)
-        rested.set()
-        rows.read(half, len(value))
+        for first in range(0, len(wanted), 50):
+            last = min(len(wanted), first + 50)
+            if by_ids:
+                found.append(tensor.read_ids(wanted[first:last], is_last=last == len(wanted)))
+            else:
+                found.append(tensor.read(first, last).clone())
 
     thread = threading.Thread(target=read)
     thread.start()
-    cut.before_write(1, None)  # has no room for the rest, and waits
-    assert rested.wait(60.0)
-    thread.join(60.0)
-    cut.rest(1000.0)  # returns at once from now on
-    monkeypatch.setattr(cuts, "_runnable_threads", lambda: 1)
-    Cut({}).rest(1000.0)  # and if a core is idle
+    chance = random.Random(columns)
+    writes = 0
+    while thread.is_alive():
+        ids = torch.tensor(sorted(chance.sample(range(rows), 200)))
+        is_dense = len(found) > 300
+        cut.before_write(1, None if is_dense else ids)
+        value[slice(None) if is_dense else ids] += 1
+        writes += 1
+    thread.join()
+    assert writes
+    assert torch.equal(torch.cat(found), expected[wanted])
     cut.close()

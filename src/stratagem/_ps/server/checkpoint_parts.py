@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,16 +198,8 @@ class SessionCheckpoints(Owner):
         cut.begin_reading()
 
         def write(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
-            worked_s = time.thread_time()
-
-            def progress_and_rest(nbytes: int) -> None:
-                nonlocal worked_s
-                progress(nbytes)
-                before_s, worked_s = worked_s, time.thread_time()
-                cut.rest(worked_s - before_s)
-
             try:
-                return files.write(path, parts, progress_and_rest)
+                return files.write(path, parts, progress)
             finally:
                 cut.close()  # writes that wait go on
 

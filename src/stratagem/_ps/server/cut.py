@@ -3,21 +3,24 @@
 A thread reads the rows in order (`CutTensor.read`). The working thread calls `Cut.before_write` before it changes
 rows: rows that were not read yet are copied aside first. Sparse writes copy the rows they touch, dense writes copy
 the rest of the tensor. The copies have a limit: beyond it a write waits until the reading thread has gone on.
+
+The working thread only appends copies to a list. The reading thread sorts them, outside of the lock.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Final, TypeAlias, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from stratagem._owner import Owner
+from stratagem._ps.rows import take_rows
 
 LEAST_ASIDE_BYTES: Final = 32 << 20
 """Copies that are always allowed; a tenth of the tensors' bytes, if that is more."""
@@ -31,12 +34,6 @@ _MOST_BUCKETS: Final = 64
 
 _MERGE_AFTER: Final = 8
 """Copies of one range that are kept apart before they are sorted into one."""
-
-_SHARE: Final = 8
-"""A save uses about one eighth of a core while other work needs all of them: two servers on two cores slow training by an
-eighth. Without other work it is not slowed down."""
-
-_LONGEST_REST_S: Final = 0.05
 
 _LOOK_S: Final = 1.0
 """How often a write that waits looks whether the cut was closed."""
@@ -69,7 +66,6 @@ class Cut(Owner):
         self._largest = 0
         self._changed = threading.Condition()
         self._is_read = False
-        self._is_pressed = False  # see `_hurry`
         self._closed = False
         self.tensors = {key: CutTensor(self, tensor) for key, tensor in tensors.items()}
         self._by_variable: dict[int, list[CutTensor]] = {}
@@ -86,31 +82,12 @@ class Cut(Owner):
         for one in self._by_variable.get(variable, ()):
             with self._changed:
                 while not self._closed and not one.locked_protect(ids, self._room()):
-                    self._hurry()
                     self._changed.wait(_LOOK_S)
 
     def begin_reading(self) -> None:
         """Note that a thread reads now: writes may wait for it from now on."""
         with self._changed:
             self._is_read = True
-
-    def rest(self, worked_s: float) -> None:
-        """Let other work of this machine go on, if it needs all cores and no write waits; called by the reading thread.
-
-        Args:
-            worked_s: processor time that the thread has used since the last call.
-        """
-        if self._is_pressed or _runnable_threads() <= len(os.sched_getaffinity(0)):
-            return
-        limit_s = min(worked_s * (_SHARE - 1), _LONGEST_REST_S)
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_pressed or self._closed, limit_s)
-
-    def _hurry(self) -> None:
-        """Let the reading thread go on without rests: copies use up their memory, or a write waits."""
-        if not self._is_pressed:
-            self._is_pressed = True
-            self._changed.notify_all()
 
     @property
     def most_aside_bytes(self) -> int:
@@ -135,25 +112,19 @@ class Cut(Owner):
         """Return how many bytes may be copied aside; None: any number, because no thread reads yet."""
         return self._limit - self._aside if self._is_read else None
 
+    def count(self, nbytes: int) -> None:
+        """Count copied (or freed) bytes."""
+        with self._changed:
+            self.locked_count(nbytes)
+
     def locked_count(self, nbytes: int) -> None:
         """Count copied (or freed) bytes."""
         self._aside += nbytes
         self._largest = max(self._largest, self._aside)
-        if self._aside > self._limit // 2:
-            self._hurry()
 
     def reading(self) -> threading.Condition:
         """Return the lock of all tensors."""
         return self._changed
-
-
-def _runnable_threads() -> int:
-    """Return how many threads of this machine run or wait for a core; the calling one counts."""
-    try:
-        with Path("/proc/loadavg").open("rb") as file:
-            return int(file.read().split()[3].partition(b"/")[0])
-    except OSError:
-        return 0
 
 
 @final
@@ -177,29 +148,39 @@ class CutTensor:
         self._rest: Tensor | None = None  # all rows from `_rest_from` on, copied
         self._rest_from = 0
         self._unit = max(1, _UNIT_BYTES // max(1, self._row_bytes))
-        self._marks: Tensor | None = None  # by group of rows: whether it was copied
+        self._marks: np.ndarray | None = None  # by group of rows: whether it was copied
         least = _BUCKET_BYTES // max(1, self._row_bytes)
         self._bucket_rows = max(1, least, -(-self._count // _MOST_BUCKETS))
-        self._buckets: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._log: list[_Copies] = []  # as the working thread copied them
+        # Of the reading thread alone:
+        self._unsorted: list[_Copies] = []
+        self._buckets: dict[int, list[_Copies]] = {}
         self._buffer: Tensor | None = None
 
     def read(self, first: int, last: int) -> Tensor:
         """Return rows ``first … last`` as they were; they stay so until the next call."""
         with self._cut.reading():
             rows = self._locked_rows(first, last)
-            self._read = last
-            self._locked_free(first, last)
-            self._cut.reading().notify_all()
+            self._locked_advance(last)
+        if first < last:
+            self._put_back(first, last, rows)
+        self._free(first, last)
         return rows
 
     def read_ids(self, ids: Tensor, *, is_last: bool) -> Tensor:
         """Return these rows as they were; later calls ask for later rows, and `is_last` for the last ones."""
         with self._cut.reading():
             first = self._read
-            self._read = self._count if is_last or not len(ids) else int(ids[-1]) + 1
-            rows = self._locked_ids(ids)
-            self._locked_free(first, self._read)
-            self._cut.reading().notify_all()
+            last = self._count if is_last or not len(ids) else int(ids[-1]) + 1
+            rest = self._rest
+            rows = (self._rows if rest is None else rest).index_select(0, ids - self._rest_from)
+            self._locked_advance(last)
+        if len(ids):
+            for some, values in self._copies_of(first, last):
+                place = torch.searchsorted(ids, some).clamp_(max=len(ids) - 1)
+                found = ids[place] == some
+                rows[place[found]] = values[found]
+        self._free(first, last)
         return rows
 
     def locked_protect(self, ids: Tensor | None, room: int | None) -> bool:
@@ -216,9 +197,7 @@ class CutTensor:
             assert self._marks is not None
             self._marks[groups] = True
             self._cut.locked_count(needed)
-            for bucket, some in self._by_bucket(fresh):
-                copied = self._rows.index_select(0, some)
-                self._buckets.setdefault(bucket, []).append((some, copied))
+            self._log.append(_Copies(fresh, take_rows(self._rows, fresh)))
         return True
 
     def _locked_protect_rest(self, room: int | None) -> bool:
@@ -226,36 +205,24 @@ class CutTensor:
         if room is not None and needed > room:
             return False
         self._cut.locked_count(needed)
-        rest = self._rows[self._read :].clone()
-        for bucket in list(self._buckets):
-            self._locked_put_back(bucket, self._read, self._count, rest)
-            self._locked_drop(bucket)
-        self._rest, self._rest_from = rest, self._read
+        self._rest, self._rest_from = self._rows[self._read :].clone(), self._read
         return True
 
-    def _fresh(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _fresh(self, ids: Tensor) -> tuple[Tensor, np.ndarray]:
         """Return the rows of `ids` (and of their groups) to copy, and the groups."""
         if self._marks is None:
-            self._marks = torch.zeros(-(-self._count // self._unit), dtype=torch.bool)
-        unit = self._unit
-        groups = ids if unit == 1 else torch.unique_consecutive(ids // unit)
-        groups = groups[~self._marks[groups] & (groups * unit + (unit - 1) >= self._read)]
+            # The kernel provides these zeros page by page, as they are used; torch would write all of them now.
+            self._marks = np.zeros(-(-self._count // self._unit), dtype=np.bool_)
+        unit, groups = self._unit, ids.numpy()
+        if unit > 1:
+            groups = groups // unit
+            groups = groups[np.diff(groups, prepend=-1) != 0]
+        groups = groups[groups.searchsorted(self._read // unit) :]
+        groups = groups[~self._marks.take(groups)]
         if unit == 1:
-            return groups, groups
-        rows = (groups[:, None] * unit + torch.arange(unit)).flatten()
-        return rows[rows < self._count], groups
-
-    def _by_bucket(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-        first = int(ids[0]) // self._bucket_rows
-        last = int(ids[-1]) // self._bucket_rows
-        if first == last:
-            yield first, ids
-            return
-        bounds = torch.arange(first + 1, last + 1) * self._bucket_rows
-        sizes = torch.searchsorted(ids, bounds).tolist()
-        for number, (low, high) in enumerate(zip([0, *sizes], [*sizes, len(ids)], strict=True)):
-            if low < high:
-                yield first + number, ids[low:high].clone()
+            return torch.from_numpy(groups), groups
+        rows = (groups[:, None] * unit + np.arange(unit)).ravel()
+        return torch.from_numpy(rows[rows < self._count]), groups
 
     def _locked_rows(self, first: int, last: int) -> Tensor:
         if self._is_copy or first == last:
@@ -264,46 +231,78 @@ class CutTensor:
             return self._rest[first - self._rest_from : last - self._rest_from]
         if self._buffer is None or len(self._buffer) < last - first:
             self._buffer = torch.empty_like(self._rows[first:last])
-        rows = self._buffer[: last - first].copy_(self._rows[first:last])
-        for bucket in range(first // self._bucket_rows, (last - 1) // self._bucket_rows + 1):
-            self._locked_put_back(bucket, first, last, rows)
-        return rows
+        return self._buffer[: last - first].copy_(self._rows[first:last])
 
-    def _locked_ids(self, ids: Tensor) -> Tensor:
-        if self._rest is not None:
-            return self._rest.index_select(0, ids - self._rest_from)
-        rows = self._rows.index_select(0, ids)
-        if self._is_copy or not len(ids):
-            return rows
-        low, high = (one // self._bucket_rows for one in ids[[0, -1]].tolist())
-        for bucket in range(low, high + 1):
-            for some, values in self._buckets.get(bucket, ()):
-                place = torch.searchsorted(ids, some).clamp_(max=len(ids) - 1)
-                found = ids[place] == some
-                rows[place[found]] = values[found]
-        return rows
+    def _locked_advance(self, last: int) -> None:
+        """Note that rows before `last` were read, and take the copies that were made of them and of others."""
+        self._read = last
+        self._unsorted += self._log
+        self._log = []
 
-    def _locked_put_back(self, bucket: int, first: int, last: int, rows: Tensor) -> None:
-        """Put copied rows of a bucket back into `rows`, which are those from `first` to `last`."""
-        copies = self._buckets.get(bucket, [])
-        if len(copies) > _MERGE_AFTER:
-            ids, order = torch.sort(torch.cat([some for some, _ in copies]))
-            copies[:] = [(ids, torch.cat([values for _, values in copies])[order])]
-        for ids, values in copies:
-            low, high = torch.searchsorted(ids, torch.tensor((first, last))).tolist()
+    def _put_back(self, first: int, last: int, rows: Tensor) -> None:
+        """Put copied rows back into `rows`, which are those from `first` to `last`."""
+        bounds = torch.tensor((first, last))
+        for ids, values in self._copies_of(first, last):
+            low, high = torch.searchsorted(ids, bounds).tolist()
             if low < high:
                 rows.index_copy_(0, ids[low:high] - first, values[low:high])
 
-    def _locked_free(self, first: int, last: int) -> None:
-        if self._rest is not None and last == self._count:
-            self._cut.locked_count(-(self._count - self._rest_from) * self._row_bytes)
-            self._rest = None  # a part that `read` returned keeps it until the next call
+    def _copies_of(self, first: int, last: int) -> Iterator[_Copies]:
+        """Yield all copies of rows from `first` to `last`, and perhaps of others."""
+        if len(self._unsorted) > _MERGE_AFTER:
+            self._sort(first)
+        yield from self._unsorted
+        for bucket in range(first // self._bucket_rows, (last - 1) // self._bucket_rows + 1):
+            copies = self._buckets.get(bucket, [])
+            if len(copies) > _MERGE_AFTER:
+                copies[:] = [_merged(copies)]
+            yield from copies
+
+    def _sort(self, first: int) -> None:
+        """Sort copies into buckets; those of rows before `first` are not needed any more."""
+        ids, values = _merged(self._unsorted)
+        self._unsorted = []
+        start = int(torch.searchsorted(ids, first))
+        self._cut.count(-start * (self._row_bytes + ids.itemsize))
+        buckets = torch.arange(-(-self._count // self._bucket_rows) + 1)
+        places = torch.searchsorted(ids, buckets * self._bucket_rows).tolist()
+        for bucket, (low, high) in enumerate(itertools.pairwise(places)):
+            begin = max(low, start)
+            if begin < high:
+                # Clones, so that the memory of a bucket can be freed.
+                copies = _Copies(ids[begin:high].clone(), values[begin:high].clone())
+                self._buckets.setdefault(bucket, []).append(copies)
+
+    def _free(self, first: int, last: int) -> None:
+        """Free the copies of rows that were read."""
+        freed: list[_Copies] = []
         for bucket in range(first // self._bucket_rows, last // self._bucket_rows + 1):
             if (bucket + 1) * self._bucket_rows <= last or last == self._count:
-                self._locked_drop(bucket)
+                freed += self._buckets.pop(bucket, ())
         if last == self._count:
-            self._marks = self._buffer = None
+            freed += self._unsorted
+            self._unsorted = []
+        nbytes = sum(ids.numel() * (self._row_bytes + ids.itemsize) for ids, _ in freed)
+        with self._cut.reading():
+            if last == self._count:
+                self._marks = self._buffer = (
+                    None  # `read` returned a part of the buffer: it stays until the next call
+                )
+                if self._rest is not None:
+                    nbytes += (self._count - self._rest_from) * self._row_bytes
+                    self._rest = None
+            self._cut.locked_count(-nbytes)
+            self._cut.reading().notify_all()
 
-    def _locked_drop(self, bucket: int) -> None:
-        for ids, _ in self._buckets.pop(bucket, ()):
-            self._cut.locked_count(-ids.numel() * (self._row_bytes + ids.itemsize))
+
+class _Copies(NamedTuple):
+    """Copied rows with their ascending numbers."""
+
+    ids: Tensor
+    values: Tensor
+
+
+def _merged(copies: Sequence[_Copies]) -> _Copies:
+    """Return copies of different rows as one."""
+    ids, order = torch.sort(torch.cat([one.ids for one in copies]))
+    return _Copies(ids, torch.cat([one.values for one in copies])[order])

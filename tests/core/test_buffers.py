@@ -105,6 +105,7 @@ class Counting(nn.Module):
         return self.total
 
 
+@pytest.mark.filterwarnings("ignore:Replicas wrote different values to the buffer")
 def test_assigned_buffers_are_merged_like_written_ones(two):
     """Same shapes: the row-weighted mean; different shapes: that of the first replica with rows."""
     with two.scope():
@@ -165,6 +166,7 @@ class Late(nn.Module):
         return self.seen.clone()
 
 
+@pytest.mark.filterwarnings("ignore:Replicas wrote different values to the buffer")
 def test_a_buffer_registered_inside_run_is_each_replicas_own_at_once(two):
     """RUN-9: created once, yet the writes of this very run stay apart until its end."""
     with two.scope():
@@ -175,3 +177,56 @@ def test_a_buffer_registered_inside_run_is_each_replicas_own_at_once(two):
     assert float(module.seen) == pytest.approx(4 * 4 / 6 + 2 * 2 / 6)
     inside = two.local_results(two.run(module, args=(parts,)))
     assert float(inside[0] - inside[1]) == pytest.approx(2.0)
+
+
+class Codebook(nn.Module):
+    """Counts of codes as in vector quantisation, running statistics and a flag."""
+
+    def __init__(self, *, combine=False, kind=torch.float32):
+        super().__init__()
+        self.combine = combine
+        self.register_buffer("cluster_size", torch.zeros(3, dtype=kind))
+        self.register_buffer("running_mean", torch.zeros(3))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x):
+        n = torch.bincount(x.argmax(1), minlength=3)
+        if self.combine:
+            n = sg.get_replica_context().all_reduce("sum", n)
+        self.cluster_size.copy_(self.cluster_size // 2 + n)
+        self.running_mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.ready.fill_(True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "becomes"), [(torch.float32, "mean of these"), (torch.int64, "value of the first")]
+)
+def test_a_buffer_that_replicas_write_differently_is_named_once(two, kind, becomes):
+    """A sum over rows cannot be told from a mean, so the user is told; ``running_mean`` is known to be a mean."""
+    with two.scope():
+        module = Codebook(kind=kind)
+    parts = sg.PerReplica(cut(4, 2))
+    with pytest.warns(
+        UserWarning, match=rf"buffer cluster_size of shape \(3,\).*{becomes}"
+    ) as seen:
+        two.run(module, args=(parts,))
+    assert len(seen) == 1
+    for _ in range(4):
+        two.run(module, args=(parts,))  # a second warning would be an error
+    with two.scope():
+        other = Codebook(kind=kind)
+    with pytest.warns(UserWarning, match="cluster_size"):
+        two.run(other, args=(parts,))
+
+
+def test_a_sum_that_is_combined_first_equals_that_of_one_device(two):
+    """The remedy of the warning, which is an error here."""
+    with two.scope():
+        module = Codebook(combine=True)
+    plain, parts = Codebook(), cut(4, 2)
+    for _ in range(3):
+        two.run(module, args=(sg.PerReplica(parts),))
+        plain(torch.cat(parts))
+    torch.testing.assert_close(module.cluster_size, plain.cluster_size)
+    torch.testing.assert_close(module.running_mean, plain.running_mean)
+    assert module.ready

@@ -7,6 +7,7 @@ never written is copied once.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 COMPARED_ELEMENTS = 65_536
 """Buffers up to this size are compared by value: more than any layer's channels, at most 10 µs."""
+
+STATISTICS = frozenset({"running_mean", "running_var"})
+"""Names of buffers that torch's layers, and others like them, fill with means over rows."""
 
 
 class BufferCopy:
@@ -86,13 +90,15 @@ class ReplicatedBuffer:
         central: the buffer that code outside replicas works with.
     """
 
-    __slots__ = ("__weakref__", "_copies", "_names", "_strategy", "central")
+    __slots__ = ("__weakref__", "_copies", "_merges", "_names", "_strategy", "_warned", "central")
 
     def __init__(self, central: Tensor, strategy: StrategyHooks) -> None:
         self.central = central
         self._strategy = weakref.ref(strategy)
         self._copies: dict[int, BufferCopy] = {}
         self._names: list[tuple[weakref.ref[BuffersByReplica], str]] = []
+        self._merges = 0
+        self._warned = False
 
     def resolve(self) -> Tensor:
         """Return central outside replicas, and the replica's copy in a replica of our strategy."""
@@ -173,6 +179,7 @@ class ReplicatedBuffer:
             return
         live = [copy for copy in copies if weights[copy.replica_id] > 0] or copies[:1]
         central = self.central
+        self._warn_if_different(live)
         with torch.inference_mode(False), torch.no_grad():
             merged = _merge(live, weights, central.device)
             if merged.shape == central.shape and merged.dtype == central.dtype:
@@ -184,6 +191,30 @@ class ReplicatedBuffer:
                     dict.__setitem__(buffers, name, merged)
         for copy in copies:
             copy.source = None  # made again from central at the next use
+
+    def _warn_if_different(self, copies: Sequence[BufferCopy]) -> None:
+        """Warn once if the replicas wrote different values that need not be statistics; look in the 1st, 2nd, 4th, … merge."""
+        self._merges += 1
+        if self._warned or len(copies) == 1 or self._merges & (self._merges - 1):
+            return
+        names = sorted({name for _, name in self._places()})
+        first = copies[0].tensor
+        if STATISTICS.issuperset(names) or all(_is_same(first, copy.tensor) for copy in copies[1:]):
+            return
+        self._warned = True
+        result = (
+            "becomes the mean of these values, weighted by rows. That is the value of one device for a mean over rows, not "
+            "for a sum, a count or a queue of rows"
+            if first.is_floating_point()
+            else "becomes the value of the first replica"
+        )
+        warnings.warn(
+            f"Replicas wrote different values to the buffer {' = '.join(names)} of shape {tuple(first.shape)}, and it {result}. "
+            "Combine what is added over the replicas before you write it: "
+            'n = sg.get_replica_context().all_reduce("sum", n) for sums and counts (codebooks of vector quantisation), '
+            "all_gather(rows, axis=0) for rows. Then every replica writes the same value.",
+            stacklevel=2,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -207,6 +238,13 @@ def _alive(buffer: ReplicatedBuffer) -> StrategyHooks:
     strategy = buffer.strategy
     assert strategy is not None, "the caller checks that the strategy exists"
     return strategy
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    one, other = one.detach(), other.detach().to(one.device)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or torch.allclose(one, other, equal_nan=True)
 
 
 def _merge(copies: Sequence[BufferCopy], weights: Sequence[float], device: torch.device) -> Tensor:

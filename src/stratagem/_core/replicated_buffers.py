@@ -254,8 +254,8 @@ def _merge(copies: Sequence[BufferCopy], weights: Sequence[float], device: torch
     if len(tensors) == 1 or not alike or not (first.is_floating_point() or first.is_complex()):
         return first
     total = sum(weights[copy.replica_id] for copy in copies)
-    if total <= 0:
-        return first
+    if total <= 0 or all(torch.equal(first, other) for other in tensors[1:]):
+        return first  # equal copies exactly: the mean of 7.0 and 7.0 by rows may be 7.0000005
     merged = first * (weights[copies[0].replica_id] / total)
     for copy, tensor in zip(copies[1:], tensors[1:], strict=True):
         merged.add_(tensor, alpha=weights[copy.replica_id] / total)

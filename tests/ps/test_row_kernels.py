@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stratagem._ps import row_kernels, rows
+from stratagem._ps.row_kernels import TableShards
 from stratagem._ps.server import row_step
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.types import Gradient, GroupSpec
@@ -62,7 +63,8 @@ def test_ids_that_are_too_far_apart_are_left_to_numpy(built, monkeypatch):
 def test_rows_come_from_all_shards(built, width, dtype):
     table = torch.arange(90 * width).view(90, width).to(dtype)
     ids = torch.randint(0, 90, (500,), generator=torch.Generator().manual_seed(width))
-    taken = built.take([table[:10], table[10:40], table[40:]], (0, 10, 40), ids)
+    shards = TableShards([table[:10], table[10:40], table[40:]], (0, 10, 40))
+    taken = built.take(shards, ids)
     assert torch.equal(taken, table[ids])
 
 
@@ -77,7 +79,7 @@ def test_an_id_that_changes_after_the_check_stays_inside_the_table(built, bad):
     built.step_adagrad(table, torch.ones(6, 4), ids, torch.ones(2, 4), 1.0, 1e-10)
     assert memory[[0, 2, 4, 5, 6, 7]].abs().sum() == 0
     assert (memory[[1, 3]] < -1).all()
-    assert torch.equal(built.take([table], (0,), ids), table[[0, 2]])
+    assert torch.equal(built.take(TableShards([table], (0,)), ids), table[[0, 2]])
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 16, 33])

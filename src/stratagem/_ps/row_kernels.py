@@ -33,13 +33,31 @@ def is_plain(*tensors: Tensor) -> bool:
         >>> is_plain(torch.zeros(2, 3)), is_plain(torch.zeros(3, 2).t()), is_plain(torch.zeros(2))
         (True, False, False)
     """
-    return all(
-        one.dtype is torch.float32
-        and one.dim() == 2
-        and one.device.type == "cpu"
-        and one.is_contiguous()
-        for one in tensors
-    )
+    for one in tensors:
+        if not (
+            one.dtype is torch.float32 and one.dim() == 2 and one.is_cpu and one.is_contiguous()
+        ):
+            return False
+    return True
+
+
+@final
+class TableShards:
+    """Addresses of the contiguous shards of a table. To find them takes as long as to copy a hundred rows.
+
+    Args:
+        tensors: the shards; this object does not keep their memory.
+        firsts: number of the first row of each.
+    """
+
+    __slots__ = ("addresses", "count", "dtype", "firsts", "row", "row_bytes")
+
+    def __init__(self, tensors: Sequence[Tensor], firsts: Sequence[int]) -> None:
+        table, self.count = tensors[0], len(tensors)
+        self.row, self.dtype = tuple(table.shape[1:]), table.dtype
+        self.row_bytes = math.prod(self.row) * table.element_size()
+        self.addresses = (_ADDRESS * self.count)(*[one.data_ptr() for one in tensors])
+        self.firsts = (_COUNT * (self.count + 1))(*firsts, firsts[-1] + tensors[-1].shape[0])
 
 
 @final
@@ -77,18 +95,13 @@ class RowKernels:
         """Return whether all ids are from 0 to below `rows`."""
         return bool(self._in_range(ids.data_ptr(), ids.numel(), rows))
 
-    def take(self, tables: Sequence[Tensor], firsts: Sequence[int], ids: Tensor) -> Tensor:
-        """Return copies of rows of a table whose contiguous shards begin with the rows `firsts`."""
-        table, count = tables[0], len(tables)
-        taken = torch.empty((ids.numel(), *table.shape[1:]), dtype=table.dtype)
+    def take(self, shards: TableShards, ids: Tensor) -> Tensor:
+        """Return copies of rows of a table."""
+        count = ids.numel()
+        taken = torch.empty((count, *shards.row), dtype=shards.dtype)
         self._take_rows(
-            (_ADDRESS * count)(*[one.data_ptr() for one in tables]),
-            (_COUNT * (count + 1))(*firsts, firsts[-1] + tables[-1].shape[0]),
-            count,
-            ids.data_ptr(),
-            ids.numel(),
-            math.prod(table.shape[1:]) * table.element_size(),
-            taken.data_ptr(),
+            *(shards.addresses, shards.firsts, shards.count, ids.data_ptr(), count),
+            *(shards.row_bytes, taken.data_ptr()),
         )
         return taken
 
@@ -124,22 +137,23 @@ class RowKernels:
 
     def step_sgd(self, table: Tensor, ids: Tensor, values: Tensor, rate: float) -> None:
         """Subtract `rate` times the gradient from rows with unique ids; all tensors are plain."""
+        rows = table.shape[0]  # len() of a tensor takes ten times as long
         self._step_sgd(
-            table.data_ptr(), len(table), ids.data_ptr(), values.data_ptr(), *values.shape, -rate
+            table.data_ptr(), rows, ids.data_ptr(), values.data_ptr(), *values.shape, -rate
         )
 
     def step_adagrad(
         self, table: Tensor, sums: Tensor, ids: Tensor, values: Tensor, rate: float, epsilon: float
     ) -> None:
         """Do Adagrad's step on rows with unique ids; all tensors are plain."""
-        rows, all_rows, width = len(values), len(table), values.shape[1]
+        (rows, width), all_rows = values.shape, table.shape[0]
         totals = torch.empty(min(rows, _ROWS_AT_ONCE), width)
         to, number, value = totals.data_ptr(), ids.data_ptr(), values.data_ptr()
         table_at, sums_at = table.data_ptr(), sums.data_ptr()
         for start in range(0, rows, _ROWS_AT_ONCE):
             count = min(_ROWS_AT_ONCE, rows - start)
             self._add_squares(sums_at, all_rows, number, value, count, width, to)
-            totals[:count].sqrt_()
+            (totals if count == totals.shape[0] else totals[:count]).sqrt_()
             self._add_quotients(table_at, all_rows, number, value, to, count, width, -rate, epsilon)
             number += 8 * count
             value += 4 * count * width

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem._ps.disk_rows import touch_rows
-from stratagem._ps.row_kernels import is_plain, kernels
+from stratagem._ps.row_kernels import TableShards, is_plain, kernels
 
 _MANY = 4096
 """Numbers from which the kernels with a higher fixed cost are faster."""
@@ -119,7 +119,7 @@ def take_rows(table: Tensor, ids: Tensor) -> Tensor:
     plain = table.detach()
     touch_rows(plain, ids)
     if kernels is not None and table.is_contiguous() and ids.is_contiguous() and table.dim() > 1:
-        return kernels.take((plain,), (0,), ids)
+        return kernels.take(TableShards((plain,), (0,)), ids)
     if _sums_fast(plain, ids):
         bags = torch.from_numpy(_count_to(ids.numel()))
         return torch.embedding_bag(plain, ids, bags, False, 0, False, None, False)[0]

@@ -80,7 +80,11 @@ def state_of(obj: Stateful) -> Any:
     """
     if isinstance(obj, Optimizer):
         return [
-            {name: as_number(value) for name, value in dict.items(group) if name not in _NO_SETTING}
+            {
+                name: value if type(value) in PLAIN else as_number(value)
+                for name, value in dict.items(group)
+                if name not in _NO_SETTING
+            }
             for group in obj.param_groups
         ]
     if isinstance(obj, StepCounter):

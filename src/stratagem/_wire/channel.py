@@ -247,6 +247,21 @@ class Channel(Owner):
             lambda: self._inbox.popleft() if self._inbox else None, time.monotonic() + timeout_s
         )
 
+    def receive_some(self, *, timeout_s: float, most: int) -> list[Frame]:
+        """Wait for a request or notification; return it and those that came with it, at most so many.
+
+        Raises:
+            ConnectionLost: the peer is gone.
+        """
+        first = self.receive(timeout_s=timeout_s)
+        if first is None:
+            return []
+        found = [first]
+        with self._lock:
+            while self._inbox and len(found) < most:
+                found.append(self._inbox.popleft())
+        return found
+
     # -- serving ------------------------------------------------------------------------------
 
     def fileno(self) -> int:

@@ -369,24 +369,23 @@ class Engine:
             self.result_condition.run_callbacks()
 
     def _send_closures(self, link: WorkerLink) -> None:
+        # Once: whoever queues a closure after `take` calls this function, too, and waits for `sending`.
         with link.sending:
-            while True:
-                with self.lock:
-                    was_full = self.queue.full
-                    closures = [self.closures[number] for number in self.queue.take(link.number)]
-                if not closures:
-                    return
-                batch: list[Encoded] = []
-                for closure in closures:
-                    self.sender.add(link, closure, batch)
-                sent_at = time.perf_counter()
-                for closure in closures:
-                    closure.sent_at = sent_at
-                if was_full:
-                    with self.changed:
-                        self.changed.notify_all()  # schedule() may wait for a free place
-                if not link.send(batch):
-                    return
+            with self.lock:
+                was_full = self.queue.full
+                closures = [self.closures[number] for number in self.queue.take(link.number)]
+            if not closures:
+                return
+            batch: list[Encoded] = []
+            for closure in closures:
+                self.sender.add(link, closure, batch)
+            sent_at = time.perf_counter()
+            for closure in closures:
+                closure.sent_at = sent_at
+            if was_full:
+                with self.changed:
+                    self.changed.notify_all()  # schedule() may wait for a free place
+            link.send(batch)
 
     def _fence(self, link: WorkerLink, incarnation: int) -> None:
         try:

@@ -329,15 +329,9 @@ class WorkerLink:
         try:
             self._events.worker_up(self)
             while not self._stop.is_set():
-                frame = channel.receive(timeout_s=RECEIVE_S)
-                if frame is None:
+                frames = channel.receive_some(timeout_s=RECEIVE_S, most=RESULTS_AT_ONCE)
+                if not frames:
                     continue
-                frames = [frame]
-                while len(frames) < RESULTS_AT_ONCE:
-                    more = channel.receive(timeout_s=0.0)
-                    if more is None:
-                        break
-                    frames.append(more)
                 if faults.active is not None:
                     faults.active.at("coordinator.finished")
                 self._events.worker_reports(self, frames)

@@ -22,7 +22,7 @@ from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.disk_rows import touch_rows
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
-from stratagem._ps.row_kernels import kernels
+from stratagem._ps.row_kernels import TableShards, kernels
 from stratagem._ps.rows import as_pieces, take_from_shards, take_rows
 from stratagem._ps.types import InitOp
 from stratagem._wire import codec
@@ -73,6 +73,7 @@ class RemoteVariable:
         self._life = object()  # replaced with every server
         self._mapping: _MappedLife | None = None
         self._arrays: tuple[tuple[MappedVariable, ...], list[Any]] | None = None
+        self._addresses: tuple[tuple[MappedVariable, ...], TableShards] | None = None
         self._assembled: Tensor | None = None
         self._assembled_from: tuple[int, ...] = ()
         self.rename(description.name)
@@ -129,10 +130,17 @@ class RemoteVariable:
             self._arrays = mapped, [] if any(one is None for one in found) else found
         return self._arrays[1]
 
+    def _shards(self, mapped: tuple[MappedVariable, ...]) -> TableShards:
+        """Return the addresses of the mapped shards."""
+        if self._addresses is None or self._addresses[0] is not mapped:
+            tensors = [one.tensor for one in mapped]
+            self._addresses = mapped, TableShards(tensors, self.layout.offsets)
+        return self._addresses[1]
+
     def _let_go(self) -> None:
         """Let go of the servers' memory."""
         self._life = object()
-        self._mapping = self._arrays = None
+        self._mapping = self._arrays = self._addresses = None
         self._assembled = None
 
     def forget_seen(self) -> None:
@@ -154,8 +162,9 @@ class RemoteVariable:
 
     def versions(self) -> tuple[int, ...]:
         """Return the shards' versions now; a memory read on the same host, else a request per server."""
-        if self.mapped is not None:
-            return tuple(one.version for one in self.mapped)
+        mapped = self.mapped
+        if mapped is not None:
+            return (mapped[0].version,) if len(mapped) == 1 else tuple(m.version for m in mapped)
         return tuple(
             self._client.versions(place.server, (place.variable,))[place.variable]
             for place in self.places
@@ -268,21 +277,22 @@ class RemoteVariable:
 
         `ids` are in range.
         """
-        is_shared = self.mapped is not None
+        is_shared, client = self.mapped is not None, self._client
         if not is_shared or not ids.numel():
             return None
-        with _read_time.measure(), self._client.lock:
-            self._client.wait_for_writes()
+        with _read_time.measure(), client.lock:
+            if not client.outbox.is_idle:
+                client.wait_for_writes()
             mapped = self.mapped  # a shard may have moved meanwhile
             if mapped is None or (len(mapped) > 1 and not self._pieces(mapped)):
                 return None
-            self.seen = tuple(one.version for one in mapped)
+            self.seen = tuple([one.version for one in mapped])
             if len(mapped) == 1:
                 return take_rows(mapped[0].tensor, ids)
             for one, offset in zip(mapped, self.layout.offsets, strict=True):
                 touch_rows(one.tensor, ids, offset)
             if kernels is not None:
-                return kernels.take([one.tensor for one in mapped], self.layout.offsets, ids)
+                return kernels.take(self._shards(mapped), ids)
             rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
             return take_from_shards(self._pieces(mapped), self.layout.offsets, ids, rows)
 

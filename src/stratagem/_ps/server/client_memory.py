@@ -7,11 +7,12 @@ kept, and so are whole writes, decoded and ready to be applied again, by the byt
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 from torch import Tensor
 
+from stratagem._ps.server.stored_variable import StoredVariable
 from stratagem._ps.types import Gradient, JoinedGradient, WriteId
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.messages import Frame, SegmentRef, TensorRef
@@ -27,20 +28,26 @@ _LONGEST_WRITE_BYTES: Final = 1 << 18
 """Limits per client: writes kept, variables they write in all, bytes of one write's message."""
 
 
+class Touched(NamedTuple):
+    """A variable that a write changes, and where it is in shared memory."""
+
+    variable: StoredVariable
+    segment: shm.Segment
+    offset: int
+
+
 class PreparedWrite(NamedTuple):
     """A write, decoded, its tensors and variables found.
 
     Attributes:
         epoch: identifies the variables and optimizers of the session; after a change, it is another object.
         calls: what to do, in order; each takes the identity of the write.
-        touched: numbers of the variables, each once.
-        places: where these are in shared memory: segment and offset.
+        touched: the variables, by number.
     """
 
     epoch: object
     calls: Sequence[Callable[[WriteId], object]]
-    touched: Sequence[int]
-    places: Sequence[tuple[shm.Segment, int]]
+    touched: Mapping[int, Touched]
 
 
 @final

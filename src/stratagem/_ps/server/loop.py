@@ -173,13 +173,14 @@ class ParameterServer(Owner):
                 while self._arrivals:
                     self._admit(self._arrivals.popleft())
                 now = time.monotonic()
+                if now < self._next_facts:
+                    continue
                 for name, shard, lease_s in self._sessions.expired(now):
                     reason = f"its coordinator has been gone for {lease_s:g} s"
                     backup = self._sessions.get(name, shard)
                     is_backup = backup is not None and backup.is_backup
                     self._end_session(name, reason, shard=shard if is_backup else None)
-                if now >= self._next_facts:
-                    self._publish_facts()
+                self._publish_facts()
         finally:
             self._replication.abandon()  # the backups stay
             for connection in list(self._connections):
@@ -315,8 +316,9 @@ class ParameterServer(Owner):
     def _must_wait(connection: DataConnection) -> bool:
         """Return whether the next request waits until the state of its session has been sent to a backup."""
         link = None if connection.session is None else connection.session.link
-        is_decision = isinstance(connection.inbox[0].message, messages.SetBackup)
-        return link is not None and link.is_streaming and not is_decision
+        if link is None or not link.is_streaming:
+            return False
+        return not isinstance(connection.inbox[0].message, messages.SetBackup)
 
     def _park(self, connection: DataConnection) -> None:
         connection.is_parked = True
@@ -347,14 +349,15 @@ class ParameterServer(Owner):
         buffers: Sequence[Buffer] = ()
         try:
             message: Message | None
-            if isinstance(frame.message, _ABOUT_SESSIONS):
+            kind = type(frame.message)
+            if kind in _ABOUT_SESSIONS:
                 message = self._about_session(connection, frame.message)
-            elif isinstance(frame.message, messages.SetBackup):
+            elif kind is messages.SetBackup:
                 message = self._replication.set_backup(connection, frame)
-            elif isinstance(frame.message, messages.CloseReplica):
+            elif kind is messages.CloseReplica:
                 self._close_replica(connection)
                 return
-            elif isinstance(frame.message, ON_LINKS):
+            elif kind in ON_LINKS:
                 message = self._replication.on_link(connection, frame)
             else:
                 if connection.session is None:

@@ -23,8 +23,9 @@ from stratagem._ps.server.checkpoint_parts import (
     SessionCheckpoints,
     ledger_from,
 )
-from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite
+from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite, Touched
 from stratagem._ps.server.ledger import Admission
+from stratagem._ps.server.repeated_push import repeated_push
 from stratagem._ps.server.state_messages import read_state, sent_state
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.server.value_replies import ValueReplies
@@ -289,14 +290,15 @@ class Session:
         if admission is Admission.DUPLICATE:
             versions = self.store.versions(touched)
             return self._written(versions, frame, memory, duplicate=True)
-        for segment, offset in prepared.places:
+        for _, segment, offset in touched.values():
             segment.begin_write(offset)
         try:
             for call in prepared.calls:
                 call(origin)
         finally:
-            versions = self.store.versions(touched)
-            for (segment, offset), version in zip(prepared.places, versions.values(), strict=True):
+            versions = {}
+            for number, (variable, segment, offset) in touched.items():
+                versions[number] = version = variable.version
                 segment.publish(offset, version)
         if faults.active is not None:
             faults.active.at("server.after_apply")
@@ -340,10 +342,12 @@ class Session:
                 return known
         operations = messages.decode_operations(message.operations)
         calls = [self._prepare(one, frame, memory) for one in operations]
-        touched = list(dict.fromkeys(n for one in operations for n in _variables_of(one)))
-        self.store.versions(touched)  # raises if one is unknown
-        places = [self._places[variable][:2] for variable in touched]
-        prepared = PreparedWrite(self._epoch, calls, touched, places)
+        touched: dict[int, Touched] = {}
+        for number in [number for one in operations for number in _variables_of(one)]:
+            if number not in touched:
+                variable = self.store.find(number)  # raises if it is unknown
+                touched[number] = Touched(variable, *self._places[number][:2])
+        prepared = PreparedWrite(self._epoch, calls, touched)
         if key is not None:
             memory.keep_write(key, prepared)
         return prepared
@@ -370,7 +374,8 @@ class Session:
             if operation.held:
                 hold = store.held.hold
                 return lambda write: hold(write.closure, number, gradients, settings or None)
-            return lambda _: store.push(number, gradients, settings or None)
+            push = repeated_push(store, number, gradients, settings or None)
+            return lambda _: push()
         variable = operation.variable
         if isinstance(operation, messages.Scatter):
             how = operation.operation

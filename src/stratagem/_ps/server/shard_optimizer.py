@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._core.torch_patches import private_api
 from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.optimizer_settings import (
     KEPT_BY_TORCH,
@@ -46,7 +45,8 @@ from stratagem._ps.server.chunked_step import (
     batches,
     step_in_chunks,
 )
-from stratagem._ps.server.row_step import RowsToStep, RowViews, step_adagrad, step_on_rows
+from stratagem._ps.server.planned_step import Plan, PlannedGroup, step_plan
+from stratagem._ps.server.row_step import RowsToStep, RowViews, step_on_rows
 from stratagem._ps.server.state_memory import (
     StateApart,
     bytes_held,
@@ -219,9 +219,34 @@ class ServerOptimizer:
         if compact:
             self._step_rows(compact)
         if plain:
-            self._step_plainly(plain)
+            step_plan(self._optimizer, self._by_group(plain))
         if self._unstepped:
             self._unstepped.difference_update(gradient.variable for gradient in gradients)
+
+    def plan(self, gradients: Sequence[Gradient]) -> Plan | None:
+        """Return the work of a step with these gradients, for `step_plan`; None if it cannot be known before.
+
+        It holds while the optimizer has the same variables and settings.
+        """
+        is_sgd = self._class is torch.optim.SGD
+        if not is_sgd and self._class is not torch.optim.Adagrad:
+            return None
+        for gradient in gradients:
+            parameter = self._parameters.get(gradient.variable)
+            if parameter is None or gradient.ids is not None:
+                return None
+            group = self._optimizer.param_groups[self._group_of[gradient.variable]]
+            if not rows_suffice(self._class, group) or self._may_write_gradients(group):
+                return None
+            if not is_sgd and self._goes_in_chunks(parameter, gradient):
+                return None
+            if gradient.values.shape != parameter.shape or gradient.values.dtype != parameter.dtype:
+                return None  # `step` raises the error
+        return self._by_group(gradients)
+
+    def step_plan(self, plan: Plan) -> None:
+        """Do the step of a plan. Each variable has been stepped before."""
+        step_plan(self._optimizer, plan)
 
     def check(self, gradient: Gradient) -> None:
         """Raise if the gradient does not fit its parameter."""
@@ -397,33 +422,17 @@ class ServerOptimizer:
             if is_first and len(batch) < len(parameters):
                 give_back_freed_memory()  # else new state would lie between freed temporaries
 
-    def _step_plainly(self, gradients: Sequence[Gradient]) -> None:
-        """Step SGD without momentum, or Adagrad, both without decay: all variables of a group in one call.
-
-        This is the whole of these classes' steps; their own loops cost several times the arithmetic for
-        small parameters.
-        """
-        is_sgd = self._class is torch.optim.SGD
-        by_group: dict[int, tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]] = {}
+    def _by_group(self, gradients: Iterable[Gradient]) -> Plan:
+        found: dict[int, PlannedGroup] = {}
         for gradient in gradients:
             index = self._group_of[gradient.variable]
-            parameters, values, states = by_group.setdefault(index, ([], [], []))
-            parameter = self._tensors[gradient.variable]
-            parameters.append(parameter)
-            values.append(_full_gradient(parameter, gradient))
-            if not is_sgd:
-                states.append(self._optimizer.state[self._parameters[gradient.variable]])
-        for index, (parameters, values, states) in by_group.items():
-            if is_sgd:
-                private_api.foreach_add_(parameters, values, alpha=self._plain_rate(index))
-                continue
             group = self._optimizer.param_groups[index]
-            sums, steps = ([state[key] for state in states] for key in ("sum", "step"))
-            step_adagrad(parameters, values, sums, steps, group)
-
-    def _plain_rate(self, index: int) -> float:
-        group = self._optimizer.param_groups[index]
-        return float(group["lr"]) * (1 if group["maximize"] else -1)
+            planned = found.setdefault(index, PlannedGroup(group, [], [], []))
+            parameter = self._tensors[gradient.variable]
+            planned.parameters.append(parameter)
+            planned.gradients.append(_full_gradient(parameter, gradient))
+            planned.keys.append(self._parameters[gradient.variable])
+        return [*found.values()]
 
     def _step_rows(self, gradients: Sequence[Gradient]) -> None:
         """Step on the rows of the gradients alone, all variables of a group in one call."""

@@ -149,7 +149,7 @@ class VariableStore:
 
     def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
         """Run in-place initialisations in order; return the new version."""
-        stored = self._find(variable)
+        stored = self.find(variable)
         self._before_write(variable)
         for operation in operations:
             initialise(stored.tensor, operation)
@@ -161,34 +161,34 @@ class VariableStore:
 
     def write_rows(self, variable: int, start: int, values: Tensor) -> int:
         """Write consecutive rows from `start`; return the new version."""
-        stored = self._find(variable)
+        stored = self.find(variable)
         self._before_write(variable)
         copy_rows(values, stored.tensor, start, repr(stored.name))
         return self._count_write(stored)
 
     def read(self, variable: int) -> Tensor:
         """Return the shard itself, not a copy."""
-        return self._find(variable).tensor
+        return self.find(variable).tensor
 
     def read_rows(self, variable: int, ids: Tensor) -> Tensor:
         """Return copies of the rows asked, in the order asked."""
-        stored = self._find(variable)
+        stored = self.find(variable)
         check_ids(ids, stored.tensor, stored.name)
         return take_rows(stored.tensor, ids)
 
     def version(self, variable: int) -> int:
         """Return how many writes the variable has seen."""
-        return self._find(variable).version
+        return self.find(variable).version
 
     def versions(self, variables: Iterable[int] | None = None) -> dict[int, int]:
         """Return versions of these variables (of all, if none are named)."""
         if variables is None:
             return {number: stored.version for number, stored in self._variables.items()}
-        return {number: self._find(number).version for number in variables}
+        return {number: self.find(number).version for number in variables}
 
     def assign(self, variable: int, operation: str, value: Tensor) -> int:
         """``set``, ``add`` or ``sub`` a value of the variable's shape; return the new version."""
-        stored = self._find(variable)
+        stored = self.find(variable)
         if value.shape != stored.tensor.shape:
             raise ValueError(
                 f"cannot {operation} a value of shape {tuple(value.shape)!r} to {stored.name!r}: "
@@ -206,7 +206,7 @@ class VariableStore:
         `operation` is one of ``add sub mul div min max update``; with ``update`` the last of
         several values for one row wins.
         """
-        stored = self._find(variable)
+        stored = self.find(variable)
         check_ids(ids, stored.tensor, stored.name)
         values = expand_values(values, ids, stored.tensor, stored.name)
         if ids.numel():
@@ -233,7 +233,7 @@ class VariableStore:
         variables that stay (an `add_param_group` on the coordinator).
         """
         parameters = {
-            number: self._find(number).tensor for group in groups for number in group.variables
+            number: self.find(number).tensor for group in groups for number in group.variables
         }
         if class_name.rpartition(".")[2] == "Adagrad":  # makes its state at once
             size = sum(one.nbytes for n, one in parameters.items() if n not in self.keyed)
@@ -266,7 +266,7 @@ class VariableStore:
         """
         stepper = self.optimizer(optimizer)
         gradients = [self.keyed.without_evicted(gradient) for gradient in gradients]
-        stored = [self._find(gradient.variable) for gradient in gradients]
+        stored = [self.find(gradient.variable) for gradient in gradients]
         for variable, gradient in zip(stored, gradients, strict=True):
             if gradient.ids is not None:
                 check_ids(gradient.ids, variable.tensor, variable.name)
@@ -311,7 +311,7 @@ class VariableStore:
 
     def touch(self, variable: int) -> int:
         """Prepare for a write of the whole variable from outside; count and return its version."""
-        stored = self._find(variable)
+        stored = self.find(variable)
         self._before_write(variable)
         return self._count_write(stored)
 
@@ -335,7 +335,7 @@ class VariableStore:
         """Keep these variables, and optimizer state for them, as they are now; `end_cut` ends it."""
         self.end_cut()
         wanted = set(variables)
-        tensors: dict[Key, Tensor] = {(one, 0, ""): self._find(one).tensor for one in wanted}
+        tensors: dict[Key, Tensor] = {(one, 0, ""): self.find(one).tensor for one in wanted}
         for number, optimizer in self._optimizers.items():
             for entry in optimizer.state_entries():
                 if entry.variable in wanted and isinstance(entry.value, Tensor):
@@ -413,7 +413,7 @@ class VariableStore:
             self.create(variable.number, variable.name, variable.shape, dtype, kind=kind)
         for variable in manifest.variables:
             self.initialise(variable.number, variable.recipe)
-            self._find(variable.number).version = variable.version
+            self.find(variable.number).version = variable.version
         for record in manifest.optimizers:
             self.create_optimizer(
                 record.number,
@@ -433,7 +433,7 @@ class VariableStore:
     def write_block(self, block: Block) -> None:
         """Write rows of a value or of optimizer state; no version counts it."""
         if block.kind == "variable":
-            stored = self._find(block.variable)
+            stored = self.find(block.variable)
             copy_rows(block.tensor, stored.tensor, block.start, repr(stored.name))
         else:
             entry = StateEntry(variable=block.variable, key=block.key, value=block.tensor)
@@ -467,7 +467,8 @@ class VariableStore:
         self._budget.change(change)
         self._state_bytes[optimizer] = before + change
 
-    def _find(self, variable: int) -> StoredVariable:
+    def find(self, variable: int) -> StoredVariable:
+        """Return a variable by its number."""
         stored = self._variables.get(variable)
         if stored is None:
             raise NotFoundError(

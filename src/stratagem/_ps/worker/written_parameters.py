@@ -65,14 +65,19 @@ class WrittenParameters:
 
     def find(self) -> list[DenseParameter]:
         """Return the parameters that the function wrote, without those that it must not write."""
-        return [dense for dense in self._dense.values() if self._is_written(dense)]
-
-    def _is_written(self, dense: DenseParameter) -> bool:
-        if not dense.leaf.requires_grad:
-            # Small variables share pages, which show that something was written, but not what.
-            return dense.is_written(thorough=dense.leaf.numel() > COMPARED)
-        # With several workers, a value that was put back is no write: SAM's perturbation.
-        return dense.is_written(thorough=False) and (self.is_sole or not dense.is_changed())
+        found: list[DenseParameter] = []
+        for dense in self._dense.values():
+            if not dense.leaf.requires_grad:
+                # Small variables share pages, which show that something was written, but not what.
+                is_written = dense.is_written(thorough=dense.leaf.numel() > COMPARED)
+            else:
+                # With several workers, a value that was put back is no write: SAM's perturbation.
+                is_written = dense.is_written(thorough=False) and (
+                    self.is_sole or not dense.is_changed()
+                )
+            if is_written:
+                found.append(dense)
+        return found
 
     def has_tables(self) -> bool:
         """Return whether the function wrote a table."""

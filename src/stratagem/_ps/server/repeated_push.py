@@ -1,0 +1,47 @@
+"""Optimizer steps that a client repeats: the same gradients, in the same memory, with new values.
+
+What a step has to find out (variables, groups, the way in which gradients are applied) is found out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from stratagem._ps.server.store import VariableStore
+from stratagem._ps.types import Gradient, Hyperparameters
+
+__all__ = ["repeated_push"]
+
+
+def repeated_push(
+    store: VariableStore,
+    optimizer: int,
+    gradients: Sequence[Gradient],
+    settings: Mapping[int, Hyperparameters] | None,
+) -> Callable[[], object]:
+    """Return a function that does `VariableStore.push` with the present values of these gradients.
+
+    It may be called while the store has the same variables and optimizers.
+
+    Raises:
+        NotFoundError: there is no such optimizer or variable.
+    """
+
+    def push() -> object:
+        return store.push(optimizer, gradients, settings)
+
+    stepper = store.optimizer(optimizer)
+    plan = None if settings else stepper.plan(gradients)
+    if plan is None:
+        return push
+    variables = [store.find(gradient.variable) for gradient in gradients]
+
+    def push_again() -> object:
+        if store.is_watched or stepper.unstepped(gradients):
+            return push()
+        stepper.step_plan(plan)
+        for variable in variables:
+            variable.version += 1
+        return None
+
+    return push_again

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from stratagem._core.replicas import ReplicaGroup
     from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
 
+    _Column = tuple[list[Leaf], list[Tensor]]
+    """Leaves of one replica, and their gradients."""
+
 BACKWARD = "the end of backward()"
 """Label of the rendezvous, for error messages."""
 
@@ -168,6 +171,14 @@ def _restore_bases(leaves: Sequence[Leaf]) -> None:
             leaf.base = None
 
 
+def are_aggregated(leaves: Sequence[Leaf]) -> bool:
+    """Return whether these gradients are those that the last aggregation produced."""
+    for leaf, grad in zip(leaves, map(read_grad, [each.tensor for each in leaves]), strict=True):
+        if grad is not None and (leaf.aggregated is None or leaf.aggregated() is not grad):
+            return False
+    return True
+
+
 def aggregate_by_hand(replica: Replica, parameters: list[ReplicatedParameter], label: str) -> None:
     """Aggregate gradients that no backward pass aggregated, at ``optimizer.step()``."""
     _aggregate(replica, parameters, label, by_hand=True)
@@ -176,7 +187,7 @@ def aggregate_by_hand(replica: Replica, parameters: list[ReplicatedParameter], l
 def aggregate_pending(group: ReplicaGroup) -> None:
     """Aggregate gradients that were set by hand, while all replicas wait."""
     leaves = {r.id: r.record.leaves for r in group.replicas if r.record is not None}
-    if any(not leaf.is_aggregated() for each in leaves.values() for leaf in each):
+    if not all(map(are_aggregated, leaves.values())):
         used = {i: [leaf.managed for leaf in each] for i, each in leaves.items() if each}
         with torch.no_grad():
             _Aggregation(group, used).run(by_hand=True)
@@ -226,52 +237,71 @@ class _Aggregation:
         if by_hand:
             self._by_hand()
             return
-        lists: list[list[tuple[Leaf, Tensor]]] = [[] for _ in self.live]
-        for managed in self.order:
-            found, dense = self._gradients(managed), True
-            for _, grad in found:
-                dense = dense and grad is not None and grad.layout is torch.strided
-            if private_api.has_hooks(managed.central):
-                self._give(managed, self._after_hooks(managed, [grad for _, grad in found]))
-            elif dense:
-                for each, pair in zip(lists, found, strict=True):
-                    each.append(pair)  # type: ignore[arg-type]  # no None among them
-            else:
-                self._give(managed, _weighted_sum([grad for _, grad in found], self.factors, None))
-        if lists[0]:
-            self._combine_lists(lists)
+        columns = self._columns(self.order)
+        if columns is None:
+            others = dict.fromkeys(each for each in self.order if self._columns([each]) is None)
+            columns = self._columns([each for each in self.order if each not in others])
+            assert columns is not None, "each of them is plain"
+            for managed in others:
+                found = self._gradients(managed)
+                if private_api.has_hooks(managed.central):
+                    self._give(managed, self._after_hooks(managed, found))
+                else:
+                    self._give(managed, _weighted_sum(found, self.factors, None))
+        if columns[0][0]:
+            self._combine_columns(columns)
+
+    def _columns(self, order: Sequence[ReplicatedParameter]) -> list[_Column] | None:
+        """Return the leaves and gradients of each live replica; None if a parameter is not plain.
+
+        A parameter is plain if it is no table, has no hooks, and has a dense gradient in every live replica.
+        """
+        centrals = [managed.central for managed in order if not managed.has_rows]
+        if len(centrals) < len(order) or private_api.any_has_hooks(centrals):
+            return None
+        columns = []
+        for i in self.live:
+            leaves = [leaf for each in order if (leaf := each.by_replica.get(i)) is not None]
+            grads = list(map(read_grad, [leaf.tensor for leaf in leaves]))
+            if len(leaves) < len(order) or not private_api.are_plain(grads):
+                return None
+            columns.append((leaves, cast("list[Tensor]", grads)))
+        return columns
 
     def _by_hand(self) -> None:
         for managed in self.order:
             leaves = [leaf for i in self.live if (leaf := managed.by_replica.get(i)) is not None]
-            if not all(leaf.is_aggregated() for leaf in leaves):
+            if not are_aggregated(leaves):
                 # After an aggregation in this run, a gradient set by hand was made from the aggregated one, alike in
                 # every replica: average it, which changes nothing, under "sum" too.
                 again = any(leaf.aggregated_in is leaf.record for leaf in leaves)
                 factors = self.weights if again else self.factors
-                found = [grad for _, grad in self._gradients(managed, with_graph=True)]
+                found = self._gradients(managed, with_graph=True)
                 self._give(managed, _weighted_sum(found, factors, None))
 
     def _gradients(
         self, managed: ReplicatedParameter, *, with_graph: bool = False
-    ) -> list[tuple[Leaf | None, Tensor | None]]:
-        """Return the live replicas' leaves and gradients; refuse those of ``backward(create_graph=True)``."""
-        leaves, found = managed.by_replica, []
+    ) -> list[Tensor | None]:
+        """Return the live replicas' gradients; refuse those of ``backward(create_graph=True)``."""
+        found: list[Tensor | None] = []
         for i in self.live:
-            leaf = leaves.get(i)
+            leaf = managed.by_replica.get(i)
             grad = None if leaf is None else managed.gradient_of(leaf)
             if grad is not None and grad.requires_grad and not with_graph:
                 raise _graph_ends(managed)
-            found.append((leaf, grad))
+            found.append(grad)
         return found
 
-    def _combine_lists(self, lists: list[list[tuple[Leaf, Tensor]]]) -> None:
-        """Combine lists of dense gradients in the memory of the gradients themselves.
+    def _combine_columns(self, columns: list[_Column]) -> None:
+        """Combine dense gradients in the memory of the gradients themselves.
 
         Not with copies on write (``torch._lazy_clone``): with them, a backward pass that accumulated into its
         gradient in each of two threads hung inside torch, and a process crashed.
         """
-        results, *others = [[_in_own_memory(leaf, grad) for leaf, grad in each] for each in lists]
+        for leaves, grads in columns:
+            if not all(map(private_api.owns_memory, grads)):
+                grads[:] = map(_in_own_memory, leaves, grads)
+        results, *others = [grads for _, grads in columns]
         device = self._replicas[self.live[0]].device
         first, *rest = self.factors
         near = [
@@ -287,12 +317,15 @@ class _Aggregation:
                 private_api.foreach_add_(results, each, alpha=factor)
         for each in others:
             private_api.foreach_copy_(each, results)
-        for pairs, grads in zip(lists, [results, *others], strict=True):
-            for (leaf, _), grad in zip(pairs, grads, strict=True):
-                _mark_aggregated(leaf, grad)
+        for leaves, grads in columns:
+            for leaf, grad in zip(leaves, grads, strict=True):
+                if leaf.base is None:
+                    leaf.aggregated, leaf.aggregated_in = weakref.ref(grad), leaf.record
+                else:
+                    _mark_aggregated(leaf, grad)
         for i in self.present:
             if i not in self.live:
-                for (leaf, _), result in zip(lists[0], results, strict=True):
+                for leaf, result in zip(columns[0][0], results, strict=True):
                     idle = leaf.managed.by_replica.get(i)
                     if idle is not None:
                         own = result.to(idle.tensor.device, copy=True)

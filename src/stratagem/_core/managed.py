@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from torch import Tensor, nn
 
 from stratagem._core.context import Replica
-from stratagem._core.torch_patches.private_api import outside_all_transforms, version_of
+from stratagem._core.torch_patches.private_api import (
+    outside_all_transforms,
+    version,
+    version_of,
+    versions_of,
+)
 
 if TYPE_CHECKING:
     from stratagem._core.replicated_buffers import BufferCopy, ReplicatedBuffer
@@ -192,11 +197,17 @@ def finish_run(replicas: Sequence[Replica]) -> None:
         replicas = sorted(replicas, key=lambda replica: weights[replica.id] <= 0)  # rows first
     records = [replica.record for replica in replicas if replica.record is not None]
     for record in records:
-        for leaf in record.leaves:
-            if leaf.has_own_memory:
-                leaf.managed.settle()
-            if leaf.is_written(version_of(leaf.managed.central)):
-                leaf.refuse_write()
+        centrals = [leaf.managed.central for leaf in record.leaves]
+        for leaf, now in zip(record.leaves, versions_of(centrals), strict=True):
+            if (
+                leaf.has_own_memory
+                or now != leaf.central_version
+                or version(leaf.tensor) != leaf.version
+            ):
+                if leaf.has_own_memory:
+                    leaf.managed.settle()
+                if leaf.is_written(version_of(leaf.managed.central)):
+                    leaf.refuse_write()
     copies: dict[ReplicatedBuffer, list[BufferCopy]] = {}
     seen: dict[ReplicatedParameter, Any] = {}
     for record in records:

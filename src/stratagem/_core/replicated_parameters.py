@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from stratagem._core.torch_patches.private_api import (
     make_subclass,
     version,
     version_of,
+    versions_of,
 )
 from stratagem.errors import ReplicaError
 
@@ -143,11 +144,6 @@ class Leaf:
             _memory(self.tensor).copy_(_memory(central), non_blocking=True)
         self.central_version = version_of(central)
 
-    def is_aggregated(self) -> bool:
-        """Return whether the gradient is the one that the last aggregation produced."""
-        grad = read_grad(self.tensor)
-        return grad is None or (self.aggregated is not None and self.aggregated() is grad)
-
     def is_synced_with(self, grad: Tensor) -> bool:
         """Return whether the leaf's gradient is equal to this gradient of central."""
         seen = self.synced_with
@@ -186,6 +182,9 @@ class ReplicatedParameter(ManagedParameter):
     __slots__ = (
         "_exposed", "_saved_version", "_strategy", "adds_up", "by_replica", "is_written", "name", "saved",
     )  # fmt: skip
+
+    has_rows: ClassVar[bool] = False
+    """Whether it is a table, whose gradient consists of rows."""
 
     def __init__(self, central: nn.Parameter, strategy: StrategyHooks, name: str = "") -> None:
         super().__init__(central)
@@ -233,15 +232,15 @@ class ReplicatedParameter(ManagedParameter):
 
     def _refresh(self, replica: Replica) -> Tensor:
         """Bring the replica's leaf up to date, once per run. Hot path: check the unchanged case first."""
-        central = self.central
+        central, group = self.central, replica.group
         leaf = self.by_replica.get(replica.id)
         if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
             return central
-        if (read := replica.group.read_central) is not None:
-            return read(replica, central)
+        if group.read_central is not None:
+            return group.read_central(replica, central)
         if in_transform() is not None:
             return outside_transforms(self._refresh, replica)
-        replica.group.check_running()
+        group.check_running()
         if leaf is None or not leaf.fits(central):
             leaf = self._new_leaf(replica)
         elif not leaf.record.closed:  # its last run failed
@@ -262,14 +261,14 @@ class ReplicatedParameter(ManagedParameter):
             _follow_gradient(leaf, grad)
         if not leaf.has_base_hook and (self.adds_up or has_hooks(central)):
             gradients.add_base_hook(leaf)
-        if replica.group.saves_parameters:
-            self._save(always=replica.group.saves_parameters == "always")
+        if group.saves_parameters:
+            self.save(always=group.saves_parameters == "always")
         leaf.version = version(tensor)
         leaf.record = record = replica.record or run_record(replica)
         record.leaves.append(leaf)
         return tensor
 
-    def _save(self, *, always: bool) -> None:
+    def save(self, *, always: bool) -> None:
         """Keep a copy of central if replicas may write it in place."""
         now = version_of(self.central)
         if self._saved_version == now:
@@ -355,18 +354,7 @@ class ReplicatedParameter(ManagedParameter):
 
     def stepped(self) -> None:
         """Let the leaves follow central, which was updated once for all replicas during a run."""
-        central = self.central
-        now = version_of(central)
-        saves = ""
-        for leaf in self.by_replica.values():
-            if leaf.shares and not leaf.has_own_memory:
-                leaf.central_version = now
-            else:
-                leaf.refresh(central)
-            if leaf.record.replica is not None:
-                saves = leaf.record.replica.group.saves_parameters
-        if saves:
-            self._save(always=saves == "always")
+        follow_centrals([self])
 
     def expose_gradient(self, leaf: Leaf | None) -> None:
         """Make the gradient of a leaf visible in ``central.grad``.
@@ -394,6 +382,47 @@ class ReplicatedParameter(ManagedParameter):
 
     def __repr__(self) -> str:
         return f"<ReplicatedParameter of {self.describe()}, {len(self.by_replica)} leaves>"
+
+
+def resolve_all(parameters: Sequence[ReplicatedParameter], replica: Replica) -> list[Tensor]:
+    """Return the replica's leaves of parameters of its strategy."""
+    me = replica.id
+    return [
+        leaf.tensor
+        if (leaf := managed.by_replica.get(me)) is not None and leaf.record is replica.record
+        else managed._refresh(replica)
+        for managed in parameters
+    ]
+
+
+def is_any_written(parameters: Sequence[ReplicatedParameter]) -> bool:
+    """Return whether a replica may have written one of the parameters in this run. Quick if none has."""
+    versions = versions_of([managed.central for managed in parameters])
+    for managed, now in zip(parameters, versions, strict=True):
+        for leaf in managed.by_replica.values():
+            if not leaf.record.closed and (
+                leaf.has_own_memory
+                or leaf.central_version != now
+                or version(leaf.tensor) != leaf.version
+            ):
+                return True
+    return False
+
+
+def follow_centrals(parameters: Sequence[ReplicatedParameter]) -> None:
+    """Let the leaves follow their central parameters, which were updated once for all replicas."""
+    versions = versions_of([managed.central for managed in parameters])
+    for managed, now in zip(parameters, versions, strict=True):
+        saves = ""
+        for leaf in managed.by_replica.values():
+            if leaf.shares and not leaf.has_own_memory:
+                leaf.central_version = now
+            else:
+                leaf.refresh(managed.central)
+            if (replica := leaf.record.replica) is not None:
+                saves = replica.group.saves_parameters
+        if saves:
+            managed.save(always=saves == "always")
 
 
 _OF_STRATEGY: weakref.WeakKeyDictionary[StrategyHooks, weakref.WeakSet[ReplicatedParameter]] = (

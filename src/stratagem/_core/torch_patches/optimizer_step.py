@@ -27,7 +27,12 @@ from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica, current_strategy
 from stratagem._core.managed import ManagedParameter, find_managed, write_grad
 from stratagem._core.replicas import once_for_all
-from stratagem._core.replicated_parameters import ReplicatedParameter
+from stratagem._core.replicated_parameters import (
+    ReplicatedParameter,
+    follow_centrals,
+    is_any_written,
+    resolve_all,
+)
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import closure_step, private_api
 from stratagem._core.torch_patches.autograd_engine import REMEDY, owner_of
@@ -85,12 +90,14 @@ class GroupByReplica(ByContext):
     @override
     def __getitem__(self, key: str) -> Any:
         value = dict.__getitem__(self, key)
-        if key == "params" and current_replica() is not None:
-            return [
-                each if managed is None else managed.resolve()
-                for each, managed in zip(value, self.managed, strict=True)
-            ]
-        return value
+        if key != "params" or (replica := current_replica()) is None:
+            return value
+        if self.belongs_to(replica.strategy):
+            return resolve_all(self.replicated, replica)
+        return [
+            each if managed is None else managed.resolve()
+            for each, managed in zip(value, self.managed, strict=True)
+        ]
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
@@ -278,12 +285,8 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return [_step_central(group, first[0], parameters, lead, real)] * len(brought)
 
     # A gradient set by hand was not aggregated yet. If one replica has one, all aggregate.
-    by_hand = False
-    for managed in parameters:
-        leaf = managed.by_replica.get(me)
-        if leaf is not None and not leaf.is_aggregated():
-            by_hand = True
-            break
+    own = [leaf for each in parameters if (leaf := each.by_replica.get(me)) is not None]
+    by_hand = not gradients.are_aggregated(own)
     result = group.rendezvous(me, STEP, (self, by_hand, (args, kwargs)), once)
     if result is _BY_HAND:
         gradients.aggregate_by_hand(replica, parameters, STEP)
@@ -377,16 +380,16 @@ def _step_central(
         lead: the replica whose leaves hold the gradients.
         real: the optimizer class's own step, with its arguments.
     """
-    for managed in parameters:
-        managed.settle()
-        managed.refuse_writes()
+    if is_any_written(parameters):
+        for managed in parameters:
+            managed.settle()
+            managed.refuse_writes()
     for managed in parameters:
         managed.expose_gradient(managed.by_replica.get(lead))
     strategy = parameters[0].strategy
     assert strategy is not None, "a replica of it is running"
     result = strategy._step_optimizer(optimizer, real)
-    for managed in parameters:
-        managed.stepped()
+    follow_centrals(parameters)
     if private_api.has_step_hooks(optimizer):  # a hook may write other parameters (averages)
         for replica in group.replicas:
             for leaf in () if replica.record is None else replica.record.leaves:

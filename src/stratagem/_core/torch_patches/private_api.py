@@ -12,7 +12,7 @@ import importlib.util
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Final, NoReturn, TypeVar, cast
@@ -221,9 +221,38 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return `version_of` each tensor."""
+    try:
+        return list(map(version, tensors))
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
+
+
+_getters: Final = [
+    cast("Any", getattr(Tensor, name)).__get__
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "layout", "requires_grad")
+]
+_hooks_of, _post_hooks_of, _layout_of, _requires_grad = _getters
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether a user registered gradient hooks on a parameter."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def any_has_hooks(tensors: Sequence[Tensor]) -> bool:
+    """Return whether any tensor has hooks (`has_hooks`)."""
+    return any(map(_hooks_of, tensors)) or any(map(_post_hooks_of, tensors))
+
+
+def are_plain(gradients: Sequence[Tensor | None]) -> bool:
+    """Return whether all these are dense tensors without a graph."""
+    return (
+        type(None) not in set(map(type, gradients))
+        and {torch.strided}.issuperset(map(_layout_of, gradients))
+        and not any(map(_requires_grad, gradients))
+    )
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[list[Any], list[Any]]:

@@ -30,6 +30,7 @@ class ReplicatedTable(ReplicatedParameter):
 
     __slots__ = ("_shown",)
 
+    has_rows = True
     central: TableParameter
 
     def __init__(self, central: TableParameter, strategy: StrategyHooks, name: str) -> None:

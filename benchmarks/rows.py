@@ -142,6 +142,16 @@ TABLE = (
         parity={},
     ),
     Row(
+        name="central_parallel",
+        section=ONE_MACHINE,
+        title="central storage, `parallel_replicas=True`, the MLP step",
+        unit="steps/s",
+        sides=(OURS, TRACED, LIMIT, BARE),
+        points=(point(MLP, replicas=2, parallel=True),),
+        targets=(Target(against="peer", factor=1), Target(against="bare", factor=0.85)),
+        parity={},
+    ),
+    Row(
         name="keras_fit",
         section=ONE_MACHINE,
         title="Keras on torch: `fit` of the MLP, one device (limit: plain Keras)",

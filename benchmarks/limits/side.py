@@ -175,7 +175,7 @@ def bare(row: str, size: dict[str, Any]) -> Work:
         return BareSockets(ROWS[row.removesuffix("_sockets")], size)
     if row == "mlp":
         return BareMemory(size)
-    if row == "central":
+    if row in {"central", "central_parallel"}:
         return BareThreads(size)
     raise ValueError(f"row {row!r} has no bare program; do not list it among its sides")
 
@@ -186,7 +186,9 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return bound(row, size)
     if size.get("form") == "bare":
         return bare(row, size)
-    if row in {"mlp", "one_device", "central", "workers", "servers", "closures"}:
+    if row in {
+        "mlp", "one_device", "central", "central_parallel", "workers", "servers", "closures",
+    }:  # fmt: skip
         return Mlp(size)
     if row == "keras_fit":
         from benchmarks import keras_fit  # Keras is not needed elsewhere

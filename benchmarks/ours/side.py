@@ -15,6 +15,7 @@ from benchmarks.protocol import Work, serve
 WORK = {
     "one_device": "single:OneDevice",
     "central": "single:Central",
+    "central_parallel": "single:Central",
     "keras_fit": "benchmarks.keras_fit:OneDeviceFit",
     "empty": "cluster:Empty",
     "mlp": "cluster:Mlp",

@@ -72,7 +72,9 @@ class Central(SingleWork):
 
     def __init__(self, size: dict[str, Any]) -> None:
         devices = [f"cpu:{index}" for index in range(size["replicas"])]
-        super().__init__(sg.CentralStorageStrategy(devices, "cpu:0"), size)
+        parallel = size.get("parallel", False)
+        strategy = sg.CentralStorageStrategy(devices, "cpu:0", parallel_replicas=parallel)
+        super().__init__(strategy, size)
 
     def place(self, whole: Tensor) -> Any:
         parts = whole.chunk(self.size["replicas"])

@@ -34,6 +34,7 @@ WORK: dict[str, type[Any]] = {
     "tfrecord": reading.Records,
     "one_device": single.OneDevice,
     "central": single.Central,
+    "central_parallel": single.Central,
 }
 
 

@@ -53,7 +53,12 @@ def test_a_row_runs_and_does_the_plain_runs_work():
 @pytest.mark.parametrize(
     "name",
     # Importing Keras asks the system for its processor.
-    ["one_device", "central", pytest.param("keras_fit", marks=pytest.mark.process)],
+    [
+        "one_device",
+        "central",
+        "central_parallel",
+        pytest.param("keras_fit", marks=pytest.mark.process),
+    ],
 )
 def test_a_single_machine_row_does_the_plain_runs_work(name):
     """The rows' own programs, ours and the limit's, end with the same parameters."""

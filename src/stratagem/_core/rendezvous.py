@@ -99,7 +99,7 @@ class Rendezvous:
         self._replicas = replicas
         self._size = len(replicas)
         self._weights = weights
-        self._timeout_s = timeout_s
+        self._timeout_s = None if timeout_s is None else min(timeout_s, _thread.TIMEOUT_MAX)
         self._lock = _thread.allocate_lock()
         self._caller = _thread.allocate_lock()  # held while the caller has nothing to do
         self._caller.acquire()
@@ -124,8 +124,8 @@ class Rendezvous:
     def timeout_s(self) -> float:
         """How long a replica waits for the others."""
         if self._timeout_s is None:
-            self._timeout_s = config.replica_timeout_s()
-        return min(self._timeout_s, _thread.TIMEOUT_MAX)
+            self._timeout_s = min(config.replica_timeout_s(), _thread.TIMEOUT_MAX)
+        return self._timeout_s
 
     # -------------------------------------------------------------- replicas
 
@@ -167,7 +167,7 @@ class Rendezvous:
         See `ReplicaGroup.rendezvous`, which documents the arguments.
         """
         with self._lock:
-            if self._waiting or self.ended or self.aborted:
+            if self.aborted or self.ended or (self._waiting and label != self._label):
                 self._check(replica_id, label)
             self._label = label
             self._waiting[replica_id] = (value, combine)
@@ -236,7 +236,8 @@ class Rendezvous:
                 each.resume(first)
             with context.entered(self._replicas[first].strategy, None):
                 results = arrived[first][1](values)
-            self._results.update((i, results[i]) for i in arrived)
+            for i in arrived:
+                self._results[i] = results[i]
         except BaseException as error:  # noqa: BLE001 - raised again in every replica
             self.combine_error = error
             self._results.update(dict.fromkeys(arrived, _Failure(error)))

@@ -10,6 +10,7 @@ import _thread
 import atexit
 import contextlib
 import ctypes
+import os
 import threading
 import time
 import weakref
@@ -42,10 +43,13 @@ class ReplicaThread:
     Attributes:
         busy: whether it runs a job; the job itself clears it.
         abandoned: whether the thread ends after its job.
+        ident: the number of the thread, as `_thread.get_ident` returns it there.
         intra_op_threads: the number of threads that it set for torch; 0: not set yet.
     """
 
-    __slots__ = ("__weakref__", "_go", "_job", "abandoned", "busy", "intra_op_threads", "thread")
+    __slots__ = (
+        "__weakref__", "_go", "_job", "abandoned", "busy", "ident", "intra_op_threads", "thread",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self._go = _thread.allocate_lock()  # held while there is nothing to do
@@ -57,6 +61,7 @@ class ReplicaThread:
         self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
         _THREADS.add(self)
         self.thread.start()
+        self.ident = self.thread.ident
 
     def start(self, job: Callable[[], None]) -> None:
         """Start a job; the thread must be idle."""
@@ -129,7 +134,7 @@ def _end_busy_threads() -> None:
 class ReplicaThreads:
     """The replica threads of one strategy; created when first used, closed with the strategy."""
 
-    __slots__ = ("_busy", "_holder", "_name", "_nested", "_threads")
+    __slots__ = ("_busy", "_holder", "_name", "_nested", "_process", "_threads")
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -137,6 +142,7 @@ class ReplicaThreads:
         self._nested: ReplicaThreads | None = None
         self._busy = _thread.allocate_lock()
         self._holder = 0
+        self._process = 0
 
     def for_this_thread(self) -> ReplicaThreads:
         """Return these threads, or others if a rendezvous of a run started this run.
@@ -144,7 +150,7 @@ class ReplicaThreads:
         The threads of the outer run wait for that rendezvous and would never become free.
         """
         me = _thread.get_ident()
-        if self._holder != me and all(thread.thread.ident != me for thread in self._threads):
+        if self._holder != me and me not in [thread.ident for thread in self._threads]:
             return self
         if self._nested is None:
             self._nested = ReplicaThreads(f"{self._name}-nested")
@@ -164,11 +170,12 @@ class ReplicaThreads:
                 limit_s=limit_s,
             )
         self._holder = _thread.get_ident()
+        if self._process != os.getpid():
+            self._process, self._threads = os.getpid(), []  # a fork copies no threads
         for i in range(size):
             if i == len(self._threads):
                 self._threads.append(ReplicaThread(f"{self._name}-replica-{i}"))
-            elif self._threads[i].abandoned or not self._threads[i].thread.is_alive():
-                # Abandoned by a failed run, or lost in a fork, which copies no threads.
+            elif self._threads[i].abandoned:  # by a failed run
                 self._threads[i] = ReplicaThread(f"{self._name}-replica-{i}")
         return self._threads[:size]
 

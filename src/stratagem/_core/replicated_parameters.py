@@ -231,16 +231,23 @@ class ReplicatedParameter(ManagedParameter):
         return f"{name} of shape {tuple(self.central.shape)}"
 
     def _refresh(self, replica: Replica) -> Tensor:
-        """Bring the replica's leaf up to date, once per run. Hot path: check the unchanged case first."""
-        central, group = self.central, replica.group
-        leaf = self.by_replica.get(replica.id)
-        if replica.strategy is not self._strategy() or (leaf is None and is_lazy(central)):
-            return central
-        if group.read_central is not None:
-            return group.read_central(replica, central)
+        """Bring the replica's leaf up to date, once per run, if the replica is one of ours."""
+        if replica.strategy is not self._strategy():
+            return self.central
+        if (read := replica.group.read_central) is not None:
+            return read(replica, self.central)
         if in_transform() is not None:
             return outside_transforms(self._refresh, replica)
-        group.check_running()
+        replica.group.check_running()
+        return self._join(replica)
+
+    def _join(self, replica: Replica) -> Tensor:
+        """Bring the replica's leaf up to date. Hot path: check the unchanged case first."""
+        central, group = self.central, replica.group
+        leaf = self.by_replica.get(replica.id)
+        is_unmade = leaf is None and is_lazy(central)
+        if is_unmade:
+            return central
         if leaf is None or not leaf.fits(central):
             leaf = self._new_leaf(replica)
         elif not leaf.record.closed:  # its last run failed
@@ -386,11 +393,14 @@ class ReplicatedParameter(ManagedParameter):
 
 def resolve_all(parameters: Sequence[ReplicatedParameter], replica: Replica) -> list[Tensor]:
     """Return the replica's leaves of parameters of its strategy."""
-    me = replica.id
+    me, group = replica.id, replica.group
+    if group.read_central is not None or in_transform() is not None:
+        return [managed.resolve() for managed in parameters]
+    group.check_running()
     return [
         leaf.tensor
         if (leaf := managed.by_replica.get(me)) is not None and leaf.record is replica.record
-        else managed._refresh(replica)
+        else managed._join(replica)
         for managed in parameters
     ]
 

@@ -229,11 +229,13 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
-_getters: Final = [
-    cast("Any", getattr(Tensor, name)).__get__
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "layout", "requires_grad")
-]
-_hooks_of, _post_hooks_of, _layout_of, _requires_grad = _getters
+_HOOKS: Final = "hooks on parameters"
+_hooks_of: Callable[[Tensor], Any] = _find("torch.Tensor._backward_hooks.__get__", _HOOKS)
+_post_hooks_of: Callable[[Tensor], Any] = _find(
+    "torch.Tensor._post_accumulate_grad_hooks.__get__", _HOOKS
+)
+_layout_of: Callable[[Tensor | None], torch.layout] = cast("Any", Tensor.layout).__get__
+_requires_grad: Callable[[Tensor | None], bool] = cast("Any", Tensor.requires_grad).__get__
 
 
 def has_hooks(tensor: Tensor) -> bool:

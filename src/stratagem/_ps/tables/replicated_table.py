@@ -60,9 +60,11 @@ class ReplicatedTable(ReplicatedParameter):
 
     @override
     def _refresh(self, replica: Replica) -> Tensor:
+        return self.central if replica.strategy is not self.strategy else self._join(replica)
+
+    @override
+    def _join(self, replica: Replica) -> Tensor:
         central = self.central
-        if replica.strategy is not self.strategy:
-            return central
         leaf = self.by_replica.get(replica.id)
         if leaf is None:
             leaf = self._new_leaf(replica)

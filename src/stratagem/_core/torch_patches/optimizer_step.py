@@ -94,10 +94,8 @@ class GroupByReplica(ByContext):
             return value
         if self.belongs_to(replica.strategy):
             return resolve_all(self.replicated, replica)
-        return [
-            each if managed is None else managed.resolve()
-            for each, managed in zip(value, self.managed, strict=True)
-        ]
+        pairs = zip(value, self.managed, strict=True)
+        return [each if managed is None else managed.resolve() for each, managed in pairs]
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:

@@ -357,3 +357,46 @@ def test_a_step_may_name_the_class_of_tensors(pair):
         return Floats(2).fill_(1.0).sum()
 
     assert float(next(pair.run_steps(step, [X]))) == 2.0
+
+
+# ------------------------------------------------------------------ the state of recurrent networks
+
+
+class Recurrent:
+    """A network whose state goes on to the next step (truncated back-propagation)."""
+
+    def __init__(self, cell, *, detach_first):
+        torch.manual_seed(0)
+        self.rnn, self.out = cell(4, 5, batch_first=True), nn.Linear(5, 2)
+        self.optimizer = torch.optim.SGD([*self.rnn.parameters(), *self.out.parameters()], lr=0.1)
+        self.hidden, self.detach_first = None, detach_first
+
+    def train(self, x, y):
+        before = self.hidden
+        if self.detach_first and before is not None:
+            before = (
+                tuple(each.detach() for each in before)
+                if type(before) is tuple
+                else before.detach()
+            )
+        found, after = self.rnn(x[:, None], before)
+        self.optimizer.zero_grad()
+        F.mse_loss(self.out(found[:, -1]), y).backward()
+        self.optimizer.step()
+        if not self.detach_first:
+            after = (
+                tuple(each.detach() for each in after) if type(after) is tuple else after.detach()
+            )
+        self.hidden = after
+
+
+@pytest.mark.parametrize("detach_first", [True, False])
+@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
+def test_the_state_of_another_replica_is_refused(cell, detach_first, pair):
+    """The second step would go on with the state of the last replica's rows."""
+    with pair.scope():
+        program = Recurrent(cell, detach_first=detach_first)
+    parts = [sg.PerReplica(list(each.chunk(2))) for each in (X, Y)]
+    with pytest.raises(ReplicaError, match=r"Recurrent\.hidden(.|\n)*different values"):
+        for _ in range(3):
+            pair.run(lambda x, y: program.train(x, y), args=parts)

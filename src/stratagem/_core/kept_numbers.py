@@ -53,11 +53,16 @@ REMEDY: Final = (
 
 
 class Numbers(NamedTuple):
-    """Names in code: those that it computes from their own value, those that it computes with, those that it returns."""
+    """Names in code: those that it computes from their own value, those that it computes with, those that it returns.
+
+    Attributes:
+        carried: those that it reads first, and later replaces: the state of a recurrent network.
+    """
 
     moved: frozenset[str]
     used: frozenset[str]
     returned: frozenset[str]
+    carried: frozenset[str]
 
 
 def is_number(value: object) -> bool:
@@ -76,13 +81,16 @@ def numbers_in(code: types.CodeType) -> Numbers:
         ...     self.scale *= 2
         ...     print(self.mean)
         ...     return (loss * self.scale).mean()
-        >>> moved, used, returned = numbers_in(step.__code__)
+        >>> moved, used, returned, carried = numbers_in(step.__code__)
         >>> sorted(moved), sorted(used), sorted(returned)
         (['mean', 'scale'], [], ['mean', 'scale'])
     """
     moved: set[str] = set()
     used: set[str] = set()
     returned: set[str] = set()
+    read: set[tuple[str, str]] = set()
+    replaced: set[tuple[str, str]] = set()
+    carried: set[str] = set()
     for statement in _statements(code):
         end = statement[-1]
         loads = [one for one in statement if one.opname in _NAMED]
@@ -100,12 +108,28 @@ def numbers_in(code: types.CodeType) -> Numbers:
         if not _is_log(statement):
             kept = returned if end.opname.startswith("RETURN") else used
             kept.update(str(one.argval) for one in loads if one.argval != own)
+            read.update((one.opname, str(one.argval)) for one in loads)
+        if end.opname in _STORES:
+            place = (end.opname, str(end.argval))
+            if place not in replaced and any(
+                (load, place[1]) in read for load in _STORES[end.opname]
+            ):
+                carried.add(place[1])
+            replaced.add(place)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = numbers_in(constant)
             moved |= inner.moved
             used |= inner.used | inner.returned
-    return Numbers(frozenset(moved), frozenset(used), frozenset(returned))
+            carried |= inner.carried
+    return Numbers(*map(frozenset, (moved, used, returned, carried)))
+
+
+def carried_by(codes: Iterable[types.CodeType]) -> frozenset[str]:
+    """Return the names that functions read first, and later replace."""
+    return frozenset(
+        name for code in codes if _may_be_called(code.co_name) for name in numbers_in(code).carried
+    )
 
 
 def numbers_of(codes: Iterable[types.CodeType]) -> tuple[frozenset[str], frozenset[str]]:

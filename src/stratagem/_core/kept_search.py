@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem._core.fingerprints import PLAIN, names_of
 from stratagem._core.installed import is_installed
-from stratagem._core.kept_numbers import is_number, numbers_of
+from stratagem._core.kept_numbers import carried_by, is_number, numbers_of
 from stratagem._core.managed import find_managed
 from stratagem._core.write_kinds import LOCAL, Kinds, writes_of
 
@@ -120,12 +120,14 @@ class Search:
     Attributes:
         places: where the tensors are.
         numbers: where the Python numbers are that the user's code moves.
+        carried: where results of a graph are that the user's code carries to the next step.
         writes: whether any code that was found writes in place.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.places: list[Place] = []
         self.numbers: list[Place] = []
+        self.carried: list[Place] = []
         self._codes: set[types.CodeType] = set()
         self._own_codes: set[types.CodeType] = set()
         self._seen: set[Any] = set()
@@ -141,15 +143,22 @@ class Search:
                      for names, table in writing if place.name in names]  # fmt: skip
             place.kinds = frozenset().union(*found) or anything - {"binds"}
             place.by_memory = any("data" in names for names, _ in writing if place.name in names)
-        self._keep_moved_numbers()
+        self._keep_what_moves()
         self._todo.clear()
 
-    def _keep_moved_numbers(self) -> None:
-        """Leave out the numbers that the user's code does not move."""
+    def _keep_what_moves(self) -> None:
+        """Leave out numbers that the user's code does not move, and results that it does not carry to the next step."""
         moved, used = numbers_of(self._own_codes)
         self.numbers = [place for place in self.numbers if place.name in moved]
         for place in self.numbers:
             place.is_used = place.name in used
+        carried = carried_by(self._own_codes)
+        self.carried = [place for place in self.carried if place.name in carried]
+        for place in self.carried:
+            place.kinds = frozenset({"moves", "binds"})
+        for place in self.places:
+            if place.name in carried and "binds" in place.kinds:
+                place.kinds |= {"moves"}
 
     def _visit(self, value: Any, path: str, name: str) -> None:
         """Search a value, later: the order is by distance from the function."""
@@ -249,6 +258,8 @@ class Search:
             self.places.append(place)
         elif not items and len(values) == 1 and is_number(values[0]):
             self.numbers.append(place)
+        elif not items and any(map(_is_result, values)):
+            self.carried.append(place)
         for number, value in enumerate(values):
             self._visit(value, f"{place.path}[{number}]" if items else place.path, place.name)
 
@@ -262,6 +273,13 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 def _is_ours(kind: type[Any]) -> bool:
     return kind.__module__.partition(".")[0] in ("stratagem", "builtins", "threading", "_thread")
+
+
+def _is_result(value: Any) -> bool:
+    """Return whether a value is a result of a graph, or a tuple of such (the state of an LSTM)."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_result, value))
+    return isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
 
 
 def holds_tensors(value: Any) -> bool:

@@ -301,6 +301,7 @@ class KeptValues:
         self._kept: dict[int, _Kept] = {}
         self._bound: list[_Bound | KeptNumber] = []
         self._numbers: list[KeptNumber] = []
+        self._carried: list[_Bound] = []
         self._all: Sequence[_Kept | _Bound | KeptNumber] = ()
         self._tensors: list[Tensor] = []
         self._versions = 0
@@ -324,8 +325,9 @@ class KeptValues:
             self.writes = found.writes
             self._found = [place for place in found.places if found.writes and _is_wanted(place)]
             self._numbers = [KeptNumber(each, used=each.is_used) for each in found.numbers]
+            self._carried = [_Bound(each) for each in found.carried]
             self._places = []
-        if not self._found and not self._numbers:
+        if not (self._found or self._numbers or self._carried):
             return False
         if not self._places or any(
             _differ(place.values(), values) for place, values in self._places
@@ -344,7 +346,7 @@ class KeptValues:
     def _collect(self) -> None:
         """Find the tensors that the places hold now."""
         before, self._kept, self._places = self._kept, {}, []
-        self._bound = [*self._numbers]
+        self._bound = [*self._numbers, *self._carried]
         todo = deque(self._found)
         holders = set()
         while todo:

@@ -287,6 +287,7 @@ def test_another_model_is_refused_with_a_list_and_nothing_is_touched(tmp_path: P
     with pytest.raises(CheckpointMismatch) as caught:
         sg.Checkpoint(model=other, optimizer=other_optimizer, more=3).restore(tmp_path / "one")
     error = caught.value
+    assert "build the objects as saved, or use another" in str(error)
     assert error.missing == (
         "model.3.weight",
         "model.3.bias",

@@ -55,6 +55,7 @@ def assert_falls_back(
         checkpoint.restore(newest)
     assert caught.value.path == str(newest / file)
     assert str(newest / file) in str(caught.value)
+    assert f"`stratagem checkpoint verify {directory}`" in str(caught.value)
     assert float(model[0].weight.detach()[0, 0]) == -1.0
     with pytest.raises(CheckpointCorrupt):
         load(newest).verify()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem._checkpoint.directory import CheckpointDirectory
+from stratagem._checkpoint.server_files import ServerFiles
 from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut
 from stratagem.cli import main
@@ -117,6 +118,28 @@ def test_optimizers_that_move_whole_shards_get_full_saves(tmp_path: Path) -> Non
             mine.step(number)
             manager.save(number, wait=True)
         assert [one.manifest.is_delta for one in manager.all()] == [False, False, False]
+
+
+def test_a_server_without_space_says_where_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with run() as (mine, _), sg.CheckpointManager(mine.checkpoint, tmp_path) as manager:
+        mine.step(1)
+        manager.save(1, wait=True)
+        mine.step(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(ServerFiles, "write", full_disk)
+            expected = (
+                r"/job:ps/task:. failed: its rows could not be written to .*No space.*Free disk"
+            )
+            with pytest.raises(CheckpointError, match=expected):
+                manager.save(2, wait=True)
+        mine.step(3)
+        assert [one.step for one in manager.all()] == [1]
+        manager.save(3, wait=True)
 
 
 def test_a_failed_save_loses_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ from stratagem._checkpoint.server_state import remote_tensors
 from stratagem._core.context import current_replica
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.recovery_point import RecoveryPoint
-from stratagem.errors import CheckpointError, ContextError
+from stratagem.errors import CheckpointCorrupt, CheckpointError, ContextError
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,18 @@ class Checkpoint:
             CheckpointMismatch: the checkpoint does not fit the objects.
             CheckpointCorrupt: a file is missing or damaged.
         """
-        found = find(Path(path))
-        return restore_objects(
-            self._objects, found, strict=strict, random=random, allow_pickle=allow_pickle
-        )
+        try:
+            found = find(Path(path))
+            return restore_objects(
+                self._objects, found, strict=strict, random=random, allow_pickle=allow_pickle
+            )
+        except CheckpointCorrupt as error:
+            directory = Path(error.path).parent.parent
+            raise CheckpointCorrupt(
+                f"{error} The objects are unchanged. Restore another checkpoint: `stratagem checkpoint "
+                f"verify {directory}` says which ones are good.",
+                path=error.path,
+            ) from error
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self._objects) or 'nothing'}>"

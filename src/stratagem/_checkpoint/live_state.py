@@ -274,7 +274,7 @@ class Match:
         wrong = [*self.different, *(self.doubtful if strict else ())]
         if not wrong and not (strict and (self.missing or self.unexpected)):
             return
-        parts = [f"the checkpoint {path} does not fit the objects to restore."]
+        parts = [f"the checkpoint {path} does not fit: build the objects as saved, or use another."]
         if strict and self.missing:
             parts.append(f"Missing in the checkpoint: {_listed(self.missing)}.")
         if strict and self.unexpected:

@@ -200,6 +200,11 @@ class SessionCheckpoints(Owner):
         def write(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
             try:
                 return files.write(path, parts, progress)
+            except OSError as error:
+                raise CheckpointError(
+                    f"its rows could not be written to {path.parent}: {error}. Checkpoints saved before are "
+                    "untouched. Free disk space, or use another directory."
+                ) from error
             finally:
                 cut.close()  # writes that wait go on
 

@@ -9,12 +9,11 @@ from stratagem._demo.view import (
     LinesView,
     LiveView,
     Picture,
-    ServerRow,
-    WorkerRow,
     draw,
     one_line,
     open_view,
 )
+from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 
 
 def _picture(done: int = 50) -> Picture:
@@ -25,14 +24,19 @@ def _picture(done: int = 50) -> Picture:
         elapsed_s=10.0,
         examples_per_s=1234.5,
         curves=[Curve(label="loss", values=[0.9, 0.7, 0.5], note="(smaller is better)")],
-        workers=[
-            WorkerRow(name="worker 0", state="running", steps=25),
-            WorkerRow(name="worker 1", state="lost", steps=25, restarts=1),
-        ],
-        servers=[ServerRow(name="ps 0", state="running", held_bytes=2_500_000, updates=50)],
-        staleness_mean=1.25,
-        staleness_p99=4.0,
         notes=["killed worker 1 on purpose"],
+        cluster=ClusterView(
+            time_s=0.0,
+            workers=(
+                WorkerView(name="worker 0", state="running", steps=25),
+                WorkerView(name="worker 1", state="lost", steps=25, restarts=1),
+            ),
+            servers=(
+                ServerView(name="ps 0", state="running", variable_bytes=2_500_000, updates=50),
+            ),
+            staleness_mean=1.25,
+            staleness_p99=4.0,
+        ),
     )
 
 

@@ -12,8 +12,7 @@ from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.launch.cluster_file import owner_of
 from stratagem._cluster.launch.detached_cluster import path_of
 from stratagem._commands.serve import cluster_from
-from stratagem._demo.observer import picture_of
-from stratagem._demo.view import open_view
+from stratagem._demo.view import open_view, picture_of
 from stratagem._monitor.advice import advise
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.monitor import Monitor

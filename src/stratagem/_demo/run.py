@@ -30,9 +30,7 @@ from stratagem._core.user_contexts import InputContext
 from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
-from stratagem._demo.observer import server_rows, worker_rows
 from stratagem._demo.view import Curve, LinesView, Picture, View, open_view
-from stratagem._monitor.advice import advise
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.dashboard import dashboard
 from stratagem._monitor.monitor import Monitor
@@ -277,12 +275,8 @@ class _Training:
                     note=f"(best possible {self._best:.4f})",
                 ),
             ],
-            workers=worker_rows(cluster),
-            servers=server_rows(cluster),
-            staleness_mean=cluster.staleness_mean,
-            staleness_p99=cluster.staleness_p99,
-            advice=[str(one) for one in advise(cluster)],
             notes=[f"{when:5.1f} s  {what}" for when, what in progress.marks],
+            cluster=cluster,
         )
 
     def write_files(self, output: Path) -> None:

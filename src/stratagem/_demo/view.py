@@ -1,7 +1,7 @@
 """Live picture of a training cluster, for terminals and for log files.
 
-A `Picture` is plain data. The training program fills one in and passes it to a `View`. ``stratagem top``
-and the demonstration use it.
+A `Picture` is plain data: a view of the cluster, and what the program adds to it. ``stratagem top`` and the
+demonstration pass pictures to a `View`.
 """
 
 from __future__ import annotations
@@ -19,47 +19,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "Curve",
-    "LinesView",
-    "LiveView",
-    "Picture",
-    "ServerRow",
-    "View",
-    "WorkerRow",
-    "open_view",
-]
+from stratagem._monitor.advice import advise
+from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
+from stratagem._monitor.markup import event_text
+
+__all__ = ["Curve", "LinesView", "LiveView", "Picture", "View", "open_view", "picture_of"]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CHART_ROWS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerRow:
-    """State of one worker."""
-
-    name: str
-    state: str
-    steps: int
-    restarts: int = 0
-    steps_per_s: float | None = None
-    time_use: str = ""
-    """Phases that take most of its time."""
-    is_straggler: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerRow:
-    """State of one parameter server."""
-
-    name: str
-    state: str
-    held_bytes: int
-    updates: int
-    updates_per_s: float | None = None
-    busy_share: float | None = None
-    refused: int = 0
-    """Repeated writes, and writes of lost workers."""
+_CURVES = 3
+_NOTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +54,9 @@ class Picture:
     examples_per_s: float | None
     """None when unknown, as for the cluster of another program."""
 
-    steps_per_s: float | None = None
     curves: Sequence[Curve] = ()
-    workers: Sequence[WorkerRow] = ()
-    servers: Sequence[ServerRow] = ()
-    staleness_mean: float | None = None
-    staleness_p99: float | None = None
-    advice: Sequence[str] = ()
-    """What limits the throughput, and what to try."""
     notes: Sequence[str] = ()
+    cluster: ClusterView = ClusterView(time_s=0.0)  # noqa: RUF009 - immutable
 
     @property
     def remaining_s(self) -> float | None:
@@ -101,6 +64,28 @@ class Picture:
         if self.done_steps == 0 or self.total_steps == 0:
             return None
         return self.elapsed_s * (self.total_steps - self.done_steps) / self.done_steps
+
+
+def picture_of(view: ClusterView, *, title: str) -> Picture:
+    """Return the picture of a cluster that another program uses.
+
+    Example:
+        >>> picture_of(ClusterView(time_s=0.0, steps=7), title="top").done_steps
+        7
+    """
+    scalars = view.scalars[:_CURVES]
+    return Picture(
+        title=title,
+        done_steps=view.steps,
+        total_steps=0,
+        elapsed_s=view.elapsed_s,
+        examples_per_s=None,
+        curves=[
+            Curve(label=one.name, values=[value for _, value in one.points]) for one in scalars
+        ],
+        notes=[event_text(event) for event in view.events[-_NOTES:]],
+        cluster=view,
+    )
 
 
 class View(Protocol):
@@ -204,38 +189,52 @@ class LinesView:
 
 def one_line(picture: Picture) -> str:
     """Return the picture as one line for a log."""
-    parts = [_steps(picture)]
-    if picture.examples_per_s is not None:
-        parts.append(f"{picture.examples_per_s:,.0f} examples/s")
-    elif picture.steps_per_s is not None:
-        parts.append(f"{picture.steps_per_s:,.3g} steps/s")
+    cluster = picture.cluster
+    parts = [_steps(picture), *_speed(picture)]
     parts += [f"{curve.label} {curve.values[-1]:.4f}" for curve in picture.curves if curve.values]
-    if picture.staleness_mean is not None:
-        parts.append(f"staleness {picture.staleness_mean:.1f}")
+    if cluster.staleness_mean is not None:
+        parts.append(f"staleness {cluster.staleness_mean:.1f}")
     parts += [
-        f"{row.name} {row.state} {row.steps} steps{_worker_note(row)}" for row in picture.workers
+        f"{one.name} {one.state} {one.steps} steps{_worker_note(one)}" for one in cluster.workers
     ]
     parts += [
-        f"{row.name} {row.state} {_size(row.held_bytes)} {row.updates} updates{_server_note(row)}"
-        for row in picture.servers
+        f"{one.name} {_state_of(one)} {_size(one.variable_bytes)} {one.updates} updates{_server_note(one)}"
+        for one in cluster.servers
     ]
     if picture.remaining_s is not None:
         parts.append(f"{picture.remaining_s:.0f} s left")
-    parts += [f"advice: {one}" for one in picture.advice[:1]]
+    parts += [f"advice: {one}" for one in advise(cluster)[:1]]
     return ", ".join(parts)
 
 
-def _worker_note(row: WorkerRow) -> str:
-    note = [] if row.steps_per_s is None else [f"{row.steps_per_s:.3g} steps/s"]
-    if row.is_straggler:
+def _speed(picture: Picture) -> list[str]:
+    if picture.examples_per_s is not None:
+        return [f"{picture.examples_per_s:,.0f} examples/s"]
+    steps_per_s = picture.cluster.steps_per_s
+    return [] if steps_per_s is None else [f"{steps_per_s:,.3g} steps/s"]
+
+
+def _worker_note(worker: WorkerView) -> str:
+    note = [] if worker.steps_per_s is None else [f"{worker.steps_per_s:.3g} steps/s"]
+    if worker.is_straggler:
         note.append("straggler")
-    if row.time_use:
-        note.append(row.time_use)
+    if time_use := _time_use(worker):
+        note.append(time_use)
     return f" ({', '.join(note)})" if note else ""
 
 
-def _server_note(row: ServerRow) -> str:
-    return "" if row.busy_share is None else f" (busy {100 * row.busy_share:.0f} %)"
+def _time_use(worker: WorkerView) -> str:
+    """Return the two phases that take most of a worker's time."""
+    longest = sorted(worker.phases.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in longest if share >= 0.05)
+
+
+def _server_note(server: ServerView) -> str:
+    return "" if server.busy_share is None else f" (busy {100 * server.busy_share:.0f} %)"
+
+
+def _state_of(server: ServerView) -> str:
+    return "checkpoint" if server.is_checkpointing else server.state
 
 
 def _steps(picture: Picture) -> str:
@@ -260,9 +259,9 @@ def draw(picture: Picture) -> Panel:
     curves = [curve for curve in picture.curves if curve.values]
     if curves:
         rows += [Text(), _beside([_chart(curve, picture.elapsed_s) for curve in curves])]
-    rows += [Text(), _beside([_workers(picture), _servers(picture)])]
-    rows += [Text(f"→ {one}", style="bold") for one in picture.advice[:3]]
-    rows += [Text(note, style="yellow") for note in picture.notes[-4:]]
+    rows += [Text(), _beside([_workers(picture.cluster), _servers(picture.cluster)])]
+    rows += [Text(f"→ {one}", style="bold") for one in advise(picture.cluster)[:3]]
+    rows += [Text(note, style="yellow") for note in picture.notes[-_NOTES:]]
     return Panel(Group(*rows), title=picture.title, border_style="cyan")
 
 
@@ -275,17 +274,12 @@ def _beside(parts: Sequence[RenderableType]) -> Table:
 
 
 def _summary(picture: Picture) -> str:
-    parts = [_steps(picture)]
-    if picture.examples_per_s is not None:
-        parts.append(f"{picture.examples_per_s:,.0f} examples/s")
-    elif picture.steps_per_s is not None:
-        parts.append(f"{picture.steps_per_s:,.3g} steps/s")
+    parts = [_steps(picture), *_speed(picture)]
     if picture.remaining_s:
         parts.append(f"{picture.remaining_s:.0f} s left")
-    if picture.staleness_mean is not None:
-        parts.append(
-            f"staleness {picture.staleness_mean:.1f} updates (p99 {picture.staleness_p99 or 0:.0f})"
-        )
+    mean, p99 = picture.cluster.staleness_mean, picture.cluster.staleness_p99
+    if mean is not None:
+        parts.append(f"staleness {mean:.1f} updates (p99 {p99 or 0:.0f})")
     return "   ".join(parts)
 
 
@@ -314,14 +308,14 @@ def _chart(curve: Curve, elapsed_s: float, *, width: int = 26) -> Text:
     return text
 
 
-def _workers(picture: Picture) -> Table:
+def _workers(cluster: ClusterView) -> Table:
     table = Table(title="workers", expand=True)
     for column in ("name", "state", "steps", "steps/s", "restarts"):
         table.add_column(column)
-    detailed = any(row.time_use for row in picture.workers)
+    detailed = any(map(_time_use, cluster.workers))
     if detailed:
         table.add_column("time")
-    for row in picture.workers:
+    for row in cluster.workers:
         cells: list[RenderableType] = [
             row.name,
             Text("straggler", style="bold red") if row.is_straggler else _state(row.state),
@@ -329,23 +323,23 @@ def _workers(picture: Picture) -> Table:
             _rate(row.steps_per_s),
             str(row.restarts),
         ]
-        table.add_row(*cells, *([Text(row.time_use)] if detailed else []))
+        table.add_row(*cells, *([Text(_time_use(row))] if detailed else []))
     return table
 
 
-def _servers(picture: Picture) -> Table:
+def _servers(cluster: ClusterView) -> Table:
     table = Table(title="parameter servers", expand=True)
     for column in ("name", "state", "memory", "updates", "per s", "busy", "refused"):
         table.add_column(column)
-    for row in picture.servers:
+    for row in cluster.servers:
         table.add_row(
             row.name,
-            _state(row.state),
-            _size(row.held_bytes),
+            _state(_state_of(row)),
+            _size(row.variable_bytes),
             f"{row.updates:,}",
             _rate(row.updates_per_s),
             "–" if row.busy_share is None else f"{100 * row.busy_share:.0f} %",
-            f"{row.refused:,}",
+            f"{row.duplicates + row.fenced:,}",  # repeated writes, and writes of lost workers
         )
     return table
 

@@ -40,7 +40,7 @@ from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
 from stratagem._wire.codec import dtype_from
-from stratagem._wire.messages import CutItem, PartRef
+from stratagem._wire.messages import PartRef, StateRecord
 from stratagem.errors import CheckpointError
 
 _log = logging.getLogger("stratagem.checkpoint")
@@ -88,7 +88,7 @@ class ServerCut(Owner):
                 raise ServerLostInSave(
                     f"{group.variables.client.tasks[server]} does not use {directory}: {made.refused}"
                 )
-        self._items: dict[tuple[int, int], list[CutItem]] = {}
+        self._items: dict[tuple[int, int], list[StateRecord]] = {}
         for made in self._made.values():
             for item in made.items:
                 self._items.setdefault((item.optimizer, item.variable), []).append(item)
@@ -109,7 +109,7 @@ class ServerCut(Owner):
         where: Description,
         optimizer: int,
         key: str,
-        by_shard: Sequence[Mapping[str, CutItem]],
+        by_shard: Sequence[Mapping[str, StateRecord]],
     ) -> Any:
         rows, first = next(
             (shard.rows, items[key])

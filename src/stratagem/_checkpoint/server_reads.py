@@ -29,7 +29,7 @@ from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
-from stratagem._wire.messages import CutItem, PartRef
+from stratagem._wire.messages import PartRef, StateRecord
 
 
 @final
@@ -150,7 +150,7 @@ class ServerReads(Owner):
                     if tensor.servers is group
                     for part in tensor.parts_on(server, name)
                 ]
-                items: list[CutItem] = []
+                items: list[StateRecord] = []
                 for one in self._states:
                     if one.group is group:
                         more, made = one.on(server)
@@ -211,7 +211,7 @@ class _StateWanted:
     def names(self) -> set[str]:
         return {name for name, _ in self.tensors.values()}
 
-    def on(self, server: int) -> tuple[list[PartRef], list[CutItem]]:
+    def on(self, server: int) -> tuple[list[PartRef], list[StateRecord]]:
         """Return the tensors to read on one server, and the state to make there."""
         number = self.group.number_of(self.optimizer) or 0
         parts, items = [], []
@@ -219,7 +219,7 @@ class _StateWanted:
             if piece.server != server:
                 continue
             for key, value in self.plain.items():
-                items.append(CutItem(number, piece.variable, key, value=value))
+                items.append(StateRecord(number, piece.variable, key, value=value))
             for key, (name, stored) in self.tensors.items():
                 per_shard = not stored.shape
                 of_rows = self.where.is_sharded and not per_shard
@@ -229,5 +229,5 @@ class _StateWanted:
                 parts.append(
                     PartRef(name, stored.shape, start, rows, piece.variable, number, key, per_shard)
                 )
-                items.append(CutItem(number, piece.variable, key, stored.dtype, shape))
+                items.append(StateRecord(number, piece.variable, key, stored.dtype, shape))
         return parts, items

@@ -12,7 +12,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from stratagem._ps.types import GroupSpec, InitOp, Setting
+from stratagem._wire.messages import OptimizerRecord as OptimizerRecord
+from stratagem._wire.messages import StateRecord as StateRecord
+from stratagem._wire.messages import VariableRecord as VariableRecord
 
 Kind: TypeAlias = Literal["variable", "optimizer"]
 
@@ -48,47 +50,6 @@ class Block(NamedTuple):
         """
         rows = self.tensor[start - self.start : stop - self.start]
         return self._replace(start=start, stop=stop, tensor=rows)
-
-
-@dataclass(frozen=True, slots=True)
-class VariableRecord:
-    """A variable without its value."""
-
-    number: int
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    version: int
-    recipe: tuple[InitOp, ...] = ()
-    """Initialisation of a part of a dynamic table."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateRecord:
-    """State that an optimizer keeps for a variable: a tensor without its rows, or a plain value."""
-
-    optimizer: int
-    variable: int
-    key: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    value: bool | int | float | None = None
-
-    @property
-    def is_tensor(self) -> bool:
-        """True if its rows are in blocks."""
-        return bool(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerRecord:
-    """An optimizer without its state."""
-
-    number: int
-    class_name: str
-    groups: tuple[GroupSpec, ...]
-    defaults: dict[str, Setting]
-    attributes: dict[str, Setting]
 
 
 @dataclass(frozen=True, slots=True)

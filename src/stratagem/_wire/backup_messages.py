@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratagem._wire.message_base import Message, Record, TensorRef
-from stratagem._wire.server_messages import GroupSpec, InitOp, Setting
+from stratagem._wire.server_messages import GroupSpec, InitOp, Setting, StateRecord
 
 
 class SetBackup(Message, frozen=True):
@@ -54,10 +54,10 @@ class Deposed(Message, frozen=True):
     """From a backup to its primary: the backup has taken over, the primary frees what it has."""
 
 
-class ReplicaVariable(Record, frozen=True):
-    """A variable of a shard without its rows."""
+class VariableRecord(Record, frozen=True):
+    """A variable without its value. `recipe`: initialisation of a part of a dynamic table."""
 
-    variable: int
+    number: int
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -65,33 +65,22 @@ class ReplicaVariable(Record, frozen=True):
     recipe: tuple[InitOp, ...] = ()
 
 
-class ReplicaOptimizer(Record, frozen=True):
-    """An optimizer of a shard without its state."""
+class OptimizerRecord(Record, frozen=True):
+    """An optimizer without its state."""
 
-    optimizer: int
+    number: int
     class_name: str
     groups: tuple[GroupSpec, ...]
     defaults: dict[str, Setting]
     attributes: dict[str, Setting]
 
 
-class ReplicaEntry(Record, frozen=True):
-    """Optimizer state of a variable: a tensor without its rows (`dtype` is not empty), or a plain value."""
-
-    optimizer: int
-    variable: int
-    key: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    value: bool | int | float | None = None
-
-
 class ReplicaState(Message, frozen=True):
     """Begin of a shard's state: everything but rows. Replaces what the backup had."""
 
-    variables: tuple[ReplicaVariable, ...]
-    optimizers: tuple[ReplicaOptimizer, ...]
-    state: tuple[ReplicaEntry, ...]
+    variables: tuple[VariableRecord, ...]
+    optimizers: tuple[OptimizerRecord, ...]
+    state: tuple[StateRecord, ...]
     ledger: Mapping[str, Any]
     deleted: tuple[tuple[int, int], ...] = ()
 

@@ -364,8 +364,8 @@ class MakeCut(Message, frozen=True):
     base: int = 0
 
 
-class CutItem(Record, frozen=True):
-    """State that an optimizer keeps for a variable: a tensor (with a dtype), or a plain value."""
+class StateRecord(Record, frozen=True):
+    """State that an optimizer keeps for a variable: a tensor without its rows, or a plain value."""
 
     optimizer: int
     variable: int
@@ -373,6 +373,11 @@ class CutItem(Record, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     value: bool | int | float | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """True if it has rows."""
+        return bool(self.dtype)
 
 
 class CutMade(Message, frozen=True):
@@ -385,7 +390,7 @@ class CutMade(Message, frozen=True):
     cut: int = 0
     changed: Mapping[int, int] = msgspec.field(default_factory=dict)
     used: Mapping[int, int] = msgspec.field(default_factory=dict)
-    items: tuple[CutItem, ...] = ()
+    items: tuple[StateRecord, ...] = ()
     facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
     refused: str = ""
 
@@ -435,7 +440,7 @@ class ReadParts(Message, frozen=True):
 
     chain: tuple[tuple[str, str], ...]
     parts: tuple[PartRef, ...]
-    state: tuple[CutItem, ...] = ()
+    state: tuple[StateRecord, ...] = ()
     verify: bool = False
 
 

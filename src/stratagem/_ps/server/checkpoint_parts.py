@@ -27,7 +27,7 @@ from stratagem._ps.server.store import VariableStore
 from stratagem._ps.store_records import LedgerRecord
 from stratagem._ps.types import StateEntry
 from stratagem._wire import codec, messages
-from stratagem._wire.messages import CutItem, PartRef
+from stratagem._wire.messages import PartRef, StateRecord
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 _BLOCK_FILE: Final = re.compile(r"__[0-9]+_0\.distcp")
@@ -137,11 +137,7 @@ class SessionCheckpoints(Owner):
         if faults.active is not None:
             faults.active.at("server.in_cut")
         described = self._store.describe()
-        items = tuple(
-            CutItem(one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value)
-            for one in described.state
-            if one.variable in wanted
-        )
+        items = tuple(one for one in described.state if one.variable in wanted)
         facts = {
             "versions": {str(number): v for number, v in self._store.versions(wanted).items()},
             "ledger": plain_ledger(described.ledger),
@@ -286,7 +282,7 @@ class SessionCheckpoints(Owner):
                 )
         return RowsToRead(part.tensor, part.start, part.rows, part.per_shard, memory)
 
-    def _make_state(self, parts: Sequence[PartRef], plain: Sequence[CutItem]) -> None:
+    def _make_state(self, parts: Sequence[PartRef], plain: Sequence[StateRecord]) -> None:
         """Replace optimizer state by the state that is to be read, its tensors empty."""
         entries: dict[int, list[StateEntry]] = {}
         for item in plain:

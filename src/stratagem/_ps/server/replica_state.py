@@ -12,13 +12,7 @@ from stratagem._core.key_index import IndexRecord
 from stratagem._ps.server.checkpoint_parts import ledger_from, plain_ledger
 from stratagem._ps.server.client_memory import ClientMemory
 from stratagem._ps.server.session import Session
-from stratagem._ps.store_records import (
-    Block,
-    OptimizerRecord,
-    StateRecord,
-    StoreManifest,
-    VariableRecord,
-)
+from stratagem._ps.store_records import Block, StoreManifest
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.frames import Buffer
@@ -40,24 +34,9 @@ def state_messages(session: Session) -> Iterator[Sent]:
     manifest = store.describe()
     yield (
         messages.ReplicaState(
-            variables=tuple(
-                messages.ReplicaVariable(
-                    one.number, one.name, one.dtype, one.shape, one.version, one.recipe
-                )
-                for one in manifest.variables
-            ),
-            optimizers=tuple(
-                messages.ReplicaOptimizer(
-                    one.number, one.class_name, one.groups, one.defaults, one.attributes
-                )
-                for one in manifest.optimizers
-            ),
-            state=tuple(
-                messages.ReplicaEntry(
-                    one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value
-                )
-                for one in manifest.state
-            ),
+            variables=manifest.variables,
+            optimizers=manifest.optimizers,
+            state=manifest.state,
             ledger=plain_ledger(manifest.ledger),
             deleted=session.deleted.ranges,
         ),
@@ -88,19 +67,7 @@ def state_messages(session: Session) -> Iterator[Sent]:
 def begin_state(session: Session, message: messages.ReplicaState) -> None:
     """Create everything in an empty backup; its rows follow."""
     manifest = StoreManifest(
-        tuple(
-            VariableRecord(one.variable, one.name, one.dtype, one.shape, one.version, one.recipe)
-            for one in message.variables
-        ),
-        tuple(
-            OptimizerRecord(one.optimizer, one.class_name, one.groups, one.defaults, one.attributes)
-            for one in message.optimizers
-        ),
-        tuple(
-            StateRecord(one.optimizer, one.variable, one.key, one.dtype, one.shape, one.value)
-            for one in message.state
-        ),
-        ledger_from(message.ledger),
+        message.variables, message.optimizers, message.state, ledger_from(message.ledger)
     )
     session.deleted.merge(message.deleted)
     session.restore(manifest, ())
@@ -110,10 +77,9 @@ def begin_state(session: Session, message: messages.ReplicaState) -> None:
 def write_state_rows(session: Session, message: messages.ReplicaRows, frame: Frame) -> None:
     """Write rows of a backup's state."""
     rows = codec.tensor_from(message.rows, frame)
-    kind = "optimizer" if message.key else "variable"
     session.store.write_block(
         Block(
-            "optimizer" if kind == "optimizer" else "variable",
+            "optimizer" if message.key else "variable",
             message.variable,
             message.key,
             message.start,

@@ -69,63 +69,29 @@ class JobState:
 def state_of(reports: Sequence[JobReport]) -> JobState:
     """Return the state of a job: live if every server has the same instance of it, with a record.
 
+    With backups: if some process has each shard, and one has a record.
+
     Example:
         >>> known = JobReport(epoch=3, instance="a", serial=1, record=b"r")
         >>> state_of([known, known]).is_live, state_of([known, JobReport()]).is_live
         (True, False)
     """
     last = max(reports, key=lambda one: one.epoch)
-    if any(one.shards for one in reports):
-        return _state_of_shards(reports, JobState(last.epoch, last.coordinator))
-    instances = {one.instance for one in reports}
-    if len(instances) != 1 or not all(one.instance and one.record for one in reports):
-        return JobState(last.epoch, last.coordinator)
-    newest = max(reports, key=lambda one: one.serial)
-    return JobState(
-        last.epoch,
-        last.coordinator,
-        newest.instance,
-        newest.record,
-        newest.serial,
-        newest.seed,
-        {
-            (server, variable.variable): variable
-            for server, one in enumerate(reports)
-            for variable in one.variables
-        },
-        {number: name for one in reports for number, name in one.optimizers},
-        {server: one.deleted for server, one in enumerate(reports)},
-        last_closure=max(one.last_closure for one in reports),
-    )
-
-
-def _state_of_shards(reports: Sequence[JobReport], anew: JobState) -> JobState:
-    """Return the state of a job with backups: live if some process has each shard, and one has a record.
-
-    A process that was restarted reports nothing. The newest primary of a shard counts; without one, its newest backup.
-    """
-    known = [one for one in reports if one.instance]
-    newest = max(known, key=lambda one: one.serial)
+    anew = JobState(last.epoch, last.coordinator)
+    known = [one for one in reports if one.instance]  # a process that was restarted reports nothing
+    newest = max(known, key=lambda one: one.serial, default=JobReport())
     if len({one.instance for one in known}) != 1 or not newest.record:
         return anew
     places: list[ShardPlace] = []
-    found: list[ShardReport] = []
-    for shard in range(len(reports)):
-        here = [
-            (one.view, not one.is_backup, process, one)
-            for process, report in enumerate(reports)
-            for one in report.shards
-            if one.shard == shard and one.is_complete
-        ]
-        primaries = [one for one in here if one[1]]
-        if not here:
+    holders: Sequence[JobReport | ShardReport] = reports
+    if any(one.shards for one in reports):
+        found = [_place_of(shard, reports) for shard in range(len(reports))]
+        holders = [holder for holder, _ in filter(None, found)]
+        places = [place for _, place in filter(None, found)]
+        if len(places) < len(reports):
             return anew
-        view, is_primary, holder, best = max(primaries or here, key=lambda one: one[:3])
-        backups = [at for seen, primary, at, _ in here if not primary and seen == view]
-        has_backup = is_primary and best.is_linked
-        backup = next((at for at in backups if at != holder), None) if has_backup else None
-        places.append(ShardPlace(view, holder, backup, not is_primary))
-        found.append(best)
+    elif not all(one.instance and one.record for one in reports):
+        return anew
     return replace(
         anew,
         instance=newest.instance,
@@ -133,15 +99,33 @@ def _state_of_shards(reports: Sequence[JobReport], anew: JobState) -> JobState:
         serial=newest.serial,
         seed=newest.seed,
         variables={
-            (shard, variable.variable): variable
-            for shard, one in enumerate(found)
+            (server, variable.variable): variable
+            for server, one in enumerate(holders)
             for variable in one.variables
         },
-        optimizers={number: name for one in found for number, name in one.optimizers},
-        deleted={shard: one.deleted for shard, one in enumerate(found)},
+        optimizers={number: name for one in holders for number, name in one.optimizers},
+        deleted={server: one.deleted for server, one in enumerate(holders)},
         shards=tuple(places),
         last_closure=max(one.last_closure for one in known),
     )
+
+
+def _place_of(shard: int, reports: Sequence[JobReport]) -> tuple[ShardReport, ShardPlace] | None:
+    """Return which process has a shard: its newest primary; without one, its newest backup."""
+    here = [
+        (one.view, not one.is_backup, process, one)
+        for process, report in enumerate(reports)
+        for one in report.shards
+        if one.shard == shard and one.is_complete
+    ]
+    if not here:
+        return None
+    primaries = [one for one in here if one[1]]
+    view, is_primary, holder, best = max(primaries or here, key=lambda one: one[:3])
+    backups = [at for seen, primary, at, _ in here if not primary and seen == view]
+    has_backup = is_primary and best.is_linked
+    backup = next((at for at in backups if at != holder), None) if has_backup else None
+    return best, ShardPlace(view, holder, backup, not is_primary)
 
 
 def describe_coordinator(coordinator: str, since: float) -> str:

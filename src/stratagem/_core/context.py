@@ -273,9 +273,7 @@ class Scope:
                 try:
                     held = strategy._scope_entered()
                     held.__enter__()
-                except (
-                    BaseException
-                ):  # Ctrl-C too: a scope that was not entered must not stay current
+                except BaseException:  # Ctrl-C too: this scope must not stay current
                     state.frame = None
                     raise
         state.scopes.append(_OpenScope(self, frame, held, _open_modes()))

@@ -68,13 +68,11 @@ def masked_crc32c_many(
     """
     words = np.ndarray(len(data) - 7, dtype="<u8", buffer=data, strides=(1,))
     steps = -(-lengths // 8)
-    order = np.argsort(
-        -steps, kind="stable"
-    )  # longest first: the pieces that have begun are a prefix
+    # Longest first: the pieces that have begun are a prefix.
+    order = np.argsort(-steps, kind="stable")
     ends, counts = (starts + lengths)[order], steps[order]
-    unused = (8 * steps - lengths)[order].astype(
-        np.uint64
-    )  # bytes in front of a piece's first byte
+    # Bytes in front of a piece's first byte.
+    unused = (8 * steps - lengths)[order].astype(np.uint64)
     begun = np.searchsorted(
         -counts, -np.arange(counts[0] if len(counts) else 0, 0, -1), side="right"
     )

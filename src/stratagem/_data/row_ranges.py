@@ -32,9 +32,8 @@ from stratagem._data.node import UNKNOWN
 from stratagem._data.sources import Closable
 from stratagem.errors import CorruptRecord, DataError, MissingFile
 
-CHUNK_ROWS = (
-    1 << 16
-)  # rows decoded at a time: 20 MB for 40 columns, and the cost per column is spread
+# Rows decoded at a time: 20 MB for 40 columns, and the cost per column is spread.
+CHUNK_ROWS = 1 << 16
 _MOST_THREADS = 4  # by default; more readers than that outrun a training step
 
 

@@ -24,12 +24,10 @@ from stratagem._data.readers import open_bytes
 from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RowRange
 from stratagem.errors import CorruptRecord
 
-_BLOCK_BYTES = (
-    8 << 20
-)  # read and decoded at a time: NumPy's cost per call is spread over 10,000 records
-_FRAME = struct.Struct(
-    "<Q"
-)  # length of a record; then 4 bytes checksum, the record, 4 bytes checksum
+# Read and decoded at a time: NumPy's cost per call is spread over 10,000 records.
+_BLOCK_BYTES = 8 << 20
+# Length of a record; then 4 bytes checksum, the record, 4 bytes checksum.
+_FRAME = struct.Struct("<Q")
 _HEAD, _TAIL = 12, 4
 
 _KINDS: dict[Any, str] = {

@@ -335,10 +335,8 @@ class _Unpickler(pickle.Unpickler):
 
     @override
     def persistent_load(self, pid: tuple[int, Any] | str) -> object:
-        if isinstance(
-            pid, str
-        ):  # interned, as in the sender's code: some programs compare it by `is`
-            return sys.intern(pid)
+        if isinstance(pid, str):
+            return sys.intern(pid)  # as in the sender's code: some programs compare it by `is`
         kind, value = pid
         if kind == _TENSOR:
             return self._tensors[value]

@@ -54,9 +54,8 @@ MAGIC: Final = b"SGSHM\0\0\1"
 HEADER_BYTES: Final = 4096
 ENTRY_BYTES: Final = 64
 _HEAD = struct.Struct("<8sQ16s")
-LARGE_PAGE_BYTES: Final = (
-    1 << 21
-)  # on x86 and most ARM machines; elsewhere nothing is gained or lost
+# On x86 and most ARM machines; elsewhere nothing is gained or lost.
+LARGE_PAGE_BYTES: Final = 1 << 21
 _NO_RESERVE: Final = (
     0x4000  # MAP_NORESERVE on Linux: more addresses than memory; the mmap module lacks the name
 )

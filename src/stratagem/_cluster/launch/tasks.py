@@ -88,6 +88,20 @@ def make_task(
     )
 
 
+def task_of(order: TaskOrder, *, forward_output: bool) -> Task:
+    """Make the task of an order."""
+    return make_task(
+        order.job,
+        order.index,
+        order.address,
+        key=order.key or None,
+        forward_output=forward_output,
+        any_optimizer=order.any_optimizer,
+        checkpoint_directories=order.checkpoint_directories,
+        evaluator=order.evaluator,
+    )
+
+
 def announce(
     job: str,
     index: int,
@@ -135,15 +149,7 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()
-    task = make_task(
-        order.job,
-        order.index,
-        order.address,
-        key=order.key or None,
-        any_optimizer=order.any_optimizer,
-        checkpoint_directories=order.checkpoint_directories,
-        evaluator=order.evaluator,
-    )
+    task = task_of(order, forward_output=True)
     with task, announce(order.job, order.index, task, key=order.key or None, owner=order.owner):
         ready(task.address)
         task.serve()

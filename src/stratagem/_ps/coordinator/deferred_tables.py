@@ -275,9 +275,8 @@ class DeferredTables(TorchFunctionMode):
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         if shape is None or len(shape) < 2:
             return None
-        if isinstance(
-            shape[0], KeyedRows
-        ):  # whatever its size: servers make rows when they are used
+        # Of any size: servers make rows when they are used.
+        if isinstance(shape[0], KeyedRows):
             return DeferredTable((int(shape[0]), *shape[1:]), dtype, shape[0].part)
         if math.prod(shape) * dtype.itemsize < self._threshold:
             return None

@@ -62,13 +62,10 @@ def define_module(module: nn.Module) -> Sequence[object]:
         if make is vars(copyreg)["__newobj__"] and len(arguments) == 1:
             make = make_module
         made, state = ModuleDefinition(make, arguments), reduced[2] if len(reduced) > 2 else None
-    if (
-        type(state) is dict
-    ):  # plain dicts of members: others would ask the servers for current values
-        state = {
-            **state,
-            **{kind: dict(dict.items(state[kind])) for kind in MEMBERS if kind in state},
-        }
+    if type(state) is dict:
+        # Plain dicts of members: others would ask the servers for current values.
+        plain = {kind: dict(dict.items(state[kind])) for kind in MEMBERS if kind in state}
+        state = {**state, **plain}
     return (made,) if state is None else (made, ModuleState(state))
 
 

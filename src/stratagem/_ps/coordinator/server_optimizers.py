@@ -102,9 +102,8 @@ class OptimizersOnServers:
         if is_new:
             self._warn_of_whole_steps(optimizer)
             if any(_has_stepped(state) for state in optimizer.state.values()):
-                self._send_state(
-                    optimizer, _all_managed(optimizer)
-                )  # a checkpoint was loaded before training began
+                # A checkpoint was loaded before training began.
+                self._send_state(optimizer, _all_managed(optimizer))
             self._watch(optimizer)
         return number
 
@@ -331,9 +330,8 @@ def _all_managed(optimizer: Optimizer) -> list[CoordinatorParameter]:
 def _check_fits(optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]) -> None:
     """Raise if the state of tables that only servers hold does not fit in this process."""
     tables = [managed for managed in all_managed if managed.kept.plan is not None]
-    if not tables or isinstance(
-        optimizer, torch.optim.SGD
-    ):  # without momentum, as tables need, it has no state
+    # SGD without momentum, as tables need, has no state.
+    if not tables or isinstance(optimizer, torch.optim.SGD):
         return
     by_row = isinstance(optimizer, RowWiseAdagrad)  # one number for each row
     needed = sum(one.nbytes // (one.central.shape[1] if by_row else 1) for one in tables)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from stratagem._wire.messages import JobReport, JobVariable, ShardReport
+from stratagem._wire.messages import JobReport, ShardReport, VariableRecord
 
 SEEN_S: Final = 1.0
 """How long a live owner must have been seen before its job counts as in use: one that is ending is gone sooner."""
@@ -54,7 +54,7 @@ class JobState:
     record: bytes = b""
     serial: int = 0
     seed: int = 0
-    variables: Mapping[tuple[int, int], JobVariable] = field(default_factory=dict)
+    variables: Mapping[tuple[int, int], VariableRecord] = field(default_factory=dict)
     optimizers: Mapping[int, str] = field(default_factory=dict)
     deleted: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     shards: tuple[ShardPlace, ...] = ()
@@ -99,7 +99,7 @@ def state_of(reports: Sequence[JobReport]) -> JobState:
         serial=newest.serial,
         seed=newest.seed,
         variables={
-            (server, variable.variable): variable
+            (server, variable.number): variable
             for server, one in enumerate(holders)
             for variable in one.variables
         },

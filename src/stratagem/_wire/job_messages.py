@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stratagem._wire.backup_messages import VariableRecord
 from stratagem._wire.message_base import Message, Record
 
 
@@ -9,15 +10,6 @@ class AskJob(Message, frozen=True):
     """Ask what a server knows about a named job, given by the name of its session."""
 
     session: str
-
-
-class JobVariable(Record, frozen=True):
-    """A variable of a live job, or one shard of one."""
-
-    variable: int
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class ShardReport(Record, frozen=True):
@@ -28,7 +20,7 @@ class ShardReport(Record, frozen=True):
     is_backup: bool
     is_complete: bool
     is_linked: bool
-    variables: tuple[JobVariable, ...]
+    variables: tuple[VariableRecord, ...]
     optimizers: tuple[tuple[int, str], ...]
     deleted: tuple[tuple[int, int], ...]
 
@@ -50,7 +42,7 @@ class JobReport(Message, frozen=True):
     serial: int = 0
     record: bytes = b""
     seed: int = 0
-    variables: tuple[JobVariable, ...] = ()
+    variables: tuple[VariableRecord, ...] = ()
     optimizers: tuple[tuple[int, str], ...] = ()
     deleted: tuple[tuple[int, int], ...] = ()
     shards: tuple[ShardReport, ...] = ()

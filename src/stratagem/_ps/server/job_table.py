@@ -17,7 +17,7 @@ from stratagem._ps.job_reports import describe_coordinator
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.session_table import SessionTable
 from stratagem._wire import messages
-from stratagem._wire.messages import JobReport, JobVariable, ShardReport
+from stratagem._wire.messages import JobReport, ShardReport, VariableRecord
 from stratagem.errors import CoordinatorReplaced, NotFoundError
 
 
@@ -180,15 +180,12 @@ class JobTable:
 
 
 _Contents: TypeAlias = tuple[
-    tuple[JobVariable, ...], tuple[tuple[int, str], ...], tuple[tuple[int, int], ...]
+    tuple[VariableRecord, ...], tuple[tuple[int, str], ...], tuple[tuple[int, int], ...]
 ]
 
 
 def _contents(session: Session) -> _Contents:
     """Return the variables and optimizers of a session, and ranges of freed variables."""
     manifest = session.store.describe()
-    variables = tuple(
-        JobVariable(one.number, one.name, one.dtype, one.shape) for one in manifest.variables
-    )
     optimizers = tuple((one.number, one.class_name) for one in manifest.optimizers)
-    return variables, optimizers, session.deleted.ranges
+    return manifest.variables, optimizers, session.deleted.ranges

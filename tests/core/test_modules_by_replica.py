@@ -138,8 +138,12 @@ def test_embeddings_with_max_norm_are_refused(two):
     with torch.no_grad():
         table.weight.fill_(3.0)
     ids = torch.tensor([0, 1, 1, 2])
-    with pytest.raises(sg.errors.ReplicaError, match=r"'weight'.*written in place inside replica"):
-        two.run(table, args=(sg.PerReplica([ids, ids]),))
+    parts = sg.PerReplica([ids, ids])
+    with pytest.raises(sg.errors.ReplicaError, match=r"Embedding\(max_norm=1.0\).*part of the"):
+        two.run(table, args=(parts,))
+    parts = sg.PerReplica([ids[:2], ids[2:]])
+    with pytest.raises(sg.errors.ReplicaError, match=r"'weight'(.|\n)*replica 1 has another value"):
+        two.run(lambda ids: nn.functional.embedding(ids, table.weight, max_norm=1.0), args=(parts,))
 
 
 def test_deepcopy_inside_a_replica_is_the_replicas_own(two):

@@ -8,6 +8,7 @@ without Stratagem. The cases:
 - lazy modules create their parameters at the first call: the replicas wait for each other and one creates them;
 - old-style weight_norm, spectral_norm and pruning set a computed ``weight`` on the module in a forward hook: each
   replica has its own;
+- embeddings with ``scale_grad_by_freq`` or ``max_norm`` need the ids of the whole batch: refused in replicas;
 - SyncBatchNorm computes statistics of the whole batch: over the replicas (`sync_norm`).
 """
 
@@ -26,6 +27,7 @@ from stratagem._core.context import current_replica
 from stratagem._core.managed import ManagedParameter
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.private_api import buffers_of, parameters_of
+from stratagem.errors import ReplicaError
 
 _COMPUTED = ("_g", "_v", "_orig")  # name endings that weight_norm, spectral_norm and prune register
 
@@ -42,6 +44,10 @@ def prepare(module: Any, managed: ManagedParameter, name: str = "") -> None:
         mixin = _Recurrent
     elif isinstance(module, LazyModuleMixin) and is_lazy(central):
         mixin = _Lazy
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
+        module.scale_grad_by_freq or module.max_norm is not None
+    ):
+        mixin = _OfWholeBatch
     elif name.endswith(_COMPUTED) and type(module).__module__.startswith("torch.nn"):
         mixin = _Computing
     else:
@@ -160,6 +166,31 @@ class _Computing(_Special):
             if computed is not None:
                 return computed
         return super().__getattribute__(name)
+
+
+class _OfWholeBatch(_Special):
+    """Embeddings that count or renormalise the ids of a batch, of which a replica has a part."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Look up rows as the plain class does, on one replica."""
+        this: Any = self
+        replica = current_replica()
+        if replica is not None and replica.group.size > 1 and this.weight.requires_grad:
+            kind = self._plain_class.__name__
+            if this.scale_grad_by_freq:
+                raise ReplicaError(
+                    f"{kind}(scale_grad_by_freq=True) divides the gradient of a row by how often the batch has its id, and "
+                    f"{replica!r} has a part of the batch. Leave the argument out, or use a strategy with one device."
+                )
+            raise ReplicaError(
+                f"{kind}(max_norm={this.max_norm}) shortens the rows of the ids that it gets, and {replica!r} has a part of "
+                "the batch. Leave the argument out, and shorten the rows once for all replicas after optimizer.step():\n"
+                "    sg.get_replica_context().merge_call(lambda strategy: "
+                f"embedding.weight.data.renorm_(2, 0, {this.max_norm}))\n"
+                "or use a strategy with one device."
+            )
+        plain: Any = super()  # the embedding that this class is mixed into
+        return plain.forward(*args, **kwargs)
 
 
 class _Synchronised(_Special):

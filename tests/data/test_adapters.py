@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 
 import cloudpickle
@@ -159,6 +161,17 @@ def test_tensor_dataset_and_map_style_dataset():
         plain(x)
         for x in as_dataset(Squares()).map(lambda a, b: (a, b)).shuffle(seed=1).batch(5).take(1)
     ]
+
+
+@pytest.mark.parametrize("names", [{}, {"Dataset": TorchDataset}])
+def test_a_program_may_have_a_module_called_datasets(names, monkeypatch):
+    """It is not Hugging Face's, whatever it contains."""
+    mine = types.ModuleType("datasets")
+    vars(mine).update(names)
+    monkeypatch.setitem(sys.modules, "datasets", mine)
+    monkeypatch.delitem(sys.modules, "datasets.arrow_dataset")
+    assert [plain(x) for x in as_dataset([torch.arange(2)])] == [[0, 1]]
+    assert [plain(x) for x in as_dataset(Squares()).batch(3).take(1)] == [[[0, 1, 2], [0, 1, 4]]]
 
 
 def test_hugging_face_dataset():

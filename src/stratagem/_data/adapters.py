@@ -42,7 +42,8 @@ def node_of(source: Any) -> Node:
         return StatefulNode(source)  # StatefulDataLoader, datasets.IterableDataset, users' own
     if isinstance(source, torch_data.DataLoader):
         return LoaderNode(source)
-    hugging_face = sys.modules.get("datasets")
+    # Programs often have a module of their own that is called `datasets`.
+    hugging_face = sys.modules.get("datasets.arrow_dataset")
     if hugging_face is not None and isinstance(source, hugging_face.Dataset):
         return HuggingFaceNode(source)
     if isinstance(source, torch_data.Dataset) and not isinstance(source, Iterable):

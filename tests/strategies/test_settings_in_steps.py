@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,14 @@ def decay(optimizer: torch.optim.Optimizer, number: int) -> None:
         group["weight_decay"] = 0.01 if number % 2 else 0.0
 
 
+def noam(optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A rule with NumPy's numbers, as programs copy it from the annotated Transformer."""
+    rate = np.power(16, -0.5) * np.min([np.power(number + 1, -0.5), (number + 1) * 3**-1.5])
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        group["weight_decay"] = np.float32(0.25)
+
+
 def small_model() -> nn.Module:
     return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3))
 
@@ -53,7 +62,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("change", [warm_up, decay])
+@pytest.mark.parametrize("change", [warm_up, decay, noam])
 @pytest.mark.parametrize("partitioner", [None, P.FixedShardsPartitioner(2)], ids=["whole", "cut"])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_a_step_that_sets_its_own_rate_gives_plain_numbers(

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -124,12 +125,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, np.number):  # np.min(...) of a learning-rate rule
+        return not np.iscomplexobj(value)
     return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
 def _as_plain(value: Any) -> Setting:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.floating):
         return float(value)
+    if isinstance(value, np.integer):
+        return int(value)
     if isinstance(value, list | tuple):
         return tuple(None if one is None else float(one) for one in value)
     plain: Setting = value

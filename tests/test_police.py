@@ -159,6 +159,18 @@ def test_wide_connection(watch):
     connect, connected = watch
     connect.set(); connected.wait()
 
+@pytest.fixture(scope="module")
+def task():
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="stratagem-worker-0")
+    thread.start()
+    yield
+    end.set(); thread.join()
+
+def test_task_memory(task):
+    """A fixture's worker in this process may keep memory until the module ends."""
+    kept.append(os.memfd_create("stratagem"))
+
 def test_orphan():
     """A grandchild whose parent has ended."""
     code = "import subprocess as s; print(s.Popen(['sleep', '61'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
@@ -189,6 +201,7 @@ INNOCENT = {
     "after",
     "wide_fixture",
     "wide_connection",
+    "task_memory",
     "orphan",
 }
 # Test -> what its report must name. Warnings fail the test itself, leaks are errors at its end.
@@ -260,3 +273,8 @@ def test_orphans_are_found_when_the_module_ends(reports: str) -> None:
     assert "fixtures of this module left behind" in reports
     assert "orphan process" in reports
     assert "sleep 61" in reports
+
+
+def test_memory_of_tasks_is_found_when_the_module_ends(reports: str) -> None:
+    """It is not blamed on a test."""
+    assert "-> /memfd:stratagem (deleted)" in reports.partition("fixtures of this module")[2]

@@ -33,6 +33,8 @@ import torch
 GRACE_S = 30.0
 # Leftovers in reference cycles need a collection; most others end by themselves before this.
 COLLECT_AFTER_S = 0.05
+# Then include objects that `pytest_collection_finish` has exempted, although that makes collections slow.
+THAW_AFTER_S = 5.0
 
 # Compile in this process: inductor would otherwise keep a pool of children for the whole session.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -50,6 +52,10 @@ ROOT = os.getcwd()
 _FREE_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|build|dist|site|demo-output")
 
 _HELD = re.compile(r"socket:|/memfd:|/dev/shm/|pipe:|anon_inode:\[?(eventpoll|eventfd)")
+
+# Shared memory of servers and clients, and the threads of tasks in this process (`LocalCluster(in_process=True)`).
+_OUR_MEMORY = "/memfd:stratagem (deleted)"
+_TASK_THREAD = re.compile(r"stratagem-(ps|worker)-\d+")
 
 # Kinds of descriptors that a library in this process opens when it chooses and keeps (Ray's gRPC). A fixture adds
 # them; they are counted again in the next module.
@@ -244,11 +250,18 @@ def _fixture_connects(before: State) -> bool:
     return any(t.name.startswith("stratagem-watch-") and t.is_alive() for t in before.threads)
 
 
+def _fixture_serves(before: State) -> bool:
+    """Return whether a fixture's workers and servers run in this process: they may keep memory until their next task."""
+    return any(_TASK_THREAD.fullmatch(t.name) and t.is_alive() for t in before.threads)
+
+
 def _added_descriptors(before: State) -> list[str]:
     now = _descriptors()
     kinds = {_kind_of(target) for _, target in now} - uncounted_kinds
     if _fixture_connects(before):
         kinds.discard("socket")  # checked when the module ends
+    if _fixture_serves(before):
+        kinds.discard(_OUR_MEMORY)  # likewise
     return [
         f"descriptor {fd} -> {target}"
         for kind in kinds
@@ -265,7 +278,11 @@ def _lingering(before: State) -> list[str]:
         *(f"thread {t.name!r}" for t in _added(_threads(), before.threads)),
         *(_describe_process(pid) for pid, _ in _added(_children(), before.children)),
         *_added_descriptors(before),
-        *(f"mapping of shared memory {name}" for name in _added(_mappings(), before.mappings)),
+        *(
+            f"mapping of shared memory {name}"
+            for name in _added(_mappings(), before.mappings)
+            if not (name.endswith(_OUR_MEMORY) and _fixture_serves(before))
+        ),
         *(
             f"shared memory /dev/shm/{name}"
             for name in _shm_names() - before.shm_names
@@ -314,6 +331,8 @@ def _await_quiet(before: State, records: Sequence[logging.LogRecord] = ()) -> li
             return left + _describe_holders(before)
         if waited_s > COLLECT_AFTER_S:
             _release_errors(records)
+            if waited_s > THAW_AFTER_S:
+                gc.unfreeze()  # garbage may refer to objects that are older than the tests
             gc.collect()  # objects in reference cycles release what they own when collected
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)

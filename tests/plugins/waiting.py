@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 LOOK_S = 0.01
+ARRIVALS = ".arrivals"
 
 
 def wait_until(
@@ -34,8 +35,9 @@ def wait_until(
 
 
 def pass_gate(path: str, timeout_s: float = 200.0) -> None:
-    """Wait until a `Gate` is open, in any process."""
+    """Wait until a `Gate` is open, in any process; first tell the gate that this function is there."""
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    _tell(path)
     try:
         opened, _, _ = select.select([end], [], [], timeout_s)
     finally:
@@ -44,10 +46,20 @@ def pass_gate(path: str, timeout_s: float = 200.0) -> None:
         raise TimeoutError(f"gate {path} was not opened within {timeout_s:g} s")
 
 
+def _tell(path: str) -> None:
+    arrivals = os.open(path + ARRIVALS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(arrivals, b"!")
+    finally:
+        os.close(arrivals)
+
+
 class Gate:
     """A gate at which functions on workers wait (`pass_gate`) until the test opens it for good.
 
-    It is a named pipe: the gate is open when the pipe holds a byte, which is never read.
+    It is a named pipe: the gate is open when the pipe holds a byte, which is never read. A file beside it has one
+    byte for each function that came to the gate. A test that acts "while the function runs" must first
+    `wait_for_arrival`: on a slow machine a scheduled function has often not begun.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +70,20 @@ class Gate:
 
     def open(self) -> None:
         os.write(self._pipe, b"!")
+
+    @property
+    def arrivals(self) -> int:
+        """How often a function came to the gate; a repeated closure counts again."""
+        try:
+            return os.stat(self.path + ARRIVALS).st_size
+        except FileNotFoundError:
+            return 0
+
+    def wait_for_arrival(self, count: int = 1) -> None:
+        """Wait until functions came to the gate `count` times."""
+        wait_until(
+            lambda: self.arrivals >= count, tell=lambda: f"{self.arrivals} came, not {count}"
+        )
 
     def close(self) -> None:
         """Release all waiting functions, also after a failed test."""

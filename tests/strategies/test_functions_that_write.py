@@ -324,6 +324,7 @@ def test_a_write_of_the_coordinator_in_between_is_not_lost_silently(
 
     alone.schedule(write, args=(None,)).fetch(timeout_s=WAIT_S)
     waiting = alone.schedule(write, args=(gate.path,))
+    gate.wait_for_arrival()  # it has read the weight
     with torch.no_grad():
         model.weight.fill_(1.0)
     alone.schedule(lambda: None)  # sends the coordinator's write

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -159,6 +160,8 @@ def test_wrong_filters(tmp_path):
         Dataset.from_parquet(path, filters=[("a", "~", 1)])
     with pytest.raises(TypeError, match=r"expected tuples \(column, operator, value\)"):
         Dataset.from_parquet(path, filters=["a > 1"])
+    with pytest.raises(TypeError, match=r"expected tuples .* use .filter\(function\)"):
+        Dataset.from_parquet(path, filters=pa.compute.field("a") == 1)
     with pytest.raises(ColumnError, match=r"filters=.* do not fit file .*a.parquet"):
         list(Dataset.from_parquet(path, filters=[("t", ">", 3)]))
 
@@ -175,6 +178,10 @@ def test_wrong_options(tmp_path):
         Dataset.from_parquet(path, dtypes={"a": "int"})
     with pytest.raises(ValueError, match=r"hash_buckets\['a'\]=0"):
         Dataset.from_parquet(path, hash_buckets={"a": 0})
+    with pytest.raises(
+        ColumnError, match=r"column 'x' of file .* has type double, which cannot be hashed"
+    ):
+        list(Dataset.from_parquet(path, hash_buckets={"x": 5}))
     with pytest.raises(ValueError, match=r"batch_size=0 is out of range"):
         Dataset.from_parquet(path, batch_size=0)
     with pytest.raises(TypeError, match=r"columns='a' must be a list of names"):

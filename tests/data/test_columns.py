@@ -147,6 +147,21 @@ def test_missing_values_need_a_fill_value(tmp_path):
     assert batch["age"].dtype is torch.int32
 
 
+def test_fill_values_have_the_type_of_the_tensor(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": pa.array([1, None, 300], pa.int16())}), path)
+    (batch,) = Dataset.from_parquet(path, fill={"n": 0.5}, dtypes={"n": torch.float32})
+    assert plain(batch) == {"n": [1.0, 0.5, 300.0]}
+    (batch,) = Dataset.from_parquet(path, fill={"n": 10**6}, dtypes={"n": torch.int64})
+    assert plain(batch) == {"n": [1, 10**6, 300]}
+    for value in (0.5, float("nan")):
+        with pytest.raises(
+            sg.errors.ColumnError, match=r"fill=.*is int16, which cannot hold"
+        ) as caught:
+            list(Dataset.from_parquet(path, fill={"n": value}))
+        assert (caught.value.path, caught.value.column) == (str(path), "n")
+
+
 def test_types_become_the_nearest_tensor(tmp_path):
     path = tmp_path / "a.parquet"
     columns = {
@@ -240,6 +255,27 @@ def test_csv_details(tmp_path):
     both = Dataset.from_csv([bare.with_name("a.csv"), other_order], ["id"], delimiter=";")
     with pytest.raises(sg.errors.ColumnError, match=r"column 'id' does not exist in file .*f.csv"):
         list(both)
+
+
+def test_text_of_csv_files_that_looks_like_a_missing_number_stays_text(tmp_path):
+    lines = 'land,n,x\nNA,1,2.5\n,NA,\n"",3,N/A\nNone,4,null\nDE,5,1\n'
+    (tmp_path / "a.csv").write_text(lines)
+    with gzip.open(tmp_path / "a.csv.gz", "wt") as file:
+        file.write(lines)
+    missing = {"n": -1, "x": 0.0}
+    for name in ("a.csv", "a.csv.gz"):
+        path = tmp_path / name
+        (batch,) = Dataset.from_csv(path, fill=missing)
+        assert batch["land"].tolist() == ["NA", "", "", "None", "DE"]
+        assert plain(batch)["n"] == [1, -1, 3, 4, 5]
+        assert plain(batch)["x"] == [2.5, 0.0, 0.0, 0.0, 1.0]
+        (batch,) = Dataset.from_csv(path, ["land"], fill={"land": "?"})
+        assert batch["land"].tolist() == ["NA", "?", "?", "None", "DE"]
+        (batch,) = Dataset.from_csv(path, ["land"], hash_buckets={"land": 1000})
+        expected = sg.data.hash_bucket(["NA", "", "", "None", "DE"], 1000)
+        assert torch.equal(batch["land"], expected)
+        (batch,) = Dataset.from_csv(path, ["land"], filters=[("land", "!=", "DE")])
+        assert batch["land"].tolist() == ["NA", "", "", "None"]
 
 
 def test_csv_ranges_are_whole_lines(tmp_path, monkeypatch):

@@ -101,7 +101,8 @@ class ColumnSelection:
     def _conditions(self) -> list[tuple[str, str, Any]]:
         """Return all conditions of the filters."""
         flat: list[Any] = []
-        for item in self.filters or ():
+        filters = self.filters if self.filters is not None else ()
+        for item in filters if isinstance(filters, list | tuple) else (filters,):
             flat.extend(item if isinstance(item, list) else [item])
         for condition in flat:
             if not (isinstance(condition, tuple) and len(condition) == 3):
@@ -213,10 +214,17 @@ class ColumnPlan:
             inner = kind.value_type
         if types.is_dictionary(inner):
             inner = inner.value_type
+        if name in self.selection.hash_buckets:
+            if _is_text(inner) or types.is_integer(inner) or types.is_boolean(inner):
+                return
+            raise ColumnError(
+                f"column {name!r} of file {path!r} has type {kind}, which cannot be hashed; expected text, "
+                f"bytes or integers. Leave it out of hash_buckets=.",
+                path=path,
+                column=name,
+            )
         if name in self.selection.dtypes and not types.is_nested(inner):
             return  # an explicit conversion; Arrow knows whether it exists
-        if name in self.selection.hash_buckets and (_is_text(inner) or types.is_integer(inner)):
-            return
         if types.is_boolean(inner) or types.is_integer(inner) or types.is_floating(inner):
             return
         if _is_text(inner) and inner is kind:
@@ -331,9 +339,7 @@ class ColumnPlan:
         if dtype is None and _is_text(array.type):
             return array.to_numpy(zero_copy_only=False)
         if dtype is not None:
-            # To integers only without loss; a conversion to a shorter float is meant to round.
-            safe = not dtype.is_floating_point
-            array = arrow.compute.cast(array, arrow_type(dtype), safe=safe)
+            array = _cast(array, dtype)
         elif types.is_uint16(kind) or types.is_uint32(kind) or types.is_uint64(kind):
             array = arrow.compute.cast(array, "int32" if types.is_uint16(kind) else "int64")
         tensor = torch.from_numpy(_own(array.to_numpy(zero_copy_only=False)))
@@ -359,9 +365,21 @@ class ColumnPlan:
         if pyarrow().types.is_dictionary(array.type):
             array = array.dictionary_decode()
         dtype = self.selection.dtypes.get(name)
-        if pyarrow().types.is_null(array.type) and dtype is not None:
-            array = array.cast(arrow_type(dtype))
-        return pyarrow().compute.fill_null(array, self.selection.fill[name])
+        if dtype is not None and name not in self.selection.hash_buckets:
+            array = _cast(array, dtype)
+        value = self.selection.fill[name]
+        if (
+            pyarrow().types.is_integer(array.type)
+            and isinstance(value, float | np.floating)
+            and value % 1
+        ):
+            raise ColumnError(
+                f"fill={{{name!r}: {value!r}}}: column {name!r} of file {path!r} is {array.type}, which "
+                f"cannot hold {value!r}. Give an integer, or dtypes={{{name!r}: torch.float32}}.",
+                path=path,
+                column=name,
+            )
+        return pyarrow().compute.fill_null(array, value)
 
     @staticmethod
     def _missing(name: str, array: Any, path: str, advice: str) -> ColumnError:
@@ -371,6 +389,12 @@ class ColumnPlan:
             path=path,
             column=name,
         )
+
+
+def _cast(array: Any, dtype: torch.dtype) -> Any:
+    """Convert an array, to integers only without loss; a conversion to a shorter float is meant to round."""
+    kind = arrow_type(dtype)
+    return pyarrow().compute.cast(array, kind, safe=not dtype.is_floating_point)
 
 
 def _own(array: NDArray[Any]) -> NDArray[Any]:

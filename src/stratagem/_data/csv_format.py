@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +22,7 @@ _RANGE_BYTES = 8 << 20  # bytes of a range: about 30,000 rows of 40 columns
 _SAMPLE_BYTES = 1 << 20  # bytes that decide the types
 _BLOCK_BYTES = 1 << 17  # bytes that pyarrow parses at a time: they stay in the cache
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
-_MISSING = ["", "NA", "N/A", "null", "NULL", "None"]  # texts that mean a missing value
+_MISSING = ["", "NA", "N/A", "null", "NULL", "None"]  # mean a missing number; text stays as it is
 
 
 @final
@@ -99,13 +99,7 @@ class CsvFormat(ColumnFormat):
                 found[name] = arrow.string()
             elif types.is_floating(kind) or types.is_null(kind):
                 found[name] = arrow.float32()
-        # In a column of text an empty field is a text, not a missing value.
-        text = [
-            name for name in self.selection.chosen(list(found)) if found.get(name) == arrow.string()
-        ]
-        fill = {**dict.fromkeys(text, ""), **self.selection.fill}
-        selection = replace(self.selection, fill=fill)
-        return selection.resolve(arrow.schema(list(found.items())), path)
+        return self.selection.resolve(arrow.schema(list(found.items())), path)
 
     def options(
         self, names: list[str], types: Mapping[str, Any], block: int, skip: int
@@ -123,7 +117,7 @@ class CsvFormat(ColumnFormat):
                 column_types=dict(types) or None,
                 include_columns=list(types) or None,
                 null_values=_MISSING,
-                strings_can_be_null=True,
+                strings_can_be_null=False,
                 quoted_strings_can_be_null=False,
             ),
         ]
@@ -172,7 +166,7 @@ class CsvColumns(ColumnFile):
             options = self._format.options(self._header, self._plan.types, _RANGE_BYTES, skip)
             with arrow.csv.open_csv(self._path, *options) as reader:
                 for batch in reader:
-                    yield self._plan.convert(batch, self._path)
+                    yield self._convert(batch)
             return
         with Path(self._path).open("rb") as file:
             file.seek(rows.start)
@@ -181,7 +175,17 @@ class CsvColumns(ColumnFile):
             table = self._parse(data, self._plan.types, _BLOCK_BYTES)
         except arrow.ArrowInvalid:
             table = self._parse_long(data)
-        yield self._plan.convert(table, self._path)
+        yield self._convert(table)
+
+    def _convert(self, table: Any) -> dict[str, Any]:
+        """Return lines as a batch of tensors. An empty text is a missing value if there is a fill value for it."""
+        compute = pyarrow().compute
+        for place, name in enumerate(table.schema.names):
+            column = table.column(place)
+            if name in self._plan.selection.fill and column.type == pyarrow().string():
+                given = compute.if_else(compute.equal(column, ""), None, column)
+                table = table.set_column(place, name, given)
+        return self._plan.convert(table, self._path)
 
     def _parse(self, data: bytes, types: Mapping[str, Any], block: int) -> Any:
         arrow = pyarrow()

@@ -46,6 +46,31 @@ def test_parts_add_up_to_the_whole() -> None:
     assert whole[1].result() == float(((scores > 0.5) == labels).double().mean())
 
 
+@pytest.mark.parametrize(("mean", "spread"), [(0.0, 1.0), (-9.0, 0.5), (9.0, 0.5), (0.0, 0.01)])
+def test_auc_of_rare_and_of_undecided_scores(mean: float, spread: float) -> None:
+    """A click in ten thousand rows, and the scores of a model that has learned nothing yet."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 2, (3000,), generator=generator)
+    logits = torch.randn(3000, generator=generator, dtype=torch.float64) + labels
+    scores = torch.sigmoid(mean + spread * logits)
+    auc = AUC()
+    auc.update(scores, labels)
+    assert auc.result() == pytest.approx(exact_auc(scores, labels), abs=1e-4)
+
+
+def test_bins_of_auc_are_in_the_order_of_scores() -> None:
+    tail = torch.rand(500, dtype=torch.float64) ** 12
+    edges = [0.0, 1e-300, 2**-22, 1 / 64, 0.5, 1 - 1 / 64, 1.0]
+    middle = torch.rand(500, dtype=torch.float64)
+    scores = torch.cat([tail, 1 - tail, middle, torch.tensor(edges, dtype=torch.float64)])
+    found = []
+    for score in scores.sort().values:
+        auc = AUC()
+        auc.update(score, 1)
+        found.append(int(auc.counts[1].nonzero()))
+    assert found == sorted(found)
+
+
 def test_extremes() -> None:
     auc = AUC()
     assert math.isnan(auc.result())

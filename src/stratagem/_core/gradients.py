@@ -228,12 +228,17 @@ class _Aggregation:
         self.weights = [weights[i] for i in self.live]
         first, *others = brought.values()
         self.order = first
+        self._partial: Mapping[int, set[ReplicatedParameter]] = {}
         if any(each != first for each in others):
             self.order = list(dict.fromkeys(m for each in brought.values() for m in each))
+            self._partial = {i: set(each) for i, each in brought.items()}
         self.factors = [1.0] * len(self.live) if self.order[0].adds_up else self.weights
 
     def run(self, *, by_hand: bool) -> None:
         """Aggregate all gradients: plain ones as lists, the others one by one."""
+        for i, parameters in self._partial.items():
+            unused = [each for each in self.order if each not in parameters]
+            self._complete(self._replicas[i], unused, by_hand=by_hand)
         if by_hand:
             self._by_hand()
             return
@@ -250,6 +255,16 @@ class _Aggregation:
                     self._give(managed, _weighted_sum(found, self.factors, None))
         if columns[0][0]:
             self._combine_columns(columns)
+
+    def _complete(
+        self, replica: Replica, unused: Sequence[ReplicatedParameter], *, by_hand: bool
+    ) -> None:
+        """Join the leaves of parameters that a replica has not used and others have; put earlier gradients aside."""
+        for managed in unused:
+            leaf = managed.leaf_of(replica)
+            if not by_hand and leaf.has_base_hook and leaf.base is None:
+                leaf.base = managed.gradient_of(leaf)
+                write_grad(leaf.tensor, None)
 
     def _columns(self, order: Sequence[ReplicatedParameter]) -> list[_Column] | None:
         """Return the leaves and gradients of each live replica; None if a parameter is not plain.

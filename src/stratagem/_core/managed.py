@@ -193,7 +193,8 @@ def finish_run(replicas: Sequence[Replica]) -> None:
     run nothing calls it, and tensors of unclosed records start again from central.
     """
     weights = replicas[0].group.row_weights
-    if 0.0 in weights:
+    some_idle = 0.0 in weights  # replicas without rows may have missed an aggregation
+    if some_idle:
         replicas = sorted(replicas, key=lambda replica: weights[replica.id] <= 0)  # rows first
     records = [replica.record for replica in replicas if replica.record is not None]
     for record in records:
@@ -214,8 +215,8 @@ def finish_run(replicas: Sequence[Replica]) -> None:
         for leaf in record.leaves:
             managed = leaf.managed
             if managed not in seen:  # the first replica with rows decides
-                seen[managed] = managed.take_over(leaf)
-            leaf.synced_with = seen[managed]
+                seen[managed] = managed.take_over(leaf, apart=some_idle)
+            leaf.synced_with = None if some_idle else seen[managed]
         for copy in record.copies:
             copies.setdefault(copy.managed, []).append(copy)
     for buffer, used in copies.items():

@@ -18,6 +18,7 @@ from stratagem._core import context, gradients, values
 from stratagem._core.context import Replica
 from stratagem._core.devices import Device
 from stratagem._core.kept_values import WatchedValues, kept_by
+from stratagem._core.leaf_writes import LeafWrites
 from stratagem._core.managed import finish_run
 from stratagem._core.rendezvous import (
     STRAGGLER_LIMIT_S,
@@ -32,7 +33,7 @@ from stratagem._core.replica_threads import (
     ReplicaThreads,
     compute_on,
 )
-from stratagem._core.replicated_parameters import LeafWrites, join_run
+from stratagem._core.replicated_parameters import join_run
 from stratagem._core.step_counters import counters_of, function_key, with_objects
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import private_api

@@ -275,6 +275,14 @@ class ReplicatedParameter(ManagedParameter):
         record.leaves.append(leaf)
         return tensor
 
+    def leaf_of(self, replica: Replica) -> Leaf:
+        """Return the leaf of any replica of the running group, up to date."""
+        leaf = self.by_replica.get(replica.id)
+        if leaf is None or leaf.record is not replica.record:
+            self._join(replica)
+            leaf = self.by_replica[replica.id]
+        return leaf
+
     def save(self, *, always: bool) -> None:
         """Keep a copy of central if replicas may write it in place."""
         now = version_of(self.central)
@@ -363,27 +371,38 @@ class ReplicatedParameter(ManagedParameter):
         """Let the leaves follow central, which was updated once for all replicas during a run."""
         follow_centrals([self])
 
-    def expose_gradient(self, leaf: Leaf | None) -> None:
+    def expose_gradient(self, leaf: Leaf | None, *, apart: bool = False) -> None:
         """Make the gradient of a leaf visible in ``central.grad``.
 
         Central gets an alias with its own version counter. So a write outside replicas can be distinguished from the
-        leaf's in-place accumulation, which other replicas must not copy before it is complete.
+        leaf's in-place accumulation.
+
+        Args:
+            leaf: the leaf; None removes central's gradient.
+            apart: copy the gradient, because other replicas will read it after this one has accumulated again.
         """
         grad = None if leaf is None else read_grad(leaf.tensor)
         central = self.central
         if leaf is None or grad is None:
             write_grad(central, None)
-        elif self._exposed is None or self._exposed() is not grad or read_grad(central) is None:
-            self._exposed = weakref.ref(grad)
+        elif (
+            apart
+            or grad.is_sparse
+            or self._exposed is None
+            or self._exposed() is not grad
+            or read_grad(central) is None
+        ):
+            # Torch replaces the memory of a sparse gradient, so an alias would keep the earlier value.
+            self._exposed = None if apart else weakref.ref(grad)
             alias = _memory(grad) if leaf.shares else grad.to(central.device)
-            write_grad(central, alias)
+            write_grad(central, alias.clone() if apart else alias)
 
-    def take_over(self, lead: Leaf) -> GradientState:
+    def take_over(self, lead: Leaf, *, apart: bool) -> GradientState:
         """Copy ``requires_grad`` and the gradient of a leaf to central after a run that succeeded."""
         central, tensor = self.central, lead.tensor
         if central.requires_grad != tensor.requires_grad:
             central.requires_grad_(tensor.requires_grad)
-        self.expose_gradient(lead)
+        self.expose_gradient(lead, apart=apart)
         grad = read_grad(central)
         return None if grad is None else (weakref.ref(grad), version_of(grad))
 
@@ -449,41 +468,6 @@ def join_run(replica: Replica) -> None:
         for managed in list(_OF_STRATEGY.get(replica.strategy, ())):
             if replica.id in managed.by_replica:
                 managed.resolve()
-
-
-class LeafWrites:
-    """Writes in place to parameters (``average.mul_(0.9)`` under ``no_grad``), in the turns of replicas.
-
-    When a replica's turn ends, its leaf keeps what was written, and the next replica finds the value from before.
-    `ReplicatedParameter.settle` compares the replicas' values and writes them once.
-    """
-
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = replicas
-
-    def pause(self, replica_id: int) -> None:
-        """Keep the writes of a replica apart from the others'."""
-        record = self._replicas[replica_id].record
-        if record is None:
-            return
-        for leaf in record.leaves:
-            if leaf.has_own_memory or version(leaf.tensor) == leaf.version:
-                continue
-            if not leaf.shares or leaf.managed.can_undo:
-                with torch.inference_mode(False), torch.no_grad():
-                    leaf.keep_write()
-
-    def resume(self, replica_id: int) -> None:
-        """Do nothing: the leaves have the replica's values."""
-
-    def settle(self, replicas: Sequence[int]) -> None:
-        """Do nothing: `finish_run` settles parameters."""
-
-    def share(self, replica_id: int) -> None:
-        """Do nothing: leaves follow the central parameters."""
-
-    def finish(self, replicas: Sequence[int], *, succeeded: bool) -> None:
-        """Do nothing."""
 
 
 def _follow_gradient(leaf: Leaf, grad: Tensor | None) -> None:

@@ -13,10 +13,9 @@ import copy
 import functools
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +37,7 @@ from stratagem._core.torch_patches import closure_step, private_api
 from stratagem._core.torch_patches.autograd_engine import REMEDY, owner_of
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.module_members import ByContext, adopt_parameter
+from stratagem._core.torch_patches.optimizer_state import CentralState, keeper_of
 from stratagem._core.torch_patches.schedulers import mean_arguments
 from stratagem._core.values import leaves
 from stratagem.errors import ForeignParameterError, ReplicaError, UnsupportedOptimizer
@@ -133,74 +133,6 @@ def _by_replica(group: dict[str, Any]) -> GroupByReplica:
 # ------------------------------------------------------------------ state
 
 
-class StateKeeper(Protocol):
-    """Holder of an optimizer's true state, if that is elsewhere: on parameter servers."""
-
-    def bring(self, optimizer: Optimizer) -> None:
-        """Copy the true state to ``optimizer.state``."""
-
-    def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
-        """Run the class's own step here, on the true state."""
-
-
-_KEEPERS: weakref.WeakKeyDictionary[Optimizer, StateKeeper] = weakref.WeakKeyDictionary()
-
-
-def keep_state_with(optimizer: Optimizer, keeper: StateKeeper) -> None:
-    """Let steps, copies and pickles of the optimizer in this process ask the keeper for its state."""
-    _KEEPERS[optimizer] = keeper
-
-
-class _State(defaultdict[Any, Any]):
-    """``optimizer.state``, keyed by central parameters; a replica's leaf finds the same entry.
-
-    Copies and pickles hold the true state, also if a `StateKeeper` has it.
-    """
-
-    __slots__ = ("_optimizer",)
-
-    def __init__(self, plain: Mapping[Any, Any], optimizer: Optimizer) -> None:
-        super().__init__(dict, plain)
-        self._optimizer = weakref.ref(optimizer)
-
-    @override
-    def __missing__(self, key: Any) -> Any:
-        central = _central(key)
-        return super().__missing__(key) if central is key else self[central]
-
-    @override
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(_central(key), value)
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(_central(key))
-
-    @override
-    def get(self, key: Any, default: Any = None, /) -> Any:
-        return super().get(_central(key), default)
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._bring()
-        return defaultdict, (dict, dict(self))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
-        self._bring()
-        return copy.deepcopy(defaultdict(dict, self), memo)
-
-    def _bring(self) -> None:
-        optimizer = self._optimizer()
-        keeper = None if optimizer is None else _KEEPERS.get(optimizer)
-        if keeper is not None and optimizer is not None and optimizer.state is self:
-            keeper.bring(optimizer)
-
-
-def _central(key: Any) -> Any:
-    managed = find_managed(key) if isinstance(key, Tensor) else None
-    return key if managed is None else managed.central
-
-
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     if current_replica() is not None:
         raise ForeignParameterError(
@@ -240,8 +172,8 @@ def _adopt(optimizer: Optimizer) -> None:
     del bare
     if not any(isinstance(group, GroupByReplica) for group in groups):
         return
-    if not isinstance(optimizer.state, _State):
-        optimizer.state = _State(optimizer.state, optimizer)
+    if not isinstance(optimizer.state, CentralState):
+        optimizer.state = CentralState(optimizer.state, optimizer)
     held = optimizer.__dict__
     if "step" not in held:
         held["step"] = types.MethodType(_step, optimizer)
@@ -259,7 +191,7 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
     replica = current_replica()
     parameters = _replicated(self)
     if replica is None or not parameters:
-        keeper = _KEEPERS.get(self) if _KEEPERS else None
+        keeper = keeper_of(self)
         real = _real_step(self, args, kwargs)
         return real() if keeper is None else keeper.step(self, real)
     group, me = replica.group, replica.id
@@ -282,6 +214,8 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             real = _real_step(first[0], *mean_arguments(given, group.row_weights))
         return [_step_central(group, first[0], parameters, lead, real)] * len(brought)
 
+    for each in parameters:
+        each.resolve()  # a leaf that this run has not used may have the gradient of an earlier run
     # A gradient set by hand was not aggregated yet. If one replica has one, all aggregate.
     own = [leaf for each in parameters if (leaf := each.by_replica.get(me)) is not None]
     by_hand = not gradients.are_aggregated(own)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from stratagem._core.managed import find_managed
 from stratagem._core.row_optimizers import RowWiseAdagrad
-from stratagem._core.torch_patches.optimizer_step import keep_state_with
+from stratagem._core.torch_patches.optimizer_state import keep_state_with
 from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorParameter,
     CoordinatorVariables,

@@ -50,13 +50,15 @@ class ReplicatedTable(ReplicatedParameter):
         _table(leaf).gradient.before = hook
 
     @override
-    def expose_gradient(self, leaf: Leaf | None) -> None:
+    def expose_gradient(self, leaf: Leaf | None, *, apart: bool = False) -> None:
         value = None if leaf is None else _table(leaf).grad
         if leaf is None or value is None:
             self.central.grad = None
-        elif self._shown is None or self._shown() is not value or self.central.grad is None:
-            self._shown = weakref.ref(value)
-            self.central.gradient.take_over(_table(leaf).gradient, copy=False)
+        elif (
+            apart or self._shown is None or self._shown() is not value or self.central.grad is None
+        ):
+            self._shown = None if apart else weakref.ref(value)
+            self.central.gradient.take_over(_table(leaf).gradient, copy=apart)
 
     @override
     def _refresh(self, replica: Replica) -> Tensor:

@@ -252,6 +252,7 @@ def test_frozen_layers_are_exported_without_stratagem():
         ({"admit_probability": 2.0}, "admit_probability=2.0"),
         ({"admit_probability": 0.5, "admit_after": 2}, "not both"),
         ({"max_age": 0}, "max_age=0"),
+        ({"max_age": 63}, "max_age=63: expected at least 64"),
     ],
 )
 def test_bad_settings_are_refused(settings, text):

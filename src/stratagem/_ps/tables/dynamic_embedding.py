@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stratagem._core.key_index import KEY, KINDS, ORDERS, KeyRule
+from stratagem._core.key_index import KEY, KINDS, ORDERS, PROTECTED, KeyRule
 from stratagem._core.key_map import Ints
 from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows
 from stratagem._ps.tables.local_keys import LocalKeys
@@ -201,7 +201,8 @@ class DynamicEmbedding(DynamicTable):
         seed: of the first values; drawn from torch's generator by default.
         admit_after: an id gets a row when it has been seen so often; until then it gives zeros and is not trained.
         admit_probability: an id gets a row with this probability each time that it is seen.
-        max_age: a row is removed when so many training lookups in this table did not use it.
+        max_age: a row is removed when so many training lookups in this table, and at most a quarter more, did not use
+            it; at least 64.
         evict: if the table is full, remove the rows that were not used for the longest time (``age``) or that
             were used least often (``count``). By default a full table raises MemoryError.
         on_disk: keep the rows in a file; those in use are in memory, too. The file has space for `max_rows` from the
@@ -357,8 +358,11 @@ def _check(
     for name, value in (("dim", dim), ("max_rows", max_rows), ("admit_after", admit_after)):
         if value < 1:
             raise ValueError(f"{name}={value!r}: expected at least 1.")
-    if max_age is not None and max_age < 1:
-        raise ValueError(f"max_age={max_age!r}: expected at least 1, or None.")
+    if max_age is not None and max_age < PROTECTED:
+        raise ValueError(
+            f"max_age={max_age!r}: expected at least {PROTECTED}, or None: rows of the last {PROTECTED} lookups stay, "
+            "because their gradients may still arrive."
+        )
     if init not in KINDS:
         raise ValueError(f"init={init!r}: expected one of {', '.join(KINDS)}.")
     if (evict or "") not in ORDERS:

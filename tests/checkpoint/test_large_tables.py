@@ -26,7 +26,7 @@ def refused(save: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_torch_save_says_what_to_use_before_and_after_close(
-    monkeypatch: pytest.MonkeyPatch, is_dynamic: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_dynamic: bool
 ) -> None:
     monkeypatch.setenv("STRATAGEM_REMOTE_TABLE_BYTES", "1024")
     with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
@@ -40,6 +40,9 @@ def test_torch_save_says_what_to_use_before_and_after_close(
         text = refused(lambda: torch.save(model.state_dict(), io.BytesIO()))
         assert "freed them when the strategy was closed" in text
         assert "sg.Checkpoint(model=model).save(path)" in text
+        with pytest.raises(sg.errors.CheckpointError, match="Save the model before that") as late:
+            sg.Checkpoint(model=model).save(tmp_path / "late")
+        assert "pickle=True" not in str(late.value)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, sg.optim.LazyAdam, sg.optim.RowWiseAdagrad])

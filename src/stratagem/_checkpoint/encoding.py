@@ -185,6 +185,11 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _refusal(value: Any, path: Path) -> CheckpointError:
+    if isinstance(value, Tensor):
+        try:
+            value.__reduce_ex__(2)
+        except TypeError as error:  # a table whose rows the servers have freed
+            return CheckpointError(f"{_shown(path)} cannot be saved: {error}")
     return CheckpointError(
         f"{_shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle "
         "can save, and reading pickles can run code. Keep plain values and tensors in the state, or "

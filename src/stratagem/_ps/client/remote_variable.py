@@ -106,7 +106,7 @@ class RemoteVariable:
             raise ConnectionLost(
                 f"variable {self.name!r} is gone: parameter servers freed it when its strategy or "
                 "coordinator was closed. Read what you need before closing (variable.numpy(), "
-                "model.state_dict()), or make it anew under a new strategy."
+                "model.state_dict()) or save it (sg.Checkpoint), and make it anew under a new strategy."
             )
         return self._connections
 

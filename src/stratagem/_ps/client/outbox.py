@@ -12,6 +12,8 @@ client, and its place among the writes of its closure. Not thread-safe: `PsClien
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, final
@@ -22,9 +24,12 @@ from stratagem._ps.client.send_buffers import SendBuffers
 from stratagem._ps.client.server_connection import Pending, ServerConnection
 from stratagem._ps.client.value_reads import Newer, narrow_dtype, newer_values
 from stratagem._ps.client.write_batch import Destination, ServerPart, WriteBatch
+from stratagem._ps.inline_write import inline_write
 from stratagem._wire import messages
 from stratagem._wire.messages import ReadItem
 from stratagem.errors import NotFoundError, ParameterServerLost, ProtocolError
+
+_log = logging.getLogger("stratagem.ps")
 
 HALF_BYTES: Final = 1 << 22
 """Bytes copied into one half of the send buffers before the other one is used; more would not stay in
@@ -74,6 +79,9 @@ class Outbox:
             for one in connections
         ]
         self.buffers = SendBuffers()
+        for index, one in enumerate(connections):
+            one.segments = self.buffers.refs
+            one.on_unmapped = functools.partial(self._stop_sharing, index)
         self.duplicates = 0
         """Writes that a server had applied before."""
         self.sent = 0
@@ -155,7 +163,10 @@ class Outbox:
             self._writer, self._incarnation, connection.sequence, closure, nth
         )
         message = messages.Write(origin=write_id, operations=part.encoded(), read=read)
-        write = _Write(server, Pending(message, part.buffers), self._closure, self.buffers.current)
+        pending = Pending(message, part.buffers)
+        if part.is_shared and not self.destinations[server].shares_memory:
+            self._inline(server, pending)
+        write = _Write(server, pending, self._closure, self.buffers.current)
         # Noted first: if anything interrupts the sending, its memory is not used again before the server
         # has answered.
         self._unacknowledged.append(write)
@@ -210,13 +221,6 @@ class Outbox:
     def share_memory(self, server: int, *, allowed: bool) -> None:
         """Find out whether a server can map this client's memory; `allowed`: whether it wants to."""
         connection = self._connections[server]
-        if allowed and self._may_share:
-            self.buffers.prepare()
-            try:
-                self._announce(server)
-            except NotFoundError:
-                # Another host, container or user: bytes go over the connection.
-                allowed = False
         self.destinations[server] = Destination(
             connection.task,
             allowed and self._may_share,
@@ -224,6 +228,9 @@ class Outbox:
             connection.names,
             narrow_dtype(),
         )
+        if allowed and self._may_share:
+            self.buffers.prepare()
+            self._announce(server)
 
     def close(self) -> None:
         """Release the shared memory. May be called again."""
@@ -241,8 +248,46 @@ class Outbox:
         refs = self.buffers.refs()
         if refs is not connection.announced:
             if refs != connection.announced:
-                connection.request(messages.OpenSegments(segments=refs))
+                try:
+                    connection.request(messages.OpenSegments(segments=refs))
+                except NotFoundError as error:
+                    _log.debug("%s", error)
+                    self._stop_sharing(server)
+                    return
             connection.announced = refs
+
+    def _stop_sharing(self, server: int) -> None:
+        """Send values over the connection from now on, also those of unacknowledged writes.
+
+        The server is on another host, in another container or of another user. One that took over may be, too.
+        """
+        self._connections[server].announced = ()
+        self.destinations[server] = self.destinations[server]._replace(shares_memory=False)
+        for write in self._unacknowledged:
+            if write.server == server:
+                try:
+                    self._inline(server, write.pending)
+                except ValueError as error:
+                    write.pending.failure = f"cannot get a write again: {error}"
+
+    def _inline(self, server: int, pending: Pending) -> None:
+        """Put the values of a write into its message.
+
+        Raises:
+            ValueError: they are too large for one message.
+        """
+        assert isinstance(pending.message, messages.Write)
+        message, buffers = inline_write(pending.message, pending.buffers, self.buffers.bytes_at)
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        limit = self._connections[server].frame_bytes
+        if size > limit:
+            raise ValueError(
+                f"one write has {size} bytes of values for {self.destinations[server].task}, which "
+                f"cannot map the shared memory of this process and takes at most {limit} bytes in "
+                "one message. Use a variable_partitioner that cuts large variables, or set "
+                "STRATAGEM_FRAME_BYTES for the servers."
+            )
+        pending.message, pending.buffers = message, buffers
 
     def _wait_while(
         self, is_needed: Callable[[], bool], timeout_s: float | None = None

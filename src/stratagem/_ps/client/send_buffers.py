@@ -205,6 +205,15 @@ class SendBuffers:
             self._refs = tuple(one.ref() for memory in memories for one in memory.segments)
         return self._refs
 
+    def bytes_at(self, ref: TensorRef) -> memoryview:
+        """Return the bytes of a tensor that was placed here, to be sent over a connection."""
+        size = shm.bytes_for(ref.shape, codec.dtype_from(ref.dtype))
+        memories = (*self._retired, *self._halves, self._slots)
+        (segment,) = (
+            one for memory in memories for one in memory.segments if one.number == ref.segment
+        )
+        return segment.buffer(ref.offset, size)
+
     def _new_memory(self) -> _Memory:
         return _Memory(self._numbers, self._forget_refs)
 

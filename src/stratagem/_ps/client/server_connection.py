@@ -115,6 +115,8 @@ class ServerConnection:
     Attributes:
         names: variables known to be on the server, for errors.
         announced: this client's shared memory that the server has mapped.
+        segments: returns this client's shared memory as it is now.
+        on_unmapped: called when the server cannot map it; puts the values of outstanding writes into their messages.
         sequence: number of the last write.
         frame_bytes: how many bytes of tensors the server takes in one message.
         welcome: what the server said about itself.
@@ -127,6 +129,8 @@ class ServerConnection:
         self.task = task
         self.names: dict[int, str] = {}
         self.announced: tuple[messages.SegmentRef, ...] = ()
+        self.segments: Callable[[], tuple[messages.SegmentRef, ...]] = tuple
+        self.on_unmapped: Callable[[], None] = lambda: None
         self.sequence = 0
         self.frame_bytes = Limits().frame_bytes
         self.welcome: messages.Welcome | None = None
@@ -185,6 +189,8 @@ class ServerConnection:
         """
         channel = self._open_channel(time.monotonic() + self._timeout_s)
         self._pending.append(pending)
+        if pending.failure:  # found out while connecting again; `collect` raises it
+            return
         try:
             pending.call = channel.begin(pending.message, pending.buffers, later=later)
         except ConnectionLost as error:
@@ -339,10 +345,16 @@ class ServerConnection:
         ask(self._membership.entry())
         self.welcome = welcome
         self.frame_bytes = welcome.frame_bytes
-        if not self._pending:
-            self.announced = ()
-        elif self.announced:  # repeated requests may refer to these segments
-            ask(messages.OpenSegments(segments=self.announced))
+        if (
+            self.announced
+        ):  # requests may refer to the memory; some may be released since it was announced
+            refs = self.segments()
+            try:
+                ask(messages.OpenSegments(segments=refs))
+            except NotFoundError:
+                self.on_unmapped()
+            else:
+                self.announced = refs
 
     def _reconnect(self, cause: ConnectionLost | None, deadline: float) -> None:
         """Connect again and repeat outstanding requests.
@@ -381,6 +393,8 @@ class ServerConnection:
             self._connect(deadline)
             for pending in self._pending:
                 assert self._channel is not None
+                if pending.failure:
+                    continue
                 pending.was_repeated = True
                 pending.call = self._channel.begin(pending.message, pending.buffers)
         except CoordinatorReplaced as error:
@@ -388,7 +402,7 @@ class ServerConnection:
             self._drop_requests()
             raise
         except NotFoundError as error:
-            # The session has ended there, or the server cannot map this process's memory any more.
+            # The session has ended there.
             raise self.give_up(f"has no part of this session any more: {error}") from error
         except WireError as error:
             reason = f"{_GONE}{why}{_AGAIN}{error}"

@@ -57,14 +57,19 @@ class Destination(NamedTuple):
 
 @final
 class ServerPart:
-    """One message to one server: operations, and their bytes if the server shares no memory."""
+    """One message to one server: operations, and their bytes if the server shares no memory.
 
-    __slots__ = ("_encoded", "buffers", "nbytes", "operations")
+    Attributes:
+        is_shared: operations name shared memory, which the server reads.
+    """
+
+    __slots__ = ("_encoded", "buffers", "is_shared", "nbytes", "operations")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
         self.nbytes = 0
+        self.is_shared = False
         self._encoded: messages.Operations | None = None
 
     def encoded(self) -> messages.Operations:
@@ -223,6 +228,7 @@ class WriteBatch:
 
     def _slot_ref(self, server: int, part: ServerPart, slot: GradientSlot) -> TensorRef:
         if self._destinations[server].shares_memory:
+            part.is_shared = True
             return slot.ref
         part.buffers.append(slot.memory)
         return TensorRef(slot.ref.dtype, slot.ref.shape, len(part.buffers) - 1)
@@ -251,6 +257,7 @@ class WriteBatch:
             self._to.append(view)
             self._from.append(tensor.detach() if tensor.requires_grad else tensor)
         if self._destinations[server].shares_memory:
+            part.is_shared = True
             return ref
         part.buffers.append(codec.bytes_of(view))
         return TensorRef(ref.dtype, shape, len(part.buffers) - 1)

@@ -16,11 +16,12 @@ from typing import Final, final
 from typing_extensions import override
 
 from stratagem import _faults as faults
+from stratagem._ps.inline_write import inline_write
 from stratagem._ps.server.client_memory import ClientMemory
 from stratagem._ps.server.data_connection import DataConnection
-from stratagem._ps.server.replica_state import Sent, inline_write, state_messages
+from stratagem._ps.server.replica_state import Sent, state_messages
 from stratagem._ps.server.session import Session
-from stratagem._wire import frames, messages
+from stratagem._wire import codec, frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Message
@@ -131,11 +132,13 @@ class BackupLink:
         buffers: list[Buffer] = [frame.buffer(index) for index in range(len(frame.raw.spans))]
         if isinstance(message, messages.OpenSegments):
             forwarded.opens = memory.number
-        elif isinstance(message, messages.Write) and memory.number in self._unmapped:
-            message, inlined = inline_write(message, frame, memory)
-            buffers = list(inlined)
-        elif isinstance(message, messages.Write) and message.read:  # the backup only writes
-            message = messages.Write(origin=message.origin, operations=message.operations)
+        elif isinstance(message, messages.Write):
+            if message.read:  # the backup only writes
+                message = messages.Write(origin=message.origin, operations=message.operations)
+            if memory.number in self._unmapped:
+                message, buffers = inline_write(
+                    message, buffers, lambda ref: codec.bytes_of(memory.tensor(ref, frame))
+                )
         if frame.kind == frames.NOTIFY:
             self.channel.enqueue(frames.NOTIFY, 0, message, buffers)
         else:

@@ -10,13 +10,12 @@ import torch
 
 from stratagem._core.key_index import IndexRecord
 from stratagem._ps.server.checkpoint_parts import ledger_from, plain_ledger
-from stratagem._ps.server.client_memory import ClientMemory
 from stratagem._ps.server.session import Session
 from stratagem._ps.store_records import Block, StoreManifest
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.frames import Buffer
-from stratagem._wire.messages import Frame, Message, Operation, TensorRef
+from stratagem._wire.messages import Frame, Message
 from stratagem.errors import ProtocolError
 
 BLOCK_BYTES: Final = 1 << 22
@@ -103,40 +102,3 @@ def write_state_keys(session: Session, message: messages.ReplicaKeys, frame: Fra
     arrays = {name: np.concatenate(some) for name, some in pieces.items()}
     del session.key_pieces[message.variable]
     session.store.keyed.restore(message.variable, IndexRecord(message.clock, **arrays))
-
-
-def inline_write(message: messages.Write, frame: Frame, memory: ClientMemory) -> Sent:
-    """Return a write with its tensors beside it, for a backup that cannot map the client's memory."""
-    outgoing = Outgoing()
-
-    def put(ref: TensorRef) -> TensorRef:
-        return outgoing.add(memory.tensor(ref, frame))
-
-    def moved(one: Operation) -> Operation:
-        if isinstance(one, messages.Push):
-            gradients = tuple(
-                messages.GradientRef(
-                    gradient.variable,
-                    put(gradient.values),
-                    None if gradient.ids is None else put(gradient.ids),
-                    gradient.sparse,
-                    gradient.clock,
-                )
-                for gradient in one.gradients
-            )
-            joined = tuple(
-                messages.JoinedRef(
-                    each.variables, each.counts, put(each.values), put(each.ids), each.sparse
-                )
-                for each in one.joined
-            )
-            return messages.Push(one.optimizer, gradients, one.settings, joined)
-        if isinstance(one, messages.Scatter):
-            return messages.Scatter(one.variable, one.operation, put(one.ids), put(one.values))
-        if isinstance(one, messages.Assign):
-            return messages.Assign(one.variable, one.operation, put(one.value))
-        return messages.AssignRows(one.variable, one.start, put(one.value))
-
-    operations = [moved(one) for one in messages.decode_operations(message.operations)]
-    encoded = messages.encode_operations(operations)
-    return messages.Write(origin=message.origin, operations=encoded), outgoing.buffers

@@ -13,6 +13,7 @@ import torch
 
 import stratagem as sg
 from stratagem import metrics
+from stratagem._core.fingerprints import Fingerprint
 
 pytestmark = pytest.mark.process
 
@@ -50,6 +51,17 @@ def settings() -> Iterator[types.ModuleType]:
 
 class Mood(enum.Enum):
     GOOD = 1
+
+
+class Scaled(torch.nn.Module):
+    """A model of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.rate * x).sum()
 
 
 class Pair(NamedTuple):
@@ -185,6 +197,36 @@ def test_small_tensors_written_past_their_version(coordinator: Any) -> None:
         lambda: tensor.data.add_(1),
         lambda: half.data.fill_(3),
     )
+
+
+def test_an_unchanged_step_needs_no_new_fingerprint(
+    cluster: sg.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the function nor of the class of its model: both are compared by identity."""
+    made: list[Any] = []
+    create = Fingerprint.__init__
+
+    def count(self: Fingerprint, root: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(root)
+        create(self, root, *args, **kwargs)
+
+    with (
+        sg.ParameterServerStrategy(cluster.resolver) as strategy,
+        sg.ClusterCoordinator(strategy) as coordinator,
+    ):
+        with strategy.scope():
+            model = Scaled()
+
+        def step(x: torch.Tensor) -> float:
+            return float(model(x))
+
+        first = [coordinator.schedule(step, args=(torch.ones(1),)).get() for _ in range(2)]
+        monkeypatch.setattr(Fingerprint, "__init__", count)
+        assert coordinator.schedule(step, args=(torch.ones(1),)).get() == first[-1]
+        assert made == []
+        monkeypatch.setattr(Scaled, "forward", lambda self, x: x.sum() + 5)
+        assert coordinator.schedule(step, args=(torch.ones(1),)).get() == 6.0
+        assert made != []
 
 
 def test_plain_classes_are_not_packed_again(coordinator: Any, settings: Any) -> None:

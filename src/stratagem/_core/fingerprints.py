@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from stratagem._core.counters import counted_attributes, counted_in, counted_names, is_counter
 from stratagem._core.installed import is_installed
+from stratagem._core.same_code import PLAIN, SameCode, is_derived, names_of
 from stratagem._core.torch_patches.private_api import version_of
 
 MOST_VALUES: Final = 256
@@ -33,11 +34,6 @@ SUMMED_BYTES: Final = 4 << 20
 """Size of a tensor that is compared by sums of all its parts; of a larger tensor, 64 parts are compared."""
 _WIDTH: Final = 256
 """Words in a part."""
-
-PLAIN: Final = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-)
-"""Types of immutable values that lead to no other object."""
 
 _CONTAINERS: Final = frozenset({tuple, list, set, frozenset, dict, OrderedDict})
 _MISSING: Final = "missing"
@@ -110,16 +106,6 @@ def _sums(start: int, size: int) -> tuple[Hashable, ...]:
     return *sums, ctypes.string_at(start + used, size - used)
 
 
-@functools.lru_cache(maxsize=1024)
-def names_of(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code, and the functions defined in it, may look up in globals or modules."""
-    names = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(names_of(constant)))
-    return tuple(names)
-
-
 class _TooLarge(Exception):
     """A value has too many parts to be compared one by one."""
 
@@ -158,10 +144,13 @@ class Fingerprint:
         "_digest",
         "_find_counters",
         "_found",
+        "_is_fixed",
         "_left",
         "_numbers",
+        "_same",
         "_todo",
         "_token_of",
+        "_tokens",
         "can_change",
         "counters",
         "managed",
@@ -193,6 +182,7 @@ class Fingerprint:
         ] = {}  # by id: functions, classes and objects found so far
         self._todo: list[tuple[Any, Sequence[str]]] = []  # functions and classes; names in modules
         self._left = 0  # values that may still be compared one by one
+        self._is_fixed = True  # whether all parts are code, immutable values and managed objects
         if type(root) is types.FunctionType:  # visited, even if it is installed
             self._numbers[id(root)] = 0
             self._todo.append((root, ()))
@@ -200,7 +190,33 @@ class Fingerprint:
         for code, names in self._todo:  # it grows
             found.append(self._visit(code, names))
         self._found = tuple(found)
+        self._same: SameCode | None = None
+        self._tokens: list[tuple[weakref.ref[Any], Hashable]] = []
+        self._prepare_quick_check(root)
         self._numbers, self._todo = {}, []
+
+    def _prepare_quick_check(self, root: Any) -> None:
+        every = root if type(root) is tuple else (root,)
+        is_code = all(isinstance(one, types.FunctionType | type) for one in every)
+        if not self._is_fixed or not is_code or self.counters:
+            return
+        try:
+            self._tokens = [(weakref.ref(one), self._token_of(one)) for one in self.managed]
+            self._same = SameCode(root, self._todo)
+        except (TypeError, ValueError):  # no weak reference is possible; a variable has no value
+            return
+
+    def managed_if_same(self, root: Any) -> list[Any] | None:
+        """Return the managed objects if a quick check shows that `root` has this fingerprint still; else None.
+
+        None says nothing: compare a new fingerprint.
+        """
+        if self._same is None or not self._same.holds_for(root):
+            return None
+        held = [reference() for reference, _ in self._tokens]
+        if [self._token_of(one) for one in held] != [token for _, token in self._tokens]:
+            return None
+        return held
 
     @override
     def __eq__(self, other: object) -> bool:
@@ -235,14 +251,16 @@ class Fingerprint:
             self.managed.append(value)
             return "token", token
         if kind in _WRAPPED:
+            self._is_fixed = False
             return kind, *[self._walk(one) for one in _WRAPPED[kind](value)]
         if kind is types.BuiltinFunctionType:
             owner = value.__self__
             is_method = owner is not None and not isinstance(owner, types.ModuleType)
+            self._is_fixed &= not is_method
             return (value.__name__, self._walk(owner)) if is_method else Identity(value)
         if isinstance(value, (enum.Enum, torch.jit.ScriptFunction)):
             return Identity(value)
-        self.can_change = True
+        self.can_change, self._is_fixed = True, False
         if isinstance(value, Tensor):
             state = version_of(value), value.requires_grad, value.shape, value.dtype
             return Identity(value), state, memory_of(value)
@@ -261,7 +279,8 @@ class Fingerprint:
         return self._code(kind), self._container(dict, held)
 
     def _container(self, kind: Any, value: Any) -> Hashable:
-        self.can_change |= kind is not tuple and kind is not frozenset
+        if kind is not tuple and kind is not frozenset:
+            self.can_change, self._is_fixed = True, False
         self._left -= 1 + len(value)
         if self._left < 0:
             raise _TooLarge
@@ -296,7 +315,7 @@ class Fingerprint:
             return Identity(value), *[(one, self._part(held[one])) for one in names if one in held]
         bases = [base for base in value.__mro__ if not is_installed(base.__module__)]
         members = [(name, one) for base in bases for name, one in vars(base).items()]
-        kept = [(name, one) for name, one in members if not _is_derived(name, type(one))]
+        kept = [(name, one) for name, one in members if not is_derived(name, type(one))]
         return Identity(value), *[(name, self._part(one)) for name, one in kept]
 
     def _function(self, function: types.FunctionType) -> Hashable:
@@ -321,19 +340,10 @@ class Fingerprint:
         return *found, *[self._part(one) for one in others if one]
 
     def _packed(self, value: Any) -> Hashable:
-        self.can_change = True
+        self.can_change, self._is_fixed = True, False
         found, managed = self._digest(value)
         self.managed += managed
         return "packed", found
-
-
-def _is_derived(name: str, kind: type[Any]) -> bool:
-    """Return whether a class member is a slot, or derived from other members by Python or a decorator."""
-    if kind is types.FunctionType or kind in _WRAPPED:
-        return False
-    if "__get__" in vars(kind) and is_installed(kind.__module__):
-        return True
-    return (name[:1] == name[-1:] == "_") or name in ("_abc_impl", "_field_defaults")
 
 
 class _Ordinary:

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem._core.fingerprints import PLAIN, names_of
 from stratagem._core.installed import is_installed
 from stratagem._core.kept_numbers import carried_by, is_number, numbers_of
 from stratagem._core.managed import find_managed
+from stratagem._core.same_code import PLAIN, names_of
 from stratagem._core.write_kinds import LOCAL, Kinds, writes_of
 
 MOST_OBJECTS: Final = 20_000

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast, final
 import torch
 from torch import Tensor
 
-from stratagem._core.fingerprints import PLAIN
 from stratagem._core.kept_numbers import KeptNumber
 from stratagem._core.kept_search import Place, Search, holds_tensors, is_kept
 from stratagem._core.managed import find_managed
+from stratagem._core.same_code import PLAIN
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches.private_api import version
 from stratagem.errors import ReplicaError

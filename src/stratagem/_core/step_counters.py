@@ -23,7 +23,8 @@ from stratagem._core.counters import (
     counted_names,
     is_counter,
 )
-from stratagem._core.fingerprints import PLAIN, Fingerprint, names_of
+from stratagem._core.fingerprints import Fingerprint
+from stratagem._core.same_code import PLAIN, names_of
 
 MOST_FUNCTIONS: Final = 64
 """Functions whose counters are remembered; a program has a few."""

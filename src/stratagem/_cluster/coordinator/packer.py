@@ -28,8 +28,9 @@ from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.unpicklable import path_to
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
-from stratagem._core.fingerprints import PLAIN, Fingerprint, plain_fingerprint
+from stratagem._core.fingerprints import Fingerprint, plain_fingerprint
 from stratagem._core.installed import is_installed
+from stratagem._core.same_code import PLAIN
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest, digest_of, pack, ship_by_value
 from stratagem._wire.frames import Buffer
@@ -67,6 +68,8 @@ class Packer:
     def __init__(self, views: StrategyOnCoordinator) -> None:
         self._views = views
         self._recent: OrderedDict[tuple[int, Fingerprint], PackedObject] = OrderedDict()  # by epoch
+        # By id of a function: its epoch and fingerprint, and what it is packed as.
+        self._unchanged: dict[int, tuple[int, Fingerprint, PackedObject]] = {}
         self._by_digest: OrderedDict[bytes, PackedObject] = OrderedDict()
         # A worker has each class of the user once, as it was sent last. The epoch counts changes of such
         # classes: functions sent in an earlier epoch must be sent again.
@@ -82,24 +85,31 @@ class Packer:
         self.evicted: list[bytes] = []
         self.secret = b""
 
-    def function(self, function: Callable[..., object]) -> tuple[PackedObject, Sequence[object]]:
+    def function(self, function: Callable[..., object]) -> tuple[PackedObject, Sequence[Any]]:
         """Return the packed function: the same as before if nothing that it sees has changed.
 
         The second result are the strategy's objects that the function sees. The caller keeps them until
         the closure is done; nothing here keeps them alive, so that a forgotten model is freed.
         """
+        known = self._unchanged.get(id(function))
+        if known is not None and known[0] == self._epoch:
+            managed = known[1].managed_if_same(function)
+            if managed is not None:
+                return known[2], managed
         own = not is_installed(getattr(function, "__module__", None))  # else it travels by name
         seen = Fingerprint(function, self._token_or_none, self._digest, find_counters=own)
         held, seen.managed = seen.managed, []
         owners, seen.counters = seen.counters, []
         packed = self._recent.get((self._epoch, seen))
-        if packed is not None:
-            return packed, held
-        packed, captured = self._pack_function(function, owners)
-        self._recent[self._epoch, seen] = packed
-        if len(self._recent) > FUNCTION_LIMIT:
-            self._recent.popitem(last=False)
-        return packed, captured
+        if packed is None:
+            packed, held = self._pack_function(function, owners)
+            self._recent[self._epoch, seen] = packed
+            if len(self._recent) > FUNCTION_LIMIT:
+                self._recent.popitem(last=False)
+        if len(self._unchanged) >= FUNCTION_LIMIT:
+            self._unchanged.clear()
+        self._unchanged[id(function)] = self._epoch, seen, packed
+        return packed, held
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PackedObject:
         """Return the packed arguments of one call; the last ones again if they are the same."""
@@ -175,7 +185,7 @@ class Packer:
 
     def _pack_function(
         self, function: Callable[..., object], owners: Sequence[tuple[Any, str]]
-    ) -> tuple[PackedObject, Sequence[object]]:
+    ) -> tuple[PackedObject, list[Any]]:
         _ship_user_modules_by_value()
         counted = self._views.counted(function, owners) if owners else function
         self._holding = True
@@ -192,7 +202,7 @@ class Packer:
             ) from error
         finally:
             self._holding = False
-        held, packed.holds = packed.holds, ()  # a packed function outlives its closures
+        held, packed.holds = [*packed.holds], ()  # a packed function outlives its closures
         epoch = self._epoch.to_bytes(8, "little")
         packed.digest = digest_of(packed.packed, (*packed.buffers, epoch))
         packed.name = describe_function(function)

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from stratagem._core.fingerprints import names_of
+from stratagem._core.same_code import names_of
 
 DEPTH: Final = 16
 """Longest path that is followed."""

@@ -22,8 +22,9 @@ from typing import Any, Final
 from torch import nn
 from typing_extensions import override
 
-from stratagem._core.fingerprints import PLAIN, Fingerprint, Identity, plain_fingerprint
+from stratagem._core.fingerprints import Fingerprint, Identity, plain_fingerprint
 from stratagem._core.installed import is_installed
+from stratagem._core.same_code import PLAIN
 from stratagem._core.torch_patches.change_notes import ChangeWatch
 from stratagem._ps.coordinator.object_entries import (
     Tracked,
@@ -248,10 +249,15 @@ class ChangeTracker:
             self._probes[token] = known.reference, read, read(obj)
 
     def _probe(self, known: _Known, other: Callable[[Any], object] | None, obj: Tracked) -> object:
-        entries = known.entries
-        changed = [
-            one for one in known.loose if entries[one] != self._look(one, entry_of(obj, one))
-        ]
+        changed: list[Entry] = []
+        for one in known.loose:
+            seen, value = known.entries[one], entry_of(obj, one)
+            is_same = (
+                isinstance(seen, Fingerprint)
+                and seen.managed_if_same(_comparable(one, value)) is not None
+            )
+            if not is_same and seen != self._look(one, value):
+                changed.append(one)
         return changed, None if other is None else other(obj)
 
     def _look(self, entry: Entry, value: Any) -> _Seen:

@@ -210,6 +210,17 @@ def test_a_row_given_to_another_id_begins_with_fresh_optimizer_state(cluster):
         torch.testing.assert_close(rows[0], torch.full((2,), -0.1))
 
 
+def test_a_full_table_is_named_with_its_path(cluster):
+    """Of 26 tables, an error must say which one is full (issue 17, point 8)."""
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        with strategy.scope():
+            model = nn.ModuleDict({"bag": sg.nn.DynamicEmbeddingBag(4, max_rows=20)})
+        coordinator = sg.ClusterCoordinator(strategy)
+        text = "DynamicEmbeddingBag 'bag': .*is full: it was made for 20 rows"
+        with pytest.raises(MemoryError, match=text):
+            coordinator.schedule(lambda: model["bag"](torch.arange(100)[:, None])).get(timeout_s=60)
+
+
 def test_evaluation_makes_no_rows():
     table = sg.nn.DynamicEmbedding(3, seed=4)
     table.eval()

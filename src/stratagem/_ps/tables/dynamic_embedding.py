@@ -135,7 +135,11 @@ class DynamicTable(nn.Module):
         create = self.training and torch.is_grad_enabled() and weight.requires_grad
         wanted = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
         if isinstance(weight, TableParameter):
-            rows = _keys_of(weight).rows(self._rule, wanted, create=create, epoch=self.epoch)
+            try:
+                rows = _keys_of(weight).rows(self._rule, wanted, create=create, epoch=self.epoch)
+            except MemoryError as error:  # a server knows the short name only
+                name = weight.source.name.removesuffix(".weight")
+                raise MemoryError(f"{type(self).__name__} {name!r}: {error}") from error
         else:
             rows = self._local.rows(keys, weight, wanted, create=create)
         found = torch.from_numpy(rows)

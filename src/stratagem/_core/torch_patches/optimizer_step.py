@@ -9,18 +9,15 @@ Optimizer state belongs to the central parameters. Outside replicas everything i
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from typing_extensions import override
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica, current_strategy
@@ -30,100 +27,26 @@ from stratagem._core.replicated_parameters import (
     ReplicatedParameter,
     follow_centrals,
     is_any_written,
-    resolve_all,
 )
-from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import closure_step, private_api
 from stratagem._core.torch_patches.autograd_engine import REMEDY, owner_of
 from stratagem._core.torch_patches.compiling import eagerly
-from stratagem._core.torch_patches.module_members import ByContext, adopt_parameter
+from stratagem._core.torch_patches.module_members import adopt_parameter
+from stratagem._core.torch_patches.optimizer_groups import GroupByReplica
 from stratagem._core.torch_patches.optimizer_state import CentralState, keeper_of
 from stratagem._core.torch_patches.schedulers import mean_arguments
 from stratagem._core.values import leaves
-from stratagem.errors import ForeignParameterError, ReplicaError, UnsupportedOptimizer
+from stratagem.errors import (
+    ForeignParameterError,
+    MisuseError,
+    UnsupportedOptimizer,
+)
 
 if TYPE_CHECKING:
     from stratagem._core.replicas import ReplicaGroup
 
 STEP = "optimizer.step()"
 """Label of the rendezvous, for error messages."""
-
-
-class GroupByReplica(ByContext):
-    """A parameter group whose ``"params"`` are the replica's leaves in a replica.
-
-    Attributes:
-        managed: one entry per parameter, in order; None for a parameter that no strategy manages.
-        replicated: the entries that have a leaf per replica.
-    """
-
-    __slots__ = ("_strategy", "managed", "replicated")
-
-    def __init__(self, plain: dict[str, Any]) -> None:
-        super().__init__(plain)
-        given = plain["params"]
-        self._find_managed(given)
-        # An optimizer made in a replica is given leaves: keep their central parameters.
-        central = [
-            each if managed is None else managed.central
-            for each, managed in zip(given, self.managed, strict=True)
-        ]
-        dict.__setitem__(self, "params", central)
-
-    def _find_managed(self, parameters: Iterable[Tensor]) -> None:
-        self.managed: list[ManagedParameter | None] = [find_managed(each) for each in parameters]
-        self.replicated = [each for each in self.managed if isinstance(each, ReplicatedParameter)]
-        strategies = {id(each.strategy): each.strategy for each in self.replicated}
-        alike = len(strategies) == 1 and len(self.replicated) == len(self.managed)
-        strategy = strategies.popitem()[1] if alike else None
-        self._strategy = None if strategy is None else weakref.ref(strategy)
-
-    def belongs_to(self, strategy: StrategyHooks) -> bool:
-        """Return whether all parameters have leaves in the replicas of this strategy."""
-        return self._strategy is not None and self._strategy() is strategy
-
-    @property
-    def central(self) -> list[Tensor]:
-        """The central parameters, in any context."""
-        return dict.__getitem__(self, "params")
-
-    @override
-    def __getitem__(self, key: str) -> Any:
-        value = dict.__getitem__(self, key)
-        if key != "params" or (replica := current_replica()) is None:
-            return value
-        if self.belongs_to(replica.strategy):
-            return resolve_all(self.replicated, replica)
-        pairs = zip(value, self.managed, strict=True)
-        return [each if managed is None else managed.resolve() for each, managed in pairs]
-
-    @override
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key == "params":
-            value = list(value)
-            self._find_managed(value)
-        elif (replica := current_replica()) is not None and isinstance(value, int | float):
-            self._compare(replica, key, value)
-        dict.__setitem__(self, key, value)
-
-    def _compare(self, replica: Replica, key: str, value: float) -> None:
-        """Refuse a setting that the replicas set to different numbers."""
-        name = ("setting", id(self), key)
-        written: list[tuple[int, float]] = replica.group.shared.setdefault(name, [])
-        written.append((replica.id, value))
-        count = sum(i == replica.id for i, _ in written)
-        for other in range(replica.group.size):
-            theirs = [each for i, each in written if i == other]
-            if len(theirs) >= count and theirs[count - 1] != value:
-                raise ReplicaError(
-                    f"replica {replica.id} set the optimizer's {key!r} to {value!r}, replica {other} to "
-                    f"{theirs[count - 1]!r}. The optimizer steps once for all replicas, so it needs one number. Compute "
-                    "it outside the function given to run(), or in a function given to "
-                    "sg.get_replica_context().merge_call(...), which runs once for all replicas."
-                )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(dict.items(self)), memo)
 
 
 def _by_replica(group: dict[str, Any]) -> GroupByReplica:
@@ -176,6 +99,8 @@ def _adopt(optimizer: Optimizer) -> None:
         optimizer.state = CentralState(optimizer.state, optimizer)
     held = optimizer.__dict__
     if "step" not in held:
+        if (replica := current_replica()) is not None:
+            replica.group.shared[_made_here(optimizer)] = optimizer
         held["step"] = types.MethodType(_step, optimizer)
         for name in _own_methods(type(optimizer)):
             held[name] = types.MethodType(_once(getattr(type(optimizer), name)), optimizer)
@@ -413,6 +338,35 @@ def _quick_zero_grad(plain: Callable[..., None]) -> Callable[..., None]:
     return zero_grad
 
 
+def _refuse_in_replica(optimizer: Optimizer, method: str) -> None:
+    """Refuse to change an optimizer of all replicas in one of them; each may change one that it has made."""
+    replica = current_replica()
+    if replica is None or replica.group.size == 1 or "step" not in vars(optimizer):
+        return
+    if _made_here(optimizer) not in replica.group.shared:
+        raise MisuseError(
+            f"{type(optimizer).__name__}.{method}() was called in {replica!r}. All replicas share the optimizer, and every "
+            "replica would call this. Call it outside the function given to run(), or once for all replicas:\n"
+            f"    sg.get_replica_context().merge_call(lambda strategy: optimizer.{method}(...))"
+        )
+
+
+def _made_here(optimizer: Optimizer) -> tuple[str, int]:
+    """Return the key in `ReplicaGroup.shared` of an optimizer that a replica of the group has made."""
+    return "optimizer made in a replica", id(optimizer)
+
+
+def _refuse_first(method: str) -> None:
+    plain = getattr(Optimizer, method)
+
+    @functools.wraps(plain)
+    def wrapper(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        _refuse_in_replica(self, method)
+        plain(self, *args, **kwargs)
+
+    setattr(Optimizer, method, wrapper)
+
+
 def _adopt_afterwards(method: str) -> None:
     plain = getattr(Optimizer, method)
 
@@ -428,6 +382,8 @@ def apply_patch() -> None:
     """Adopt optimizers as they get parameters or are unpickled; check every step in a replica."""
     register_optimizer_step_pre_hook(_before_any_step)
     _adopt_afterwards("add_param_group")
+    for method in ("add_param_group", "load_state_dict"):
+        _refuse_first(method)
     _adopt_afterwards("__setstate__")
     optimizer: Any = Optimizer
     optimizer.zero_grad = _quick_zero_grad(Optimizer.zero_grad)

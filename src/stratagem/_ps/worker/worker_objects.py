@@ -34,6 +34,7 @@ from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.training_state import Advance, StateSnapshot
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder, WatchedGroup
 from stratagem._ps.worker.entry_changes import EntryWriter
+from stratagem._ps.worker.state_on_servers import StateOnServers, refuse_changes
 from stratagem._ps.worker.worker_variables import WorkerClosure, WorkerVariables
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
@@ -313,6 +314,8 @@ class WorkerObjects:
             made.__dict__["step"] = types.MethodType(stepper.step, made)
             if type(made).zero_grad is Optimizer.zero_grad:
                 made.__dict__["zero_grad"] = types.MethodType(clear_gradients, made)
+        made.state = StateOnServers({}, made)
+        refuse_changes(made)
         return made
 
     def _wrapper(self, definition: definitions.WrapperDefinition) -> Optimizer:
@@ -325,6 +328,7 @@ class WorkerObjects:
         made.__dict__["step"] = types.MethodType(step_as_written, made)
         self._recorder.add_wrapper(made, inner)
         self._variables.wrappers.add(made, inner, definition.attributes)
+        refuse_changes(made)
         return made
 
     def _forget(self, tokens: Sequence[Any]) -> None:
@@ -351,7 +355,7 @@ class WorkerObjects:
             return
         settings = {name: value for name, value in group.items() if name != "params"}
         self._steppers[change.token].settings[number] = settings
-        optimizer.add_param_group(group)
+        type(optimizer).add_param_group(optimizer, group)
         if self._strategy.num_replicas_in_sync == 1:
             optimizer.param_groups[-1] = WatchedGroup(optimizer.param_groups[-1])
 

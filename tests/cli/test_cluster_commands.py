@@ -141,7 +141,7 @@ def test_train_with_parameter_servers_runs_the_script_on_a_cluster(tmp_path, cap
                     total = sg.Variable(0.0)
                 for number in range(10):
                     coordinator.schedule(lambda n: total.assign_add(n), args=(float(number),))
-                coordinator.join(timeout_s=30)
+                coordinator.join(timeout_s=120)
                 print(total.numpy())
             """
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost
 from stratagem.testing import Fault
 
-OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
-KILLS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=60.0, restart_pause_s=0.05)
-"""Where servers are killed and not stopped, and no session may end because a busy machine is slow."""
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=60.0, restart_pause_s=0.05)
+"""Servers that end are noticed at once; no session ends because the machine is slow."""
 STEPS = 24
 
 
@@ -32,7 +32,7 @@ def run(mine: ConservedRun, coordinator: ClusterCoordinator, steps: int) -> None
 
 def await_backups(strategy: Any) -> None:
     """Wait until every server has a backup again."""
-    wait_until(lambda: not strategy._cluster_views().servers.lack_backups(), timeout_s=60.0)
+    wait_until(lambda: not strategy._cluster_views().servers.lack_backups(), timeout_s=120.0)
 
 
 @pytest.mark.process
@@ -42,7 +42,7 @@ def test_servers_are_killed_in_turn() -> None:
     with (
         LocalCluster(workers=2, ps=2) as cluster,
         sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
-        ClusterCoordinator(strategy, options=KILLS) as coordinator,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
     ):
         mine = ConservedRun(strategy, "Adam")
         run(mine, coordinator, 10)
@@ -76,7 +76,7 @@ def survive(fault: Fault, name: str, *, workers: int = 2) -> None:
         await_backups(strategy)
         run(mine, coordinator, 1)
         mine.check(STEPS + 1)
-        wait_until(lambda: injected.count() == 1, timeout_s=60.0)
+        wait_until(lambda: injected.count() == 1, timeout_s=120.0)
 
 
 POINTS = [
@@ -130,9 +130,11 @@ def test_every_step_counts_once_at_every_point(
 def test_a_server_that_hangs_is_replaced_and_gives_way() -> None:
     """SIGSTOP is a loss; the server that wakes up frees what it has, and can be a backup again."""
     with (
-        LocalCluster(workers=2, ps=2) as cluster,
+        LocalCluster(workers=2, ps=2, restart=False) as cluster,
         sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
-        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+        ClusterCoordinator(
+            strategy, options=replace(OPTIONS, heartbeat_limit_s=4.0)
+        ) as coordinator,
     ):
         mine = ConservedRun(strategy, "Adam")
         run(mine, coordinator, 8)
@@ -233,9 +235,12 @@ def test_three_servers_large_tensors_and_gradient_slots() -> None:
             rows.step()
 
         for killed in (0, 1, 2):
-            for _ in range(4):
+            for _ in range(3):
                 coordinator.schedule(step)
             cluster.kill_ps(killed)
+            coordinator.schedule(
+                step
+            )  # needs the lost server: it is noticed before the next one is killed
             coordinator.join(timeout_s=STEP_LIMIT_S)
             await_backups(strategy)
         velocity, expected = 0.0, 0.0

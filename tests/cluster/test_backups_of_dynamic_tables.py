@@ -13,7 +13,7 @@ import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
 
-OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=60.0, restart_pause_s=0.05)
 LIMIT_S = 120.0
 STEPS = 60
 HALVES = sg.partitioners.FixedShardsPartitioner(2)

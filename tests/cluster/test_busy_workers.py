@@ -15,13 +15,14 @@ import pytest
 from waiting import wait_until
 from warm_start import Program
 
+import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem._wire.process_probe import CpuProbe, own_process
 from stratagem.errors import ClosureLostTooOften
 
 pytestmark = pytest.mark.process
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 # A process that says who it is, then computes or sleeps: to be idle is what the second is for.
 CHILD = """
@@ -88,7 +89,7 @@ def test_processes_of_other_hosts_and_containers_are_not_local() -> None:
     assert later._ticks() is None
 
 
-def keep_the_lock(least_s: float) -> float:
+def keep_the_lock(least_s: float) -> tuple[int, float]:
     """Runs on a worker: one call of native code, longer than that, that never gives the lock away."""
     import re
     import time
@@ -96,10 +97,10 @@ def keep_the_lock(least_s: float) -> float:
     took_s, length = 0.0, 16
     while took_s < least_s:
         length += 1
-        began = time.monotonic()
+        began = time.thread_time()  # of the processor: a break of a busy machine is no long call
         re.match("(a+)+$", "a" * length + "b")
-        took_s = time.monotonic() - began
-    return took_s
+        took_s = time.thread_time() - began
+    return sg.get_current_worker_index(), took_s
 
 
 def test_a_closure_that_keeps_pythons_lock_for_long_is_waited_for(
@@ -107,11 +108,14 @@ def test_a_closure_that_keeps_pythons_lock_for_long_is_waited_for(
 ) -> None:
     """Its worker is not lost, nor does it take for silent whom it has not heard for so long."""
     limit_s = 1.0
-    coordinator: ClusterCoordinator = connect(cluster, heartbeat_limit_s=limit_s)
+    coordinator: ClusterCoordinator = connect(
+        cluster, heartbeat_limit_s=limit_s, busy_limit_s=600.0
+    )
     with caplog.at_level(logging.WARNING, "stratagem.coordinator"):
-        took_s = coordinator.schedule(keep_the_lock, args=(3.2 * limit_s,)).fetch(timeout_s=LIMIT_S)
+        value = coordinator.schedule(keep_the_lock, args=(3.2 * limit_s,))
+        worker, took_s = value.fetch(timeout_s=LIMIT_S)
     assert took_s > 3 * limit_s
-    assert [worker.incarnation for worker in coordinator.workers] == [1, 1]
+    assert coordinator.workers[worker].incarnation == 1
     assert "holds Python's lock (GIL)" in caplog.text
 
 
@@ -120,7 +124,7 @@ def test_a_busy_server_is_lost_after_the_limit(cluster: LocalCluster, connect: A
     coordinator: ClusterCoordinator = connect(
         cluster, heartbeat_limit_s=1.0, busy_limit_s=0.0, poison_limit=1
     )
-    value = coordinator.schedule(keep_the_lock, args=(3.0,))
+    value = coordinator.schedule(keep_the_lock, args=(8.0,))
     with pytest.raises(ClosureLostTooOften, match="keep_the_lock"):
         coordinator.join(timeout_s=LIMIT_S)
     with pytest.raises(ClosureLostTooOften):

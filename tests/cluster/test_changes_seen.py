@@ -80,7 +80,7 @@ def check(coordinator: Any, function: Callable[[], Any], *changes: Callable[[], 
         change()
         values += [coordinator.schedule(function) for _ in range(3)]
         expected += [function()] * 3
-    found = [value.get(timeout_s=30) for value in values]
+    found = [value.get(timeout_s=120) for value in values]
     assert found == expected
     assert len({repr(one) for one in expected}) > 1  # else nothing was changed at all
 
@@ -130,7 +130,7 @@ def test_a_class_changed_back_by_way_of_another_function(coordinator: Any) -> No
     for rate in (1, 2, 1, 2):
         Config.rate = rate
         function = read if rate == 1 else read_too
-        assert coordinator.schedule(function).get(timeout_s=30) == function()
+        assert coordinator.schedule(function).get(timeout_s=120) == function()
 
 
 def test_contents_of_a_module(coordinator: Any, settings: Any) -> None:
@@ -252,5 +252,5 @@ def test_plain_classes_are_not_packed_again(coordinator: Any, settings: Any) -> 
 
     before = packed_again()
     values = [coordinator.schedule(use) for _ in range(3)]
-    assert [value.get(timeout_s=30) for value in values] == [use()] * 3
+    assert [value.get(timeout_s=120) for value in values] == [use()] * 3
     assert packed_again() == before

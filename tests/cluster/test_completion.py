@@ -96,15 +96,16 @@ def test_cancel_drops_what_no_worker_has_started(
 ) -> None:
     """A long queue ends when the running closures do, without an error of `join`."""
     running = coordinator.schedule(pass_gate, args=(gate.path,))
+    gate.wait_for_arrival()
     queued = [coordinator.schedule(pass_gate, args=(gate.path,)) for _ in range(500)]
     coordinator.cancel()
     with pytest.raises(ClosureCancelled, match=r"cancelled by cancel\(\)"):
         queued[-1].get(timeout_s=60)
+    # The other worker may have started one; the workers return what was sent ahead.
+    wait_until(lambda: len([value for value in queued if "Cancelled" in repr(value)]) >= 499)
     gate.open()
     coordinator.join(timeout_s=60)
     running.get(timeout_s=60)
-    ended = [value for value in queued if "Cancelled" not in repr(value)]
-    assert len(ended) <= 3, "one more worker, and what was started before the recall arrived"
     assert coordinator.schedule(lambda: 5).get(timeout_s=60) == 5
 
 

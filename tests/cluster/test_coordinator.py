@@ -90,7 +90,7 @@ def test_results_are_tensors_or_arrays_in_their_nest(coordinator: ClusterCoordin
         return {"a": torch.arange(3), "b": [torch.tensor(1.5), None], "c": ("text", 7)}
 
     value = coordinator.schedule(make)
-    got = value.get(timeout_s=30)
+    got = value.get(timeout_s=120)
     assert torch.equal(got["a"], torch.arange(3))
     fetched = value.fetch()
     assert isinstance(fetched["a"], np.ndarray)
@@ -183,30 +183,33 @@ def test_error_is_raised_once_with_its_type_worker_and_traceback(
 
 
 def test_everything_else_is_cancelled_and_nothing_runs_when_join_raises(
-    coordinator: ClusterCoordinator, tmp_path: Any
+    coordinator: ClusterCoordinator, gate: Gate, tmp_path: Path
 ) -> None:
     """CCO-22, and 13.8 instead of CCO-21: the queue stops at once; running closures are waited for."""
     mark = tmp_path / "ran"
-    mark.touch()  # on a busy machine `fail` may end before `slow` begins
+    path = gate.path
 
     def slow() -> str:
-        __import__("time").sleep(0.3)  # its work: still running when the other one fails
+        pass_gate(path)
         with open(mark, "a") as file:
             file.write("x")
         return "finished"
 
-    def fail() -> None:
+    def fail(when: str) -> None:
+        pass_gate(when)
         raise KeyError("stop")
 
-    running = coordinator.schedule(slow)
-    coordinator.schedule(fail)
-    waiting: list[Any] = []
-    try:
-        for _ in range(50):
-            waiting.append(coordinator.schedule(slow))
-        coordinator.join()
-    except KeyError:
-        pass
+    with Gate(tmp_path / "fails") as fails:
+        running = coordinator.schedule(slow)
+        gate.wait_for_arrival()
+        coordinator.schedule(fail, args=(fails.path,))
+        fails.wait_for_arrival()
+        waiting = [coordinator.schedule(slow) for _ in range(50)]
+    # The worker of `fail` may have started one; the workers return what was sent ahead.
+    wait_until(lambda: sum(v.status is RemoteValueStatus.READY for v in waiting) >= 49)
+    gate.open()
+    with pytest.raises(KeyError, match="stop"):
+        coordinator.join(timeout_s=120)
     ran = mark.read_text()
     cancelled = 0
     for value in [running, *waiting]:
@@ -216,7 +219,7 @@ def test_everything_else_is_cancelled_and_nothing_runs_when_join_raises(
         except ClosureCancelled:
             cancelled += 1
     assert len(ran) + cancelled == 1 + len(waiting)
-    assert cancelled >= len(waiting) - 4
+    assert cancelled >= len(waiting) - 1
     coordinator.join()
     assert mark.read_text() == ran, "something ran after join had raised"
 
@@ -358,7 +361,8 @@ def test_per_worker_iterators_start_at_their_own_beginning(
 
     seen = coordinator.fetch([coordinator.schedule(take, args=(iterator,)) for _ in range(40)])
     for worker in range(2):
-        mine = [n for here, owner, n in seen if here == worker]
+        # Sorted: a closure may be returned by one worker, and run on the other one after later ones.
+        mine = sorted(n for here, owner, n in seen if here == worker)
         assert mine == list(range(len(mine)))
     assert all(here == owner for here, owner, _ in seen)
     again = iter(per_worker)
@@ -500,14 +504,15 @@ def test_workers_have_random_numbers_of_their_own(coordinator: ClusterCoordinato
 
 
 def test_closing_cancels_and_the_cluster_serves_the_next(
-    cluster: LocalCluster, connect: Any
+    cluster: LocalCluster, connect: Any, gate: Gate
 ) -> None:
     """After close() every call says so, waiters are released, and another coordinator works."""
     first = connect(cluster)
-    # Their work: some are running, and none are over, when the coordinator is closed.
-    values = [first.schedule(lambda: __import__("time").sleep(0.2)) for _ in range(6)]
+    values = [first.schedule(pass_gate, args=(gate.path,)) for _ in range(6)]
+    gate.wait_for_arrival(2)
     first.close()
     first.close()
+    gate.open()
     with pytest.raises(ClosureCancelled, match="closed"):
         values[-1].fetch()
     with pytest.raises(RuntimeError, match="this coordinator is closed"):
@@ -515,7 +520,7 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
     with pytest.raises(RuntimeError, match="this coordinator is closed"):
         first.join()
     second = connect(cluster)
-    assert second.schedule(lambda: "next").fetch(timeout_s=30) == "next"
+    assert second.schedule(lambda: "next").fetch(timeout_s=120) == "next"
 
 
 def test_many_small_closures_all_finish_in_whatever_order(coordinator: ClusterCoordinator) -> None:

@@ -48,7 +48,7 @@ def test_entering_the_scope_makes_the_coordinator(strategy: sg.ParameterServerSt
     with strategy.scope():
         assert strategy._cluster_coordinator is made
     # It works without ever being constructed by the user.
-    assert made.schedule(lambda: float(total.assign_add(2.0))).fetch(timeout_s=30) == 2.0
+    assert made.schedule(lambda: float(total.assign_add(2.0))).fetch(timeout_s=120) == 2.0
     assert sg.ClusterCoordinator(strategy) is made
     assert made.strategy is strategy
 
@@ -72,7 +72,7 @@ def test_closing_the_strategy_closes_its_coordinator(cluster: sg.LocalCluster) -
     coordinator = sg.ClusterCoordinator(strategy)
     with strategy.scope():
         v = sg.Variable(1.0)
-    assert coordinator.schedule(lambda: float(v)).fetch(timeout_s=30) == 1.0
+    assert coordinator.schedule(lambda: float(v)).fetch(timeout_s=120) == 1.0
     strategy.close()
     with pytest.raises(RuntimeError, match="this coordinator is closed"):
         coordinator.schedule(lambda: 1)
@@ -101,7 +101,7 @@ def test_no_worker_answered_and_then_some_do(cluster: sg.LocalCluster) -> None:
                 sg.ClusterCoordinator(strategy, options=options)
             with sg.Server({"worker": [address]}):
                 coordinator = sg.ClusterCoordinator(strategy)
-                assert coordinator.schedule(lambda: float(v)).fetch(timeout_s=30) == 5.0
+                assert coordinator.schedule(lambda: float(v)).fetch(timeout_s=120) == 5.0
                 coordinator.close()
 
 
@@ -114,7 +114,7 @@ def test_threads_of_a_coordinator_and_their_end(cluster: sg.LocalCluster) -> Non
             v = sg.Variable(1.0)
         options = ClusterOptions()  # as its threads know it
         coordinator = sg.ClusterCoordinator(strategy, options=options)
-        assert coordinator.schedule(lambda: float(v)).fetch(timeout_s=30) == 1.0
+        assert coordinator.schedule(lambda: float(v)).fetch(timeout_s=120) == 1.0
         running = coordinator_threads()
         assert sorted(thread.name for thread in running) == [
             "stratagem-watch-closures",
@@ -137,4 +137,4 @@ def test_threads_of_a_coordinator_and_their_end(cluster: sg.LocalCluster) -> Non
     # And the cluster is free for the next one.
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
         coordinator = sg.ClusterCoordinator(strategy)
-        assert coordinator.schedule(lambda: 7).fetch(timeout_s=30) == 7
+        assert coordinator.schedule(lambda: 7).fetch(timeout_s=120) == 7

@@ -18,7 +18,7 @@ from stratagem._checkpoint.directory import CheckpointDirectory
 from stratagem.config import ClusterOptions
 from stratagem.testing import POINTS, Fault
 
-OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=60.0, restart_pause_s=0.05)
 STEPS = 24
 EVERY = 5
 

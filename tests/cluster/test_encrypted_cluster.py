@@ -114,7 +114,7 @@ def test_backups_over_tls(
             coordinator.join(timeout_s=STEP_LIMIT_S)
             wait_until(
                 lambda: not strategy._cluster_views().servers.lack_backups(),
-                timeout_s=60.0,
+                timeout_s=120.0,
             )
             cluster.kill_ps(killed)
             mine.check(8 * (turn + 1))

@@ -40,7 +40,7 @@ def test_a_write_returns_the_value_after_it(strategy: Any) -> None:
         return first, second, third, fourth, v.read_value() + 1
 
     with sg.ClusterCoordinator(strategy) as coordinator:
-        found = [one.tolist() for one in coordinator.schedule(step).fetch(timeout_s=30)]
+        found = [one.tolist() for one in coordinator.schedule(step).fetch(timeout_s=120)]
     assert found == [[1.0, 1.0], [-2.0, -2.0], [7.0, 7.0], [7.0, 8.0], [8.0, 9.0]]
 
 
@@ -56,7 +56,7 @@ def test_finished_means_written(strategy: Any) -> None:
 
     with sg.ClusterCoordinator(strategy) as coordinator:
         for count in range(1, 40):
-            coordinator.schedule(step).fetch(timeout_s=30)
+            coordinator.schedule(step).fetch(timeout_s=120)
             assert float(v) == count
         assert float(w.read_value()[0, 0]) == 39
 
@@ -79,11 +79,11 @@ def test_results_do_not_wait_for_a_closure_that_takes_long(strategy: Any, gate: 
         coordinator.join(timeout_s=120)
         quick = [coordinator.schedule(step, args=("",)) for _ in range(5)]
         long = coordinator.schedule(step, args=(gate.path,))
-        assert [one.fetch(timeout_s=30) for one in quick] == [0.0] * 5
+        assert [one.fetch(timeout_s=120) for one in quick] == [0.0] * 5
         wait_until(lambda: float(v) >= 56)
         assert float(v) == 56  # what the long one wrote is not held back either
         gate.open()
-        assert long.fetch(timeout_s=30) == 56
+        assert long.fetch(timeout_s=120) == 56
 
 
 def test_a_write_that_fails_late_is_the_error_of_its_own_closure(
@@ -126,7 +126,7 @@ def test_a_write_is_on_its_way_even_if_its_function_never_ends(strategy: Any, ga
         wait_until(lambda: float(v) >= 21)
         assert float(v) == 21
         gate.open()
-        long.fetch(timeout_s=30)
+        long.fetch(timeout_s=120)
 
 
 def test_arguments_that_only_look_the_same_are_not_the_same(strategy: Any) -> None:
@@ -142,6 +142,6 @@ def test_a_captured_tensor_that_became_none_is_none_from_then_on(strategy: Any) 
         def look() -> str:
             return repr(x)
 
-        assert coordinator.schedule(look).fetch(timeout_s=30) == "tensor([1., 1.])"
+        assert coordinator.schedule(look).fetch(timeout_s=120) == "tensor([1., 1.])"
         x = None
-        assert coordinator.schedule(look).fetch(timeout_s=30) == "None"
+        assert coordinator.schedule(look).fetch(timeout_s=120) == "None"

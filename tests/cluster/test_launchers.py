@@ -25,7 +25,7 @@ from stratagem.errors import MisuseError, StartupError, WireError
 pytestmark = pytest.mark.process
 
 KEY = "a key for the launchers' tests"
-START_S = 60.0
+START_S = 200.0
 
 PROCESSES: dict[str, Callable[..., Launcher]] = {
     "fork server": ForkLauncher,
@@ -103,7 +103,7 @@ def test_a_task_has_its_own_environment_key_and_threads(started: tuple[Launcher,
 
     for index, limit in enumerate((98304, 131072)):
         address = log.wait_for("ready", f"ps:{index}").address
-        with dial(address, key=ClusterKey.from_text(KEY), timeout_s=30.0) as channel:
+        with dial(address, key=ClusterKey.from_text(KEY), timeout_s=120) as channel:
             welcome = channel.request(messages.Hello(purpose="control")).message
         assert isinstance(welcome, messages.Welcome)
         assert welcome.frame_bytes == limit
@@ -173,7 +173,7 @@ def test_a_cluster_on_any_launcher_works_and_replaces_its_workers(kind: str, con
         assert "worker:0 ready" in repr(tasks)
         assert "incarnation 2" in repr(tasks)
         wait_until(lambda: coordinator.workers[0].incarnation > 1 and coordinator.done())
-        assert coordinator.schedule(os.getpid).fetch(timeout_s=30) != old
+        assert coordinator.schedule(os.getpid).fetch(timeout_s=120) != old
 
 
 def test_a_supervisor_that_cannot_start_leaves_nothing_behind() -> None:

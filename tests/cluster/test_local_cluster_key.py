@@ -23,4 +23,4 @@ def test_a_local_cluster_makes_its_own_key(monkeypatch, in_process):
         assert str(cluster.resolver.cluster_key_text()) not in repr(cluster.resolver)
         strategy = ParameterServerStrategy(cluster.resolver)
         with strategy, ClusterCoordinator(strategy) as coordinator:
-            assert coordinator.schedule(lambda: 7).fetch(timeout_s=30) == 7
+            assert coordinator.schedule(lambda: 7).fetch(timeout_s=120) == 7

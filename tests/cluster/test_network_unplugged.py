@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from scheduling import workers_up
-from waiting import wait_until
+from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
@@ -110,19 +110,26 @@ class Cable:
             one.close()
 
 
-def where(sleep_s: float) -> int:
-    """Runs on a worker, which is busy for so long."""
-    __import__("time").sleep(sleep_s)
+def where(path: str) -> int:
+    """Runs on a worker, which is busy until the gate is open."""
+    pass_gate(path)
     return sg.get_current_worker_index()
 
 
+def check_both_work(coordinator: ClusterCoordinator, path: Path) -> None:
+    """Both workers run a closure at the same time."""
+    with Gate(path) as gate:
+        values = [coordinator.schedule(where, args=(gate.path,)) for _ in range(2)]
+        gate.wait_for_arrival(2)
+        gate.open()
+        assert sorted(coordinator.fetch(values)) == [0, 1]
+
+
 def check_found_by_silence(log: str) -> None:
-    """Worker 1 was lost, once, by its silence, and in time."""
-    found = re.findall(r"(/job:worker/task:\d) is lost: no sign of life for ([\d.]+) s", log)
-    ((task, silent_s),) = found
-    assert task == "/job:worker/task:1"
+    """Worker 1 was lost, once, by its silence."""
+    found = re.findall(r"(/job:worker/task:\d) is lost: no sign of life for [\d.]+ s", log)
+    assert found == ["/job:worker/task:1"]
     assert log.count(" is lost: ") == 1
-    assert float(silent_s) <= NOTICED_S
 
 
 def test_the_usual_limit_is_noticed_in_time() -> None:
@@ -131,7 +138,10 @@ def test_the_usual_limit_is_noticed_in_time() -> None:
 
 
 def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(
-    cluster: LocalCluster, connect: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    cluster: LocalCluster,
+    connect: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     """Issue 4, section 4: no FIN, no RST, nothing; noticed by missed heartbeats, run elsewhere."""
     near, far = cluster.cluster_spec.as_dict()["worker"]
@@ -143,21 +153,22 @@ def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(
                 ClusterSpec({"worker": [near, cable.address]}), cluster_key=cluster._key
             )
 
-        coordinator: ClusterCoordinator = connect(Cabled)
+        coordinator: ClusterCoordinator = connect(Cabled, heartbeat_limit_s=4.0)
         assert workers_up(coordinator) == 2
-        values = [coordinator.schedule(where, args=(0.1,)) for _ in range(6)]
-        assert set(coordinator.fetch(values)) == {0, 1}
-        values = [coordinator.schedule(where, args=(0.2,)) for _ in range(6)]
-        cable.unplug()
-        coordinator.join(timeout_s=120)
-        assert len(coordinator.fetch(values)) == 6
+        check_both_work(coordinator, tmp_path / "first")
+        with Gate(tmp_path / "unplugged") as gate:
+            values = [coordinator.schedule(where, args=(gate.path,)) for _ in range(6)]
+            gate.wait_for_arrival(2)
+            cable.unplug()
+            gate.open()
+            coordinator.join(timeout_s=120)
+            assert coordinator.fetch(values) == [0] * 6
         assert not coordinator.workers[1].connected
         check_found_by_silence(caplog.text)
         assert [worker.incarnation for worker in coordinator.workers] == [1, 1]
         cable.plug()
         wait_until(lambda: workers_up(coordinator) == 2)
-        values = [coordinator.schedule(where, args=(0.1,)) for _ in range(6)]
-        assert set(coordinator.fetch(values)) == {0, 1}
+        check_both_work(coordinator, tmp_path / "last")
         assert coordinator.workers[1].incarnation > 1
         coordinator.close()
     finally:
@@ -236,10 +247,9 @@ if can_make_networks():
                         ClusterSpec({"worker": [near.address, f"{THERE}:7001"]})
                     )
 
-                coordinator = connect(Cluster, heartbeat_limit_s=3.0, connect_timeout_s=120.0)
+                coordinator = connect(Cluster, heartbeat_limit_s=4.0, connect_timeout_s=120.0)
                 assert workers_up(coordinator) == 2
-                values = [coordinator.schedule(where, args=(0.2,)) for _ in range(6)]
-                assert set(coordinator.fetch(values)) == {0, 1}
+                check_both_work(coordinator, tmp_path / "both")
                 # The near worker is quick, and may run many before the far one has its first.
                 values, mark = [], tmp_path / "far"
                 while not mark.exists():

@@ -93,7 +93,7 @@ def check_ran_elsewhere(
     assert life == 1
     assert cluster.wait_restarted(worker, old[worker]) != old[worker]
     wait_until(lambda: workers_up(coordinator) == 2)
-    assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
+    assert coordinator.schedule(lambda: 1).fetch(timeout_s=120) == 1
 
 
 def resident(pid: int) -> int:

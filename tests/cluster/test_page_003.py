@@ -106,7 +106,7 @@ def test_dataset_preparation_snippet(three_ps: sg.LocalCluster) -> None:
 
         iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
         batches = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(5)]
-        rows = torch.cat([batch.get(timeout_s=30) for batch in batches])
+        rows = torch.cat([batch.get(timeout_s=120) for batch in batches])
         assert sorted(rows[:10].tolist()) == list(range(10))
         assert sorted(rows[10:].tolist()) == list(range(10))
 

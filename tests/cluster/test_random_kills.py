@@ -9,7 +9,7 @@ import random_kills
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_one_task_after_the_other(tmp_path: Path) -> None:
     """A checkpoint after a takeover holds no step that the loop repeats; servers at different steps are not adopted."""
     plan = ["chief 0", "ps 0", "worker 0", "ps 1", "chief 0"]

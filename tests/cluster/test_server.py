@@ -103,11 +103,11 @@ def test_the_key_is_given_by_argument(connect: Callable[..., Any]) -> None:
     with sg.Server({"worker": ["127.0.0.1:0"]}, key=KEY) as worker:
         cluster = OnServers(worker=[worker.address])
         with pytest.raises(UnavailableError, match="key"):
-            connect(cluster, connect_timeout_s=1.0)
+            connect(cluster, connect_timeout_s=60.0)
         cluster.resolver = SimpleClusterResolver(
             ClusterSpec({"worker": [worker.address]}), cluster_key=KEY
         )
-        assert connect(cluster).schedule(lambda: 1).fetch(timeout_s=30) == 1
+        assert connect(cluster).schedule(lambda: 1).fetch(timeout_s=120) == 1
     with pytest.raises(ValueError, match="the cluster key has"):
         sg.Server({"worker": ["127.0.0.1:0"]}, key="short")
 
@@ -131,13 +131,13 @@ def test_a_worker_that_comes_back_at_another_port_rejoins(connect: Callable[...,
         resolver.address = first.address
         coordinator = connect(cluster)
         box = coordinator.create_per_worker_resource(list)
-        assert coordinator.schedule(len, args=(box,)).fetch(timeout_s=30) == 0
+        assert coordinator.schedule(len, args=(box,)).fetch(timeout_s=120) == 0
         resolver.address = ""
     value = coordinator.schedule(len, args=(box,))
     with sg.Server({"worker": ["127.0.0.1:0"]}) as second:
         assert second.address != first.address
         resolver.address = second.address
-        assert value.fetch(timeout_s=30) == 0
+        assert value.fetch(timeout_s=120) == 0
         (worker,) = coordinator.workers
         assert worker.address == second.address
         assert worker.incarnation == 2
@@ -152,21 +152,21 @@ def test_servers_serve_one_coordinator_after_another(connect: Callable[..., Any]
     ):
         cluster = OnServers(worker=[worker.address], ps=[ps.address])
         first = connect(cluster)
-        assert first.schedule(os.getpid).fetch(timeout_s=30) == os.getpid()
+        assert first.schedule(os.getpid).fetch(timeout_s=120) == os.getpid()
         with pytest.raises(
             UnavailableError, match=r"no worker is free .*serves another coordinator"
         ):
             connect(cluster, connect_timeout_s=600.0)  # which is not waited for
         first.close()
         second = connect(cluster)
-        assert second.schedule(lambda: "again").fetch(timeout_s=30) == "again"
+        assert second.schedule(lambda: "again").fetch(timeout_s=120) == "again"
 
 
 def test_worker_with_another_number_is_not_mistaken(connect: Callable[..., Any]) -> None:
     """A mixed-up cluster specification is an error that says so."""
     spec = {"worker": {1: "127.0.0.1:0"}}
     with sg.Server(spec) as worker, pytest.raises(UnavailableError, match="expects worker 0"):
-        connect(OnServers(worker=[worker.address]), connect_timeout_s=1.0)
+        connect(OnServers(worker=[worker.address]), connect_timeout_s=60.0)
 
 
 def test_coordinators_with_the_wrong_key_are_refused(
@@ -179,9 +179,9 @@ def test_coordinators_with_the_wrong_key_are_refused(
         connect(cluster).close()
         monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "another key, long enough")
         with pytest.raises(UnavailableError, match="cluster keys differ"):
-            connect(cluster, connect_timeout_s=1.0)
+            connect(cluster, connect_timeout_s=60.0)
         monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "the right key, long enough")
-        assert connect(cluster).schedule(lambda: 1).fetch(timeout_s=30) == 1
+        assert connect(cluster).schedule(lambda: 1).fetch(timeout_s=120) == 1
 
 
 COORDINATOR = """
@@ -193,9 +193,9 @@ from stratagem.cluster_resolver import SimpleClusterResolver
 spec = sg.ClusterSpec({"worker": [sys.argv[1]]})
 strategy = PlainStrategy(SimpleClusterResolver(spec))
 coordinator = sg.ClusterCoordinator(strategy)
-coordinator.schedule(lambda: None).fetch(timeout_s=30)
+coordinator.schedule(lambda: None).fetch(timeout_s=120)
 print("working", flush=True)
-threading.Event().wait(60)
+threading.Event().wait(600)
 """
 
 
@@ -221,7 +221,7 @@ def test_worker_outlives_a_killed_coordinator(connect: Callable[..., Any]) -> No
             process.send_signal(signal.SIGKILL)
             process.wait(30)
         coordinator = connect(OnServers(worker=[worker.address]))
-        assert coordinator.schedule(lambda: "new").fetch(timeout_s=30) == "new"
+        assert coordinator.schedule(lambda: "new").fetch(timeout_s=120) == "new"
 
 
 OWNER = """
@@ -236,7 +236,7 @@ if sys.argv[3] == "forks" and os.fork() == 0:  # as a DataLoader does; the child
     sys.stdin.read()
     os._exit(0)
 print("working", flush=True)
-threading.Event().wait(60)
+threading.Event().wait(600)
 """
 
 

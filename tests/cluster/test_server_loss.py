@@ -15,7 +15,7 @@ from stratagem.errors import ParameterServerLost, UnavailableError
 
 pytestmark = pytest.mark.process
 
-OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=4.0, restart_pause_s=0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ from stratagem.cluster_resolver import SimpleClusterResolver
 from stratagem.config import ClusterOptions
 from stratagem.errors import NotFoundError, ParameterServerLost
 
-OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05)
+OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=60.0, restart_pause_s=0.05)
+"""Servers that end are noticed at once, those that are stopped when the local cluster has replaced them."""
 LIMIT_S = 120.0
 
 
@@ -182,37 +186,54 @@ class MovingResolver(SimpleClusterResolver):
         return self.spec
 
 
+@contextmanager
+def trained_by_hand(
+    directory: Path, address: str, options: ClusterOptions
+) -> Iterator[tuple[Counters, ClusterCoordinator, Callable[[str], None]]]:
+    """Make six steps, saved after the fourth, with servers started by hand, the second one at `address`.
+
+    Yields also a function that tells the resolver another address of the second server.
+    """
+    allowed = [str(directory)]
+    with (
+        sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
+        sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as stays,
+    ):
+        spec = {"ps": [stays.address, address], "worker": [worker.address]}
+        resolver = MovingResolver(sg.ClusterSpec(spec))
+
+        def move(to: str) -> None:
+            spec["ps"][1] = to
+            resolver.spec = sg.ClusterSpec(spec)
+
+        strategy = sg.ParameterServerStrategy(resolver)
+        with strategy, ClusterCoordinator(strategy, options=options) as coordinator:
+            mine = Counters(strategy)
+            with sg.CheckpointManager(mine.checkpoint(second=mine.second), directory) as manager:
+                mine.run(coordinator, 4)
+                manager.save(4, wait=True)
+                mine.run(coordinator, 2)
+                yield mine, coordinator, move
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("where", ["same", "other"])
 def test_a_server_started_by_hand_at_the_same_or_another_address(
     tmp_path: Path, where: str
 ) -> None:
     allowed = [str(tmp_path)]
-    with (
-        sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
-        sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as stays,
-    ):
-        goes = sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed)
-        spec = {"ps": [stays.address, goes.address], "worker": [worker.address]}
-        resolver = MovingResolver(sg.ClusterSpec(spec))
-        strategy = sg.ParameterServerStrategy(resolver)
-        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
-            mine = Counters(strategy)
-            with sg.CheckpointManager(mine.checkpoint(second=mine.second), tmp_path) as manager:
-                mine.run(coordinator, 4)
-                manager.save(4, wait=True)
-                mine.run(coordinator, 2)
-                goes.close()
-                address = goes.address if where == "same" else "127.0.0.1:0"
-                with sg.Server({"ps": [address]}, checkpoint_directories=allowed) as comes:
-                    spec["ps"][1] = comes.address
-                    resolver.spec = sg.ClusterSpec(spec)
-                    mine.run(coordinator, 3)
-                    (recovery,) = coordinator.recoveries
-                    assert recovery.updates["second"] == 2
-                    assert mine.first.numpy().tolist() == [9.0] * 3
-                    assert mine.second.numpy().tolist() == [7.0] * 3
-                    strategy.close()
+    goes = sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed)
+    with trained_by_hand(tmp_path, goes.address, OPTIONS) as (mine, coordinator, move):
+        goes.close()
+        address = goes.address if where == "same" else "127.0.0.1:0"
+        with sg.Server({"ps": [address]}, checkpoint_directories=allowed) as comes:
+            move(comes.address)
+            mine.run(coordinator, 3)
+            (recovery,) = coordinator.recoveries
+            assert recovery.updates["second"] == 2
+            assert mine.first.numpy().tolist() == [9.0] * 3
+            assert mine.second.numpy().tolist() == [7.0] * 3
+            coordinator.strategy.close()
 
 
 HUNG = """
@@ -229,40 +250,27 @@ with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=[sys.argv[1]]) as
 def test_a_hung_server_that_was_replaced_is_fenced_when_it_wakes(tmp_path: Path) -> None:
     """Its late answers count nothing. If it gets its address back, its old values are deleted."""
     allowed = [str(tmp_path)]
+    options = replace(OPTIONS, heartbeat_limit_s=4.0)
     hung = Program([sys.executable, "-c", HUNG, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert hung.stdout is not None
         first_address = hung.stdout.readline().strip()
-        with (
-            sg.Server({"worker": ["127.0.0.1:0"]}) as worker,
-            sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as stays,
-        ):
-            spec = {"ps": [stays.address, first_address], "worker": [worker.address]}
-            resolver = MovingResolver(sg.ClusterSpec(spec))
-            strategy = sg.ParameterServerStrategy(resolver)
-            with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
-                mine = Counters(strategy)
-                with sg.CheckpointManager(mine.checkpoint(second=mine.second), tmp_path) as manager:
-                    mine.run(coordinator, 4)
-                    manager.save(4, wait=True)
-                    mine.run(coordinator, 2)
-                    hung.send_signal(signal.SIGSTOP)
-                    with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as new:
-                        spec["ps"][1] = new.address
-                        resolver.spec = sg.ClusterSpec(spec)
-                        mine.run(coordinator, 3)  # the first of these waits for the hung server
-                        hung.send_signal(signal.SIGCONT)
-                        mine.run(coordinator, 3)
-                        assert mine.first.numpy().tolist() == [12.0] * 3
-                        assert mine.second.numpy().tolist() == [10.0] * 3
-                        spec["ps"][1] = first_address
-                        resolver.spec = sg.ClusterSpec(spec)
-                    mine.run(coordinator, 1)
-                    assert [one.step for one in coordinator.recoveries] == [4, 4]
-                    assert coordinator.recoveries[-1].updates["second"] == 6
-                    assert mine.first.numpy().tolist() == [13.0] * 3
-                    assert mine.second.numpy().tolist() == [5.0] * 3
-                    strategy.close()
+        with trained_by_hand(tmp_path, first_address, options) as (mine, coordinator, move):
+            hung.send_signal(signal.SIGSTOP)
+            with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as new:
+                move(new.address)
+                mine.run(coordinator, 3)  # the first of these waits for the hung server
+                hung.send_signal(signal.SIGCONT)
+                mine.run(coordinator, 3)
+                assert mine.first.numpy().tolist() == [12.0] * 3
+                assert mine.second.numpy().tolist() == [10.0] * 3
+                move(first_address)
+            mine.run(coordinator, 1)
+            assert [one.step for one in coordinator.recoveries] == [4, 4]
+            assert coordinator.recoveries[-1].updates["second"] == 6
+            assert mine.first.numpy().tolist() == [13.0] * 3
+            assert mine.second.numpy().tolist() == [5.0] * 3
+            coordinator.strategy.close()
     finally:
         hung.kill()
         hung.communicate(timeout=LIMIT_S)

@@ -30,7 +30,7 @@ from stratagem.data import Dataset
 from stratagem.errors import ClosureCancelled, DataError, EndOfData, MisuseError
 
 QUICK = ClusterOptions(
-    heartbeat_s=0.2, heartbeat_limit_s=2.0, restart_pause_s=0.05, membership_s=0.05
+    heartbeat_s=0.2, heartbeat_limit_s=60.0, restart_pause_s=0.05, membership_s=0.05
 )
 SCRIPT = Path(__file__).parents[1] / "plugins" / "shared_training.py"
 
@@ -169,17 +169,16 @@ def test_a_failed_function_loses_its_elements_or_repeats_them(
         return got
 
     data = coordinator.create_shared_dataset(Dataset.range(40), at_least_once=again)
-    others = Gate(tmp_path / "others")
-    args = (gate.path, others.path, data)
-    try:
+    with Gate(tmp_path / "others") as others:
+        args = (gate.path, others.path, data)
         values = [coordinator.schedule(fail_at_first, args=args) for _ in range(40)]
+        gate.wait_for_arrival()
+        others.wait_for_arrival()
         gate.open()
         wait_until(lambda: coordinator.errors)
         others.open()
         with pytest.raises(ValueError, match="bad row"):
             coordinator.join(timeout_s=LIMIT_S)
-    finally:
-        others.close()
     found = []
     for value in values:
         try:
@@ -205,6 +204,7 @@ def test_cancelled_functions_give_their_elements_back(threads: Any, gate: Gate) 
 
     data = coordinator.create_shared_dataset(Dataset.range(100))
     values = [coordinator.schedule(wait_first, args=(gate.path, data)) for _ in range(50)]
+    gate.wait_for_arrival()
     coordinator.cancel()
     gate.open()
     coordinator.join(timeout_s=LIMIT_S)

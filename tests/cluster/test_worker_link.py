@@ -29,7 +29,7 @@ from stratagem.config import ClusterOptions
 from stratagem.errors import ConnectionLost, UnavailableError, WorkerBusy, WorkerLost
 
 KEY = ClusterKey(b"the key of this cluster")
-OPTIONS = ClusterOptions(restart_pause_s=0.01, connect_timeout_s=30.0)
+OPTIONS = ClusterOptions(restart_pause_s=0.01, connect_timeout_s=120)
 
 
 class Events:
@@ -146,11 +146,11 @@ def test_a_link_opens_a_session_and_passes_messages_on(peers: Any, links: Any) -
     assert [one.closure for one in events.of("report")] == [0, 1, 2]
     with link.sending:
         assert link.notify(messages.Recall(closures=(7,)))
-    frame = channel.receive(timeout_s=30)
+    frame = channel.receive(timeout_s=120)
     assert frame is not None
     assert frame.message == messages.Recall(closures=(7,))
     link.leave()
-    frame = channel.receive(timeout_s=30)
+    frame = channel.receive(timeout_s=120)
     assert frame is not None
     assert isinstance(frame.message, messages.Leave)
     link.join(30.0)
@@ -248,12 +248,12 @@ def test_a_worker_of_another_coordinator_is_left_to_it_if_that_one_is_alive(
 
 def test_a_silent_worker_is_given_up(peers: Any, links: Any) -> None:
     peer, events = peers(), Events()
-    options = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=0.5, restart_pause_s=0.01)
+    options = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=3.0, restart_pause_s=0.01)
     link = links(events, lambda task: peer.listener.address, options)
     wait_until(lambda: events.of("up"))
     link.watch(time.monotonic(), send_heartbeat=True)
     assert link.connected
-    frame = peer.channels[0].receive(timeout_s=30)
+    frame = peer.channels[0].receive(timeout_s=120)
     assert frame is not None
     assert isinstance(frame.message, messages.Beat)
 

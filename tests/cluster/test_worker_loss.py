@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import threading
@@ -95,6 +96,7 @@ def test_closure_that_kills_three_workers_is_named(cluster: LocalCluster, connec
         os._exit(1)
 
     innocent = coordinator.schedule(lambda: "fine")
+    wait_until(lambda: innocent.status is RemoteValueStatus.READY)  # else it may be cancelled
     value = coordinator.schedule(lethal)
     with pytest.raises(ClosureLostTooOften, match=r"lethal .* was lost with 3 workers") as caught:
         coordinator.join(timeout_s=120)
@@ -104,14 +106,23 @@ def test_closure_that_kills_three_workers_is_named(cluster: LocalCluster, connec
         value.fetch()
     assert innocent.fetch() == "fine"
     wait_until(lambda: workers_up(coordinator) == 2)
-    assert coordinator.schedule(lambda: 2).fetch(timeout_s=30) == 2
+    assert coordinator.schedule(lambda: 2).fetch(timeout_s=120) == 2
+
+
+@pytest.fixture
+def patient_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
+    """A cluster whose stopped workers are not replaced before the test kills them."""
+    monkeypatch.setenv("STRATAGEM_HEARTBEAT_LIMIT_S", "600")
+    with LocalCluster(workers=2, ps=1) as made:
+        yield made
 
 
 def test_resources_are_aborted_and_rebuilt_from_their_beginning(
-    cluster: LocalCluster, connect: Any
+    patient_cluster: LocalCluster, connect: Any
 ) -> None:
     """FLT-2, FLT-3: ABORTED with the loss as cause; the replaced worker starts at element 0."""
-    coordinator = connect(cluster)
+    cluster = patient_cluster
+    coordinator = connect(cluster, heartbeat_limit_s=3.0)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10_000)))
 
     def take(it: Any) -> tuple[int, int]:
@@ -135,7 +146,7 @@ def test_resources_are_aborted_and_rebuilt_from_their_beginning(
     while not rows:
         more = coordinator.fetch([coordinator.schedule(take, args=(iterator,)) for _ in range(20)])
         rows = [n for here, n in more if here == victim]
-    assert rows[0] == 0, "iterators of a replaced worker restart"
+    assert min(rows) == 0, "iterators of a replaced worker restart"
 
 
 def test_user_error_wins_over_a_loss(cluster: LocalCluster, connect: Any, tmp_path: Path) -> None:
@@ -154,7 +165,7 @@ def test_user_error_wins_over_a_loss(cluster: LocalCluster, connect: Any, tmp_pa
         coordinator.join(timeout_s=120)
     with pytest.raises(ClosureCancelled):
         slow.fetch()
-    assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
+    assert coordinator.schedule(lambda: 1).fetch(timeout_s=120) == 1
     del old
     wait_until(lambda: workers_up(coordinator) == 2)
 
@@ -189,34 +200,20 @@ def test_the_watchdog_logs_the_stacks_of_all_threads(
 
 
 def test_random_kills_lose_no_closure(cluster: LocalCluster, connect: Any) -> None:
-    """A thousand closures while workers are killed every now and then: each result is there."""
+    """A thousand closures; whenever some are done, a worker is killed. Each result is there."""
     coordinator = connect(cluster, poison_limit=50)
-    stop = threading.Event()
-    killed: list[int] = []
+    draw = random.Random(7)
 
-    def killer() -> None:
-        import random
+    def work(n: int) -> int:
+        __import__("time").sleep(0.002)  # its work: a kill finds closures that run
+        return n
 
-        draw = random.Random(7)
-        while not stop.wait(draw.uniform(0.1, 0.4)):
-            cluster.kill_worker(draw.randrange(2))
-            killed.append(1)
-
-    thread = threading.Thread(target=killer)
-    thread.start()
-    try:
-
-        def work(n: int) -> int:
-            __import__("time").sleep(0.002)  # its work: all of it lasts several kills
-            return n
-
-        values = [coordinator.schedule(work, args=(n,)) for n in range(1000)]
-        coordinator.join(timeout_s=120)
-    finally:
-        stop.set()
-        thread.join()
+    values = [coordinator.schedule(work, args=(n,)) for n in range(1000)]
+    for done in range(100, 900, 100):
+        wait_until(lambda done=done: values[done].status is RemoteValueStatus.READY)  # type: ignore[misc]
+        cluster.kill_worker(draw.randrange(2))
+    coordinator.join(timeout_s=120)
     assert coordinator.fetch(values) == list(range(1000))
-    assert len(killed) >= 3
     wait_until(lambda: workers_up(coordinator) == 2)
 
 
@@ -251,7 +248,7 @@ def black_hole() -> Iterator[str]:
 def test_close_does_not_wait_for_a_worker_that_cannot_be_reached(
     cluster: LocalCluster, connect: Any
 ) -> None:
-    """Its link is in the middle of an attempt that would take 5 s; the limit here is shorter."""
+    """Its link is in the middle of an attempt that would take 6 s; the limit here is shorter."""
     with black_hole() as nowhere:
         jobs = cluster.cluster_spec.as_dict()
         spec = ClusterSpec({"worker": [jobs["worker"][0], nowhere, nowhere, nowhere]})
@@ -259,11 +256,11 @@ def test_close_does_not_wait_for_a_worker_that_cannot_be_reached(
         class Partly:
             resolver = SimpleClusterResolver(spec, cluster_key=cluster._key)
 
-        # It waits 6 s for the others to come; so the second attempt of each has 4 s to go.
+        # It waits 6 s for the others to come; so the second attempt of each has just begun.
         coordinator: ClusterCoordinator = connect(
-            Partly, connect_timeout_s=6.0, close_timeout_s=2.0
+            Partly, connect_timeout_s=6.0, close_timeout_s=4.0
         )
-        assert coordinator.schedule(lambda: 1).fetch(timeout_s=30) == 1
+        assert coordinator.schedule(lambda: 1).fetch(timeout_s=120) == 1
         assert len(link_threads()) == 4
         coordinator.close()
         assert link_threads() == []

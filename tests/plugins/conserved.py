@@ -86,8 +86,8 @@ class ConservedRun:
 
     def check(self, steps: int) -> None:
         """Raise if the variables differ from those of `steps` steps, each counted once."""
-        assert self.first.numpy().tolist() == [float(steps)] * 3
-        assert self.second.numpy().tolist() == [float(steps)] * 3
-        sums = self.rows.state_dict()["state"][0]["sum"]
-        assert set(sums.flatten().tolist()) == {float(steps)}
-        assert torch.allclose(self.layer.weight.detach(), trained_plainly(self.name, steps))
+        found = self.values()
+        names = "least and most of: first, second, sums"
+        assert found == [float(steps)] * 6, f"{names}: {found}, expected {steps}"
+        weight, expected = self.layer.weight.detach(), trained_plainly(self.name, steps)
+        assert torch.allclose(weight, expected), f"weight {weight}, expected {expected}"

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from conserved import ConservedRun
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem._checkpoint.directory import CheckpointDirectory
@@ -45,6 +46,8 @@ NAMES = ("SGD", "Adagrad", "Adam")
 RESULT = "result.json"
 LOSSES = "losses.jsonl"
 PROGRESS = "progress"
+WAITS = "waits"
+"""File of a round whose steps wait for saves: the kills of a plan fit between its steps, however slow the disk is."""
 PROGRESS_S = 15.0
 """How long a kill waits for steps since the last one. The next kill waits for steps without a limit."""
 
@@ -69,6 +72,8 @@ def train(cluster: Path, folder: Path, mode: str, name: str) -> None:
                 with (folder / PROGRESS).open("ab") as file:
                     file.write(b".")
                 saving = manager.step(step + 1) or saving
+                if saving is not None and (folder / WAITS).exists():
+                    wait_until(lambda last=saving: last.done, ROUND_LIMIT_S)  # type: ignore[misc]
                 if saving is not None and saving.done and saving.path is not None:
                     (folder / f"safe-{os.getpid()}").touch()
                 if step % 25 == 0:  # so that a kill does not find all steps scheduled and none done
@@ -299,6 +304,7 @@ def planned(
     left, target = list(plan), 100
     path, round_ = folder / "cluster.json", folder / "round"
     round_.mkdir()
+    (round_ / WAITS).touch()
     words = (str(path), str(round_), mode, name)
     coordinator = Coordinator(folder / "coordinator.log")
     deadline = time.monotonic() + ROUND_LIMIT_S

@@ -42,7 +42,7 @@ class Relay:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="test-relay")
         self._thread.start()
-        self._ready.wait(60)
+        assert self._ready.wait(60), "the relay's thread has not started"
 
     def cut(self, *clients: str) -> None:
         """Let nothing pass, of every client or of those with these words in their first message."""
@@ -65,7 +65,10 @@ class Relay:
         self.close()
 
     def _call(self, function: Callable[[], object]) -> None:
-        self._loop.call_soon_threadsafe(function)
+        """Call a function in the relay's thread; return when it has been called."""
+        called = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (function(), called.set()))
+        assert called.wait(60), "the relay's thread does not answer"
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

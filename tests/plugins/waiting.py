@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -68,6 +69,12 @@ class Gate:
         # Kept open in both directions: a pipe without readers and writers loses its bytes.
         self._pipe = os.open(path, os.O_RDWR)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
     def open(self) -> None:
         os.write(self._pipe, b"!")
 
@@ -95,6 +102,5 @@ class Gate:
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
     """A closed gate."""
-    made = Gate(tmp_path / "gate")
-    yield made
-    made.close()
+    with Gate(tmp_path / "gate") as made:
+        yield made

@@ -88,4 +88,4 @@ def test_the_coordinator_refuses_asynchronous_functions(
         coordinator.create_per_worker_resource(fn)
     with pytest.raises(TypeError, match=rf"create_per_worker_dataset\(\) of .*{WORDS}"):
         coordinator.create_per_worker_dataset(fn)
-    assert coordinator.schedule(lambda: asyncio.run(step(3))).fetch(timeout_s=30) == 3
+    assert coordinator.schedule(lambda: asyncio.run(step(3))).fetch(timeout_s=120) == 3

@@ -19,7 +19,7 @@ def step_once(strategy, kind, rows):
 
     with sg.ClusterCoordinator(strategy) as coordinator:
         coordinator.schedule(step)
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
 
 
 def test_a_class_that_moves_a_large_table_is_named_once(monkeypatch, recwarn):

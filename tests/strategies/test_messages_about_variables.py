@@ -51,7 +51,7 @@ def test_objects_of_one_process_are_not_sent(
 
     coordinator.schedule(give_strategy)
     with pytest.raises(TypeError, match="a strategy cannot leave the worker") as caught:
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
     assert "its result, a dict, cannot be sent back" in caught.value.__notes__[0]
 
 

@@ -253,13 +253,13 @@ class TestVariables:
             v = sg.Variable(0, dtype=torch.int64)
         for _ in range(50):
             coordinator.schedule(lambda: v.assign_add(1))
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         assert int(v) == 50
 
     def test_making_a_variable_inside_a_function_is_refused(self, coordinator):
         coordinator.schedule(lambda: sg.Variable(1.0))
         with pytest.raises(ValueError, match="on the coordinator"):
-            coordinator.join(timeout_s=30)
+            coordinator.join(timeout_s=120)
 
     def test_per_worker_variables(self, strategy, coordinator):
         """PSS-13."""
@@ -270,7 +270,7 @@ class TestVariables:
             lambda: v.assign_add(1.0 + sg.get_current_worker_index())
         )
         coordinator.schedule(lambda value: None, args=(values,)).fetch()
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         for _ in range(200):
             if [float(one) for one in v.read_all()] == [6.0, 7.0]:
                 break

@@ -38,7 +38,7 @@ def coordinator(strategy):
 
 def fetch(coordinator, fn):
     value = coordinator.schedule(fn)
-    coordinator.join(timeout_s=30)
+    coordinator.join(timeout_s=120)
     return value.get()
 
 
@@ -208,7 +208,7 @@ def test_a_server_holds_its_rows_their_state_and_little_more(monkeypatch):
                 # Rows in every page: state that is still zero takes no memory.
                 every_page = torch.arange(0, layer.num_embeddings, 32)
                 coordinator.schedule(step, args=(every_page,))
-                coordinator.join(timeout_s=30)
+                coordinator.join(timeout_s=120)
 
             def make(rows):
                 with strategy.scope():

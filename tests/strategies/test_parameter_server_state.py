@@ -182,7 +182,7 @@ class TestModels:
         models.clear()
         for number in range(300):  # pushes the function that named the model out of memory
             coordinator.schedule(lambda number=number: number)
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         gc.collect()
         assert wait_for(lambda: held() == 0)
 
@@ -205,7 +205,7 @@ class TestBuffers:
             norm = nn.BatchNorm1d(3)
         for _ in range(8):
             coordinator.schedule(lambda: norm(X + 1).sum().item())
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         assert int(norm.num_batches_tracked) == 8
         assert float(norm.running_mean.abs().sum()) > 0
         read = run(coordinator, lambda: norm.running_mean.clone())
@@ -301,7 +301,7 @@ def test_staleness_is_measured(strategy, coordinator):
     model, optimizer = make(strategy)
     for _ in range(20):
         coordinator.schedule(stepping(model, optimizer), args=(X,))
-    coordinator.join(timeout_s=30)
+    coordinator.join(timeout_s=120)
     seen = metrics.snapshot().distributions["ps.staleness"]
     assert seen.count == 20
     assert seen.minimum >= 0

@@ -100,7 +100,7 @@ def train_on_servers(strategy, model, optimizer, *, clip=None, after=lambda: Non
         for batch in batches():
             values.append(coordinator.schedule(step, args=batch))
             after()
-        coordinator.join(timeout_s=30)
+        coordinator.join(timeout_s=120)
         state = copy.deepcopy(model.state_dict())
         return coordinator.fetch(values), state
 
@@ -250,7 +250,7 @@ def test_two_optimizers_in_one_step(cluster):
         with sg.ClusterCoordinator(strategy) as coordinator:
             step = step_with(model, *optimizers)
             found = [coordinator.schedule(step, args=batch) for batch in batches()]
-            coordinator.join(timeout_s=30)
+            coordinator.join(timeout_s=120)
             losses, state = coordinator.fetch(found), copy.deepcopy(model.state_dict())
     step = step_with(plain, *make(plain))
     assert_same(losses, state, [step(*batch) for batch in batches()], plain)
@@ -337,7 +337,7 @@ def test_writing_a_parameter_in_a_function_is_explained(pair):
         with sg.ClusterCoordinator(strategy) as coordinator:
             coordinator.schedule(write)
             with pytest.raises(ForeignParameterError, match="'weight' was written in place"):
-                coordinator.join(timeout_s=30)
+                coordinator.join(timeout_s=120)
             value = coordinator.schedule(lambda: model.weight.detach().clone())
             assert value.fetch().tolist() == [[1.0, 1.0]]
 
@@ -360,7 +360,7 @@ def test_writing_through_data_is_explained_too(pair):
         with sg.ClusterCoordinator(strategy) as coordinator:
             coordinator.schedule(clip)
             with pytest.raises(ForeignParameterError, match="was written in place"):
-                coordinator.join(timeout_s=30)
+                coordinator.join(timeout_s=120)
             with torch.no_grad():
                 model[0].weight.fill_(3.0)  # on the coordinator: reaches the server
             first, *others = coordinator.schedule(look).get()

@@ -106,8 +106,8 @@ def test_a_server_without_a_key_uses_the_users_key(job):
     with Server({job: ["127.0.0.1:0"]}) as server:
         for key in (None, ClusterKey.random()):
             with pytest.raises(AuthenticationError):
-                connect(server.address, key=key, timeout_s=30)
-        connect(server.address, key=cluster_key(), timeout_s=30).close()
+                connect(server.address, key=key, timeout_s=120)
+        connect(server.address, key=cluster_key(), timeout_s=120).close()
 
 
 def test_resolvers_are_pickled_without_their_key():

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import torch
 
 import stratagem as sg
 
@@ -42,6 +43,7 @@ def read(directory: Path, batch_size: int) -> sg.data.Dataset:
         str(directory / "*.parquet"),
         {"dense": DENSE, "ids": CATEGORIES, "label": "label"},
         batch_size=batch_size,
+        dtypes=dict.fromkeys(DENSE, torch.float32),
         fill=dict.fromkeys(DENSE, 0.0),
         hash_buckets=dict.fromkeys(CATEGORIES, IDS),
     )

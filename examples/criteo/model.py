@@ -29,7 +29,7 @@ class DeepFM(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        dense = torch.log1p(dense.float().clamp(min=0))
+        dense = torch.log1p(dense.clamp(min=0))
         found = self.table(ids)
         rows, own = found[..., :-1], found[..., -1].sum(1)
         pairs = (rows.sum(1).square() - rows.square().sum(1)).sum(1) / 2

@@ -113,9 +113,10 @@ def test_tf_config_is_read_at_every_access(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("TF_CONFIG", bad)
         with pytest.raises(ValueError):
             _ = resolver.task_id
-    monkeypatch.setenv("TF_CONFIG", "[1]")
-    with pytest.raises(ValueError, match="expected a JSON object"):
-        resolver.cluster_spec()
+    for bad in ("{", "[1]"):
+        monkeypatch.setenv("TF_CONFIG", bad)
+        with pytest.raises(ValueError, match=r"TF_CONFIG=.* expected a JSON object"):
+            resolver.cluster_spec()
 
 
 def test_union_of_resolvers() -> None:

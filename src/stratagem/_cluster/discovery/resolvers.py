@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from typing_extensions import override
 
@@ -203,7 +203,7 @@ class SimpleClusterResolver(ClusterResolver):
 class TFConfigClusterResolver(ClusterResolver):
     """Reads the cluster from the environment variable ``TF_CONFIG``, at every access.
 
-    ``STRATAGEM_CONFIG`` takes precedence. Arguments override both.
+    Arguments override it.
 
     Example:
         >>> import json, os
@@ -341,17 +341,20 @@ class UnionResolver(ClusterResolver):
         return Found(first.task_type, first.task_id, first.rpc_layer)
 
 
+_EXPECTED: Final = "expected a JSON object with 'cluster' and 'task'."
+
+
 def _tf_config() -> dict[str, Any]:
     """Return the whole setting; {} if it is unset. Raise ValueError if it is not JSON."""
-    text = config.environment("STRATAGEM_CONFIG")
-    name = "STRATAGEM_CONFIG"
-    if text is None:
-        text, name = config.environment("TF_CONFIG"), "TF_CONFIG"
+    text = config.environment("TF_CONFIG")
     if text is None:
         return {}
-    settings = json.loads(text)
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"TF_CONFIG={text!r} is not JSON ({error}): {_EXPECTED}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{name}={text!r}: expected a JSON object with 'cluster' and 'task'.")
+        raise ValueError(f"TF_CONFIG={text!r}: {_EXPECTED}")
     return settings
 
 

@@ -26,7 +26,7 @@ _CURVES = tuple(
 _WORDS = (
     "The systems in each row take turns. Figures: median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and `add_`; "
     "*bound*: the bare work on all cores at once, without communication; *bare program*: the same processes or threads with plain sockets, "
-    "shared memory or barriers, and nothing else. *Missing*: not measured."
+    "shared memory or barriers, and nothing else. –: not measured."
 )
 
 
@@ -55,8 +55,8 @@ def front(results: Results) -> str:
     chosen = [row for row in rows.TABLE if row.front and results.of(row.name)]
     without = ("limit", "bound", "bare program")
     words = (
-        "The systems in each row take turns. Figures: median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and `add_`; *bare program*: the same "
-        "processes or threads without Stratagem; *bound*: one copy in memory. *Missing*: not measured."
+        "The systems in each row take turns. Figures: median ± half the range. *Limit*: bare PyTorch on one thread, memcpy and `add_`; *bare*: the same "
+        "processes or threads without Stratagem. –: not measured."
     )
     return f"{report.markdown(chosen, results, without=without)}\n\n{words}" if chosen else ""
 

@@ -13,6 +13,7 @@ from stratagem._ps.row_kernels import TableShards
 from stratagem._ps.server import row_step
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.types import Gradient, GroupSpec
+from stratagem._ps.worker import joined_gradients
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = [
@@ -22,14 +23,18 @@ pytestmark = [
 SOURCE = Path(row_kernels.__file__).with_suffix(".c")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the library, built from the source."""
-    made = tmp_path_factory.mktemp("kernels")
+def build(made, source=SOURCE):
+    """Build the library in a folder, from the source."""
     library = made / "_row_kernels.so"
     command = [COMPILER, "-O3", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", library]
-    subprocess.run([*command, SOURCE], check=True, timeout=120)
+    subprocess.run([*command, source], check=True, timeout=120)
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the library."""
+    return build(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +129,52 @@ def test_steps_give_the_numbers_of_torch(built, name, settings, monkeypatch):
         found[kernels] = [table, *state]
     assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
     assert not torch.equal(found[built][0], start)
+
+
+@pytest.mark.parametrize("count", [1, 7, 5000])
+@pytest.mark.parametrize(
+    "edges", [[0, 5], [0, 0, 3, 3, 9], [0, 500_000, 1_000_000], [0, 10, 2**20, 2**40]]
+)
+@pytest.mark.parametrize("width", [1, 16, 33])
+def test_rows_of_joined_tables_are_summed_as_by_numpy(built, count, edges, width, monkeypatch):
+    random = torch.Generator().manual_seed(count)
+    numbers = torch.randint(0, edges[-1], (count,), generator=random)
+    numbers[count // 2 :] = numbers[: count - count // 2].flip(0)  # some twice
+    values = torch.randn(count, width, generator=random)
+    parts = len(edges) - 1
+    found = []
+    for kernels in (built, None):
+        monkeypatch.setattr(joined_gradients, "kernels", kernels)
+        monkeypatch.setattr(rows, "kernels", kernels)
+        summed = joined_gradients._SummedRows(values, numbers, torch.tensor(edges))
+        written = []
+        for begin, end in [(0, 1), (1, parts), (0, parts)] if parts > 1 else [(0, 1)]:
+            size = sum(summed.sizes[begin:end])
+            to, ids = torch.empty(size, width), torch.empty(size, dtype=torch.int64)
+            summed.write(begin, end, to, ids)
+            written += [to, ids]
+        found.append((summed, written))
+    (first, one), (second, other) = found
+    assert first._grouped is not None
+    assert second._grouped is None
+    assert first.sizes == second.sizes
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("bad", [-1, 9, 2**62])
+def test_numbers_outside_the_joined_tables_are_not_grouped(built, bad):
+    assert built.group(torch.tensor([0, bad, 3]), torch.tensor([0, 4, 9])) is None
+
+
+def test_a_library_of_another_version_is_not_used(tmp_path, caplog):
+    other = tmp_path / "other.c"
+    text = SOURCE.read_text()
+    other.write_text(
+        text.replace("sg_version(void) { return ", "sg_version(void) { return 1000 + ")
+    )
+    assert other.read_text() != text
+    assert row_kernels.load(build(tmp_path, other)) is None
+    assert "has version 100" in caplog.text
 
 
 def test_a_library_that_cannot_be_loaded_counts_as_absent(tmp_path):

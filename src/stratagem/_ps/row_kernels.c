@@ -29,8 +29,11 @@
 #define LINES 4        /* of a row; the processor itself prefetches the rest of a longer one */
 #define AHEAD 16       /* rows: enough to cover the time of an access to main memory */
 #define BLOCK 64       /* rows that are prefetched, then copied */
-#define DIGIT 11       /* bits that one pass of the sort looks at */
-#define BUCKETS (1 << DIGIT)
+#define DIGIT 11       /* most bits that one pass of a sort looks at */
+#define PASSES 6       /* most passes: for 64 bits */
+
+/* Number of the functions below, as `row_kernels.py` calls them: increase both if a function changes. */
+int64_t sg_version(void) { return 2; }
 
 static inline void prefetch_read(const char *row, int64_t bytes) {
     for (int64_t line = 0; line < bytes && line < LINES * LINE; line += LINE)
@@ -81,6 +84,55 @@ VERSIONS void sg_take_rows(const char *const *tables, const int64_t *firsts, int
     }
 }
 
+static int bits_of(uint64_t most) {
+    int bits = 0;
+    while (bits < 64 && (most >> bits) != 0) bits++;
+    return bits;
+}
+
+/* Make the keys of a sort, and count their digits. `passes` is a constant where this is called, for speed. */
+static inline __attribute__((always_inline)) void make_keys(
+    const int64_t *ids, int64_t count, uint64_t least, int position_bits, int digit, int passes,
+    uint64_t *keys, uint32_t (*counts)[1 << DIGIT]) {
+    uint64_t last = ((uint64_t)1 << digit) - 1;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t id = (uint64_t)ids[i] - least;
+        keys[i] = id << position_bits | (uint64_t)i;
+        for (int pass = 0; pass < passes; pass++) counts[pass][id >> pass * digit & last]++;
+    }
+}
+
+/* Sort (id - least) << position_bits | position by id; equal ids stay in the order of their positions. The result is in
+   `sorted`, `other` is overwritten. Callers check that `id_bits` of an id and its position fit into 64 bits, and `count` into 32. */
+static void sort_keys(const int64_t *ids, int64_t count, uint64_t least, int id_bits, int position_bits,
+                      uint64_t *sorted, uint64_t *other) {
+    int passes = (id_bits + DIGIT - 1) / DIGIT;
+    int digit = passes ? (id_bits + passes - 1) / passes : 0;
+    uint64_t last = ((uint64_t)1 << digit) - 1;
+    uint32_t ends[PASSES][1 << DIGIT];
+    memset(ends, 0, sizeof(ends[0]) * (size_t)passes);
+    uint64_t *from = passes % 2 ? other : sorted, *to = passes % 2 ? sorted : other;
+    switch (passes) {
+    case 1: make_keys(ids, count, least, position_bits, digit, 1, from, ends); break;
+    case 2: make_keys(ids, count, least, position_bits, digit, 2, from, ends); break;
+    case 3: make_keys(ids, count, least, position_bits, digit, 3, from, ends); break;
+    default: make_keys(ids, count, least, position_bits, digit, passes, from, ends);
+    }
+    for (int pass = 0; pass < passes; pass++) {
+        int shift = position_bits + pass * digit;
+        uint32_t before = 0, *end = ends[pass];
+        for (uint64_t bucket = 0; bucket <= last; bucket++) {
+            uint32_t size = end[bucket];
+            end[bucket] = before;
+            before += size;
+        }
+        for (int64_t i = 0; i < count; i++) to[end[from[i] >> shift & last]++] = from[i];
+        uint64_t *swap = from;
+        from = to;
+        to = swap;
+    }
+}
+
 /* Sort ids, equal ones in the order of their positions.
 
    unique[u]: the distinct ids in order; starts[u]: where each begins in `order`; order[i]: the position of the i-th
@@ -95,36 +147,16 @@ int64_t sg_sort_ids(const int64_t *ids, int64_t count, int64_t *unique, int64_t 
         if (ids[i] < least) least = ids[i];
         if (ids[i] > most) most = ids[i];
     }
-    int position_bits = 1, id_bits = 0;
-    while (((uint64_t)(count - 1) >> position_bits) != 0) position_bits++;
-    uint64_t range = (uint64_t)most - (uint64_t)least;
-    while (id_bits < 64 && (range >> id_bits) != 0) id_bits++;
+    int position_bits = bits_of((uint64_t)count), id_bits = bits_of((uint64_t)most - (uint64_t)least);
     if (id_bits + position_bits > 64) return -1;
 
-    int passes = (id_bits + DIGIT - 1) / DIGIT;
-    /* The last pass writes to `order`, whose numbers are then replaced one by one. */
-    uint64_t *from = (uint64_t *)(passes % 2 ? places : order);
-    uint64_t *to = (uint64_t *)(passes % 2 ? order : places);
-    for (int64_t i = 0; i < count; i++)
-        from[i] = ((uint64_t)ids[i] - (uint64_t)least) << position_bits | (uint64_t)i;
-    for (int pass = 0; pass < passes; pass++) {
-        int shift = position_bits + pass * DIGIT;
-        uint32_t ends[BUCKETS] = {0}, before = 0;
-        for (int64_t i = 0; i < count; i++) ends[from[i] >> shift & (BUCKETS - 1)]++;
-        for (int bucket = 0; bucket < BUCKETS; bucket++) {
-            uint32_t size = ends[bucket];
-            ends[bucket] = before;
-            before += size;
-        }
-        for (int64_t i = 0; i < count; i++) to[ends[from[i] >> shift & (BUCKETS - 1)]++] = from[i];
-        uint64_t *swap = from;
-        from = to;
-        to = swap;
-    }
+    /* The numbers in `order` are then replaced one by one. */
+    uint64_t *keys = (uint64_t *)order;
+    sort_keys(ids, count, (uint64_t)least, id_bits, position_bits, keys, (uint64_t *)places);
     uint64_t mask = ((uint64_t)1 << position_bits) - 1, last = 0;
     int64_t found = 0;
     for (int64_t i = 0; i < count; i++) {
-        uint64_t key = from[i], id = key >> position_bits;
+        uint64_t key = keys[i], id = key >> position_bits;
         int64_t position = (int64_t)(key & mask);
         if (i == 0 || id != last) {
             unique[found] = (int64_t)(id + (uint64_t)least);
@@ -135,6 +167,31 @@ int64_t sg_sort_ids(const int64_t *ids, int64_t count, int64_t *unique, int64_t 
         places[position] = found - 1;
     }
     return found;
+}
+
+/* Sort the numbers of rows in `parts` consecutive ranges: range p has the numbers from edges[p] to below edges[p + 1].
+
+   keys: number and position of each, sorted; `other` is overwritten. ends[p]: where range p ends in `keys`;
+   distinct[p]: how many different numbers it has. Returns the bits of a position in a key, or -1 if both do not fit into 64
+   bits, there are 2^32 numbers, or one is outside the ranges; then the result is not to be used. */
+int64_t sg_group_rows(const int64_t *numbers, int64_t count, const int64_t *edges, int64_t parts,
+                      uint64_t *keys, uint64_t *other, int64_t *ends, int64_t *distinct) {
+    int position_bits = bits_of((uint64_t)count), id_bits = bits_of((uint64_t)edges[parts]);
+    if (count < 0 || count > UINT32_MAX || id_bits + position_bits > 64) return -1;
+    for (int64_t i = 0; i < count; i++)
+        if ((uint64_t)numbers[i] >= (uint64_t)edges[parts]) return -1;
+    sort_keys(numbers, count, 0, id_bits, position_bits, keys, other);
+    int64_t i = 0;
+    for (int64_t part = 0; part < parts; part++) {
+        uint64_t limit = (uint64_t)edges[part + 1], last = UINT64_MAX;
+        distinct[part] = 0;
+        for (; i < count && keys[i] >> position_bits < limit; i++) {
+            distinct[part] += keys[i] >> position_bits != last;
+            last = keys[i] >> position_bits;
+        }
+        ends[part] = i;
+    }
+    return position_bits;
 }
 
 /* Add to each id the shift of its shard; shard s begins with id firsts[s]. */
@@ -165,6 +222,34 @@ VERSIONS void sg_sum_rows(const float *values, const int64_t *order, const int64
                 INDEPENDENT
                 for (int64_t j = 0; j < width; j++) total[j] += row[j];
             }
+        }
+    }
+}
+
+/* Sum the rows of the ranges from `begin` to below `last_part` of `sg_group_rows`, those of each number in the order of
+   positions. ids: the numbers, counted from the first of their range. */
+VERSIONS void sg_sum_groups(const float *values, int64_t width, const uint64_t *keys, int64_t position_bits,
+                            const int64_t *edges, const int64_t *ends, int64_t begin, int64_t last_part,
+                            float *out, int64_t *ids) {
+    int64_t bytes = width * (int64_t)sizeof(float), i = begin ? ends[begin - 1] : 0, stop = ends[last_part - 1];
+    uint64_t mask = ((uint64_t)1 << position_bits) - 1;
+    for (int64_t part = begin; part < last_part; part++) {
+        while (i < ends[part]) {
+            uint64_t number = keys[i] >> position_bits;
+            for (int64_t first = i; i < ends[part] && keys[i] >> position_bits == number; i++) {
+                const float *row = values + (int64_t)(keys[i] & mask) * width;
+                if (i + AHEAD < stop)
+                    prefetch_read((const char *)(values + (int64_t)(keys[i + AHEAD] & mask) * width), bytes);
+                if (i == first) {
+                    INDEPENDENT
+                    for (int64_t j = 0; j < width; j++) out[j] = 0.0f + row[j]; /* as a sum that begins with 0 */
+                } else {
+                    INDEPENDENT
+                    for (int64_t j = 0; j < width; j++) out[j] += row[j];
+                }
+            }
+            *ids++ = (int64_t)number - edges[part];
+            out += width;
         }
     }
 }

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from stratagem.config import row_kernels_allowed
 
+_log = logging.getLogger("stratagem.ps")
+
 _LIBRARY: Final = "_row_kernels"
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _TYPES: Final[dict[str, Any]] = {"a": _ADDRESS, "c": _COUNT, "n": ctypes.c_float}
+
+_VERSION: Final = 2
+"""Of the functions in the library."""
 
 _ROWS_AT_ONCE: Final = 2048
 """Rows of which Adagrad's step keeps sums between its halves: they stay in the caches."""
@@ -60,6 +66,22 @@ class TableShards:
         self.firsts = (_COUNT * (self.count + 1))(*firsts, firsts[-1] + tensors[-1].shape[0])
 
 
+class GroupedRows(NamedTuple):
+    """Numbers of rows, sorted, in consecutive ranges.
+
+    Attributes:
+        keys: number and position of each row, sorted; and memory that is not used any more.
+        position_bits: bits of a position in a key.
+        edges: first number of each range, and the end of the last one.
+        bounds: of each range, its end in `keys`; then how many different numbers it has.
+    """
+
+    keys: Tensor
+    position_bits: int
+    edges: Tensor
+    bounds: Tensor
+
+
 @final
 class RowKernels:
     """The functions of the library. All ids are contiguous int64 tensors in host memory.
@@ -69,7 +91,7 @@ class RowKernels:
 
     Raises:
         OSError: it cannot be loaded.
-        AttributeError: it lacks a function.
+        AttributeError: it lacks a function, or is of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,11 +104,18 @@ class RowKernels:
             found.restype = result
             return found
 
+        version = function("sg_version", "", _COUNT)()
+        if version != _VERSION:
+            raise AttributeError(
+                f"{path} has version {version}, but version {_VERSION} is expected"
+            )
         self._in_range = function("sg_in_range", "acc", ctypes.c_int)
         self._sort_ids = function("sg_sort_ids", "acaaaa", _COUNT)
         self._take_rows = function("sg_take_rows", "aacacca")
         self._shift_ids = function("sg_shift_ids", "acaaca")
         self._sum_rows = function("sg_sum_rows", "aaaccca")
+        self._group_rows = function("sg_group_rows", "acacaaaa", _COUNT)
+        self._sum_groups = function("sg_sum_groups", "acacaaccaa")
         self._step_sgd = function("sg_step_sgd", "acaaccn")
         self._add_squares = function("sg_add_squares", "acaacca")
         self._add_quotients = function("sg_add_quotients", "acaaaccnn")
@@ -135,6 +164,30 @@ class RowKernels:
             *(end - begin, last, values.shape[1], out.data_ptr()),
         )
 
+    def group(self, numbers: Tensor, edges: Tensor) -> GroupedRows | None:
+        """Sort numbers of rows in consecutive ranges between `edges`; None if that is not possible."""
+        size, parts = numbers.numel(), edges.numel() - 1
+        keys, bounds = (
+            torch.empty((2, size), dtype=torch.int64),
+            torch.empty((2, parts), dtype=torch.int64),
+        )
+        at, ends = keys.data_ptr(), bounds.data_ptr()
+        bits = self._group_rows(
+            *(numbers.data_ptr(), size, edges.data_ptr(), parts),
+            *(at, at + 8 * size, ends, ends + 8 * parts),
+        )
+        return None if bits < 0 else GroupedRows(keys, bits, edges, bounds)
+
+    def sum_groups(
+        self, values: Tensor, found: GroupedRows, begin: int, end: int, rows: Tensor, ids: Tensor
+    ) -> None:
+        """Write the ids and the sums of the rows of some ranges; `values` and `rows` are plain."""
+        self._sum_groups(
+            *(values.data_ptr(), values.shape[1], found.keys.data_ptr(), found.position_bits),
+            *(found.edges.data_ptr(), found.bounds.data_ptr(), begin, end),
+            *(rows.data_ptr(), ids.data_ptr()),
+        )
+
     def step_sgd(self, table: Tensor, ids: Tensor, values: Tensor, rate: float) -> None:
         """Subtract `rate` times the gradient from rows with unique ids; all tensors are plain."""
         rows = table.shape[0]  # len() of a tensor takes ten times as long
@@ -166,7 +219,12 @@ def load(folder: Path) -> RowKernels | None:
         if path.exists():
             try:
                 return RowKernels(path)
-            except (OSError, AttributeError):  # of another machine or version
+            except (OSError, AttributeError) as error:  # of another machine or version
+                _log.warning(
+                    "the kernels for tables are not used: %s. Tables work without them, more slowly. Install "
+                    "Stratagem again on this machine (pip install .) to build them.",
+                    error,
+                )
                 return None
     return None
 

@@ -7,16 +7,15 @@ table gets its own range of numbers, ordered by server, so that one sort puts to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem._core.key_map import Ints
 from stratagem._ps.client.remote_variable import RemoteVariable
-from stratagem._ps.row_kernels import kernels
+from stratagem._ps.row_kernels import GroupedRows, is_plain, kernels
 from stratagem._ps.rows import sort_ids, sum_rows_into
 from stratagem._ps.tables.lookup_counts import count_lookup
 from stratagem._ps.tables.table_parameter import TableParameter
@@ -55,10 +54,15 @@ class JoinLayout:
         order = {server: n for n, server in enumerate(dict.fromkeys(one.server for one in parts))}
         parts.sort(key=lambda one: order[one.server])  # stable: in the order of the tables
         self.parts = parts
-        self.edges: Ints = np.concatenate([[0], np.cumsum([one.rows for one in parts])])
+        starts = [0, *accumulate(one.rows for one in parts)]
+        self.edges = torch.tensor(starts)  # the parts' first numbers, and the end
+        self.variables = tuple(one.variable for one in parts)
+        cuts = [n for n, one in enumerate(parts) if not n or one.server != parts[n - 1].server]
+        # Each server, with its first part and the end of its parts.
+        self.servers = [(parts[a].server, a, b) for a, b in pairwise([*cuts, len(parts)])]
         self.names = [remote.name for remote in remotes]
         shifts: list[list[tuple[int, int]]] = [[] for _ in remotes]
-        for part, start in zip(parts, self.edges.tolist(), strict=False):
+        for part, start in zip(parts, starts, strict=False):
             shifts[part.table].append((part.first, start - part.first))
         # Of each table: first rows of its shards, and what to add to a row of the shard.
         self.firsts: list[Tensor] = []
@@ -93,6 +97,39 @@ class JoinLayout:
         return numbers
 
 
+@final
+class _SummedRows:
+    """Rows of some tables, to be summed by their numbers. `parts` are those of the layout.
+
+    Attributes:
+        sizes: how many different rows each part has.
+    """
+
+    def __init__(self, values: Tensor, numbers: Tensor, edges: Tensor) -> None:
+        self._values = values
+        self._grouped: GroupedRows | None = None
+        if kernels is not None and is_plain(values):
+            self._grouped = kernels.group(numbers, edges)
+        if self._grouped is not None:
+            self.sizes: list[int] = self._grouped.bounds[1].tolist()
+            return
+        self._found = sort_ids(numbers)
+        bounds = np.searchsorted(self._found.unique.numpy(), edges.numpy())
+        self._firsts = edges.numpy()[:-1].repeat(np.diff(bounds))
+        self._ends = bounds.tolist()
+        self.sizes = np.diff(bounds).tolist()
+
+    def write(self, begin: int, end: int, rows: Tensor, ids: Tensor) -> None:
+        """Write the sums of parts `begin` to below `end`, and their rows counted from each part's first."""
+        if self._grouped is not None and kernels is not None:
+            kernels.sum_groups(self._values, self._grouped, begin, end, rows, ids)
+            return
+        first, last = self._ends[begin], self._ends[end]
+        sum_rows_into(self._values, self._found, [first, last], [rows])
+        unique = self._found.unique.numpy()
+        np.subtract(unique[first:last], self._firsts[first:last], out=ids.numpy())
+
+
 def join(
     tables: Sequence[RawTable],
     layout: JoinLayout,
@@ -105,36 +142,28 @@ def join(
         layout: of these tables.
         reserve: returns memory for the rows and ids of a server.
     """
-    found = sort_ids(layout.all_numbers(tables))
     pieces = [value for one in tables for _, value in one.pieces]
     values = (torch.cat(pieces) if len(pieces) > 1 else pieces[0].detach()).contiguous()
-    unique = found.unique.numpy()
-    bounds = np.searchsorted(unique, layout.edges)
-    counts = np.diff(bounds)
-    sizes, ends = counts.tolist(), bounds.tolist()
-    cuts = [
-        n for n, one in enumerate(layout.parts) if not n or one.server != layout.parts[n - 1].server
-    ]
-    cuts.append(len(layout.parts))
-    rows = [
-        reserve((ends[b] - ends[a], *values.shape[1:]), values.dtype) for a, b in pairwise(cuts)
-    ]
-    sum_rows_into(values, found, [ends[cut] for cut in cuts], rows)
+    summed = _SummedRows(values, layout.all_numbers(tables), layout.edges)
     joined: list[tuple[int, JoinedGradient]] = []
-    for (begin, end), summed in zip(pairwise(cuts), rows, strict=True):
-        ids = reserve((summed.shape[0],), torch.int64)
-        firsts = np.repeat(layout.edges[begin:end], counts[begin:end])
-        np.subtract(unique[ends[begin] : ends[end]], firsts, out=ids.numpy())
+    for server, begin, end in layout.servers:
+        sizes = tuple(summed.sizes[begin:end])
+        count = sum(sizes)
+        rows, ids = (
+            reserve((count, *values.shape[1:]), values.dtype),
+            reserve((count,), torch.int64),
+        )
+        summed.write(begin, end, rows, ids)
         gradient = JoinedGradient(
-            variables=tuple(one.variable for one in layout.parts[begin:end]),
-            counts=tuple(sizes[begin:end]),
-            values=summed,
+            variables=layout.variables[begin:end],
+            counts=sizes,
+            values=rows,
             ids=ids,
             sparse=tables[0].table.gradient.sparse,
         )
-        joined.append((layout.parts[begin].server, gradient))
+        joined.append((server, gradient))
     distinct = [0] * len(tables)
-    for part, size in zip(layout.parts, sizes, strict=True):
+    for part, size in zip(layout.parts, summed.sizes, strict=True):
         distinct[part.table] += size
     for name, rows_used in zip(layout.names, distinct, strict=True):
         count_lookup(name, ids=0, rows=rows_used)

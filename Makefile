@@ -14,7 +14,7 @@ TESTS   ?=
 ONLY    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast test-soak check format demo bench bench-all docs docs-serve build clean
+.PHONY: help install test test-fast test-slow test-soak check format demo bench bench-all docs docs-serve build clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -41,11 +41,14 @@ demo: $(RUNTIME) ## train for a minute on 2 workers and 2 parameter servers, wit
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-test: $(DEV) ## run the fast and process tests, doctests and documentation examples (about 20 minutes)
-	$(PYTEST) -m "not soak" $(TESTS)
+test: $(DEV) ## run the fast and process tests, doctests and documentation examples (7 minutes on two cores)
+	$(PYTEST) -m "not slow and not soak" $(TESTS)
 
 test-fast: $(DEV) ## run only the tests that start no process (2 minutes)
 	$(PYTEST) -m fast $(TESTS)
+
+test-slow: $(DEV) ## run the process tests that take seconds each: kills, silence, long matrices (7 minutes)
+	$(PYTEST) -m "slow and not soak" $(TESTS)
 
 # PROFILE=bounded tries fewer random cases; .ci/run uses it.
 PROFILE ?= soak

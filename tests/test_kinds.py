@@ -77,7 +77,7 @@ def test_long(): pass
 """
     assert "1 passed, 1 deselected" in run_inner(tmp_path, tests, "-m", "fast")
     assert "1 passed, 1 deselected" in run_inner(tmp_path, tests, "-m", "soak")
-    both = f"{tests}\npytestmark = pytest.mark.process\n"
-    assert "1 passed, 1 deselected" in run_inner(tmp_path, both, "-m", "not soak")
+    both = f"{tests}\npytestmark = pytest.mark.slow\n"
+    assert "1 passed, 1 deselected" in run_inner(tmp_path, both, "-m", "slow and not soak")
     out = run_inner(tmp_path, f"{tests}\npytestmark = pytest.mark.fast\n")
     assert "test_long is marked fast and soak: expected one kind" in out

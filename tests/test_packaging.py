@@ -74,6 +74,7 @@ def test_the_wheel_is_complete_without_a_compiler(tmp_path: Path) -> None:
     assert not any("_row_kernels." in name for name in names)
 
 
+@pytest.mark.slow
 def test_the_installed_package_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
     """``pip install`` gives a library and a command that do not need the clone."""
     target = tmp_path / "installed"

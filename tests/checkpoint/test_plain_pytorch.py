@@ -48,7 +48,10 @@ print("read")
 @pytest.mark.process
 @pytest.mark.parametrize(
     "optimizer",
-    ["Adam(model.parameters(), lr=0.5)", "Adagrad(model.parameters(), lr=0.5)"],
+    [
+        "Adam(model.parameters(), lr=0.5)",
+        pytest.param("Adagrad(model.parameters(), lr=0.5)", marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_without_stratagem_loads_model_optimizer_and_scheduler(
     tmp_path: Path, optimizer: str

@@ -88,6 +88,7 @@ def servers(count: int) -> Iterator[sg.LocalCluster | None]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_every_number_of_servers_to_every_other(tmp_path: Path) -> None:
     """Bit for bit, also as plain PyTorch reads it; each number of servers has several partitioners."""
     saved: dict[Path, dict[str, torch.Tensor]] = {}

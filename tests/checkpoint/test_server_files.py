@@ -91,7 +91,10 @@ def rows_by_file(saved: Any) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "momentum"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("adagrad", "adam")), "momentum"],
+)
 def test_round_trip_to_other_servers(tmp_path: Path, optimizer: str) -> None:
     """2 servers and 2 shards → 3 and 3 → 1 and 1 → one device: bit for bit, by bare torch, too."""
     with program(2, 2, optimizer) as (first, _):
@@ -311,6 +314,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_tables_never_pass_through_the_coordinator(tmp_path: Path) -> None:
     """A table of 64 MB and its state: saved and restored, the coordinator grows by less than 24 MB."""

@@ -46,7 +46,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_reader_sees_complete_checkpoints_only(tmp_path: Path) -> None:
     """SIGKILL at random moments of a save; beside it `latest(); verify()` without a pause."""

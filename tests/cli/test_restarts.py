@@ -29,6 +29,7 @@ def stratagem(*words: str) -> subprocess.CompletedProcess[str]:
     return run_program(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
+@pytest.mark.slow
 def test_a_killed_script_is_run_again_on_the_same_cluster(tmp_path: Path) -> None:
     """The second run continues the job: every closure has counted once."""
     script = tmp_path / "script.py"
@@ -78,6 +79,7 @@ def test_the_last_exit_code_is_returned(tmp_path: Path) -> None:
     assert "ended by exit code 3" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_detached_cluster_stays_until_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,7 +125,7 @@ def test_every_step_counts_once_at_every_point(
     survive(fault_at(point), name)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_server_that_hangs_is_replaced_and_gives_way() -> None:
     """SIGSTOP is a loss; the server that wakes up frees what it has, and can be a backup again."""
@@ -173,7 +173,7 @@ def test_a_second_loss_is_reported_as_a_lost_server(point: str) -> None:
         assert injected.count() == 1
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_checkpoints_and_a_second_loss(tmp_path: Path) -> None:
     """Promoted servers save and restore; what both servers lost comes from the checkpoint."""
@@ -207,7 +207,7 @@ def test_checkpoints_and_a_second_loss(tmp_path: Path) -> None:
         mine.check(STEPS)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_servers_large_tensors_and_gradient_slots() -> None:
     """State of several messages is copied; dense gradients in shared memory reach both servers."""

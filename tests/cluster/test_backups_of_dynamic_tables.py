@@ -68,7 +68,14 @@ def unbroken(settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("settings", SETTINGS, ids=["stay", "evict", "age"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(SETTINGS[0], id="stay"),
+        pytest.param(SETTINGS[1], id="evict", marks=pytest.mark.slow),
+        pytest.param(SETTINGS[2], id="age", marks=pytest.mark.slow),
+    ],
+)
 def test_servers_are_killed_and_every_row_is_there(settings: dict[str, Any]) -> None:
     """Each server is lost in turn; keys, rows and optimizer state equal those of an unbroken run, bit for bit."""
     expected = unbroken(settings)

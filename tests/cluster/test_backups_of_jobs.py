@@ -74,7 +74,7 @@ def survive(directory: Path, steps: int, faults: list[Fault], coordinators: list
     assert_equal(found, unbroken(directory / "whole", steps))
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_worker_server_and_coordinator_are_killed(tmp_path: Path) -> None:
     faults = kills(

@@ -54,6 +54,7 @@ def train_one_step(cluster: LocalCluster, options: ClusterOptions) -> float:
             return weight.weight.item()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_keeps_pythons_lock_is_waited_for(
     cluster: LocalCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +91,7 @@ def is_stopped(pid: int) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_closing_waits_once_for_all_servers_that_hang(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

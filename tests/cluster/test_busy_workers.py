@@ -103,6 +103,7 @@ def keep_the_lock(least_s: float) -> tuple[int, float]:
     return sg.get_current_worker_index(), took_s
 
 
+@pytest.mark.slow
 def test_a_closure_that_keeps_pythons_lock_for_long_is_waited_for(
     cluster: LocalCluster, connect: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -109,7 +109,7 @@ def test_a_coordinator_killed_while_it_attaches_changes_nothing(
     assert_equal(found, unbroken)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_lost_servers_restore_the_checkpoint_or_start_again(tmp_path: Path) -> None:
     with sg.LocalCluster(workers=1, ps=2) as cluster:
         killed(cluster, tmp_path / "c", "saved:30")
@@ -149,7 +149,7 @@ def test_a_server_lost_after_a_takeover_without_a_checkpoint(tmp_path: Path) -> 
         assert found["counters"] == [STEPS, STEPS]
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_stopped_coordinator_is_replaced_and_fenced_when_it_wakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

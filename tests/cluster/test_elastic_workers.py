@@ -219,7 +219,7 @@ def train(
     return float(count), sum(results[-20:]) / 20
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_cluster_that_grows_and_shrinks_trains_to_the_same_loss(gate: Gate) -> None:
     """Issue 14, point 1: one worker, then four, one is killed, then two. No step is lost or repeated."""
     with sg.LocalCluster(workers=1, ps=2) as cluster:

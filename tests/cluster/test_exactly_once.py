@@ -69,6 +69,7 @@ def test_exactly_once_sum_is_exact(pair: tuple[LocalCluster, Any]) -> None:
     assert total == ADDITIONS
 
 
+@pytest.mark.slow
 def test_without_it_only_repeated_closures_count_twice(pair: tuple[LocalCluster, Any]) -> None:
     """At least once (CCO-13): every closure counted; extras only from closures that ran again."""
     total, completed, again = add_under_fire(pair[0], exactly_once=False)
@@ -111,6 +112,7 @@ def test_each_of_several_steps_in_one_function_counts_once(
         assert layer.weight.item() == -4.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the limits below, one after the other, on a machine with too much to do
 def test_frozen_worker_that_wakes_up_cannot_write(connect: Callable[..., Any]) -> None:
     """Contract 6: a worker declared lost and then woken finds its writes refused."""

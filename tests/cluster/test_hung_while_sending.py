@@ -21,6 +21,7 @@ def size(x: Tensor) -> int:
     return x.numel()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_while_it_is_sent_a_large_argument_is_noticed() -> None:
     options = ClusterOptions(heartbeat_s=0.25, heartbeat_limit_s=8.0)
     with sg.LocalCluster(workers=2, ps=1, restart=False) as cluster:

@@ -87,6 +87,7 @@ with sg.LocalCluster(workers=1, ps=1) as cluster:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("printed", [0, 1 << 20])
 def test_tasks_end_with_their_owner_though_a_child_of_it_holds_the_pipes(printed: int) -> None:
     """The fork server neither waits for the pipe's end nor for the child to read what tasks print."""
@@ -280,6 +281,7 @@ def test_unknown_tasks_are_refused(cluster: LocalCluster) -> None:
         cluster.pid("worker", 9)
 
 
+@pytest.mark.slow
 def test_fifty_idle_workers_can_connect() -> None:
     """Issue 4, section 5: fifty workers, two servers, one machine; each worker writes to both."""
     options = ClusterOptions(heartbeat_limit_s=60.0, connect_timeout_s=240.0)

@@ -137,6 +137,7 @@ def test_the_usual_limit_is_noticed_in_time() -> None:
     assert ClusterOptions().heartbeat_limit_s + 5 * watch_threads.TICK_S <= NOTICED_S
 
 
+@pytest.mark.slow
 def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(
     cluster: LocalCluster,
     connect: Callable[..., Any],
@@ -222,6 +223,7 @@ if can_make_networks():
             pass
         return index
 
+    @pytest.mark.slow
     def test_unplugged_worker_is_found_by_its_silence(
         cable: str,
         connect: Callable[..., Any],

@@ -8,7 +8,7 @@ import pytest
 import random_kills
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_task_after_the_other(tmp_path: Path) -> None:
     """A checkpoint after a takeover holds no step that the loop repeats; servers at different steps are not adopted."""

@@ -292,8 +292,11 @@ with sg.Server(spec, "worker", 3, threads=int(sys.argv[1]) or None) as server:
 
 @pytest.mark.parametrize(
     ("given", "environment", "expected"),
-    [(0, {}, "1"), (3, {}, "3"), (0, {"OMP_NUM_THREADS": "2"}, "2")],
-    ids=["share of the cores", "argument", "environment"],
+    [
+        pytest.param(0, {}, "1", id="share of the cores"),
+        pytest.param(3, {}, "3", id="argument", marks=pytest.mark.slow),
+        pytest.param(0, {"OMP_NUM_THREADS": "2"}, "2", id="environment", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.process
 def test_a_task_names_its_process_and_uses_its_share_of_the_cores(

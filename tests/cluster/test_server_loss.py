@@ -18,7 +18,9 @@ pytestmark = pytest.mark.process
 OPTIONS = ClusterOptions(heartbeat_s=0.2, heartbeat_limit_s=4.0, restart_pause_s=0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_lost_server_is_raised_with_its_variables(number: signal.Signals) -> None:
     """FLT-12: while closures run, ParameterServerLost names server and variables and says how to restore."""
     with LocalCluster(workers=2, ps=2) as cluster:

@@ -59,7 +59,9 @@ class Counters:
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_the_script_goes_on_and_the_loss_is_reported_exactly(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -245,7 +247,7 @@ with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=[sys.argv[1]]) as
 """
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_hung_server_that_was_replaced_is_fenced_when_it_wakes(tmp_path: Path) -> None:
     """Its late answers count nothing. If it gets its address back, its old values are deleted."""

@@ -329,7 +329,7 @@ def test_one_epoch_over_files_with_a_slow_worker_and_a_killed_one(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kill", ["step:40", "unnoted:5"])
+@pytest.mark.parametrize("kill", ["step:40", pytest.param("unnoted:5", marks=pytest.mark.slow)])
 def test_a_killed_coordinator_continues_the_epoch(tmp_path: Path, kill: str) -> None:
     """Issue 14, point 2, with ``job=``: each row counts once, wherever the coordinator was killed."""
     rows = 640
@@ -393,7 +393,7 @@ def disturb(cluster: sg.LocalCluster, chance: random.Random) -> None:
         cluster.kill_worker(chance.choice(workers))
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_every_row_counts_once_with_random_kills(tmp_path: Path) -> None:
     """Issue 14, point 2: property-tested; many seeds in the soak test below."""
     random_kills(tmp_path, seed=1, kills=4)

@@ -87,7 +87,7 @@ class Training:
 @pytest.mark.parametrize(
     ("delay_s", "loss", "steps"),
     [
-        pytest.param(0.05, 0.0, 3, marks=pytest.mark.process, id="100 ms"),
+        pytest.param(0.05, 0.0, 3, marks=pytest.mark.slow, id="100 ms"),
         pytest.param(0.15, 0.0, 6, marks=pytest.mark.soak, id="300 ms"),
         pytest.param(0.15, 0.2, 6, marks=pytest.mark.soak, id="300 ms, 20 % loss"),
     ],
@@ -127,7 +127,7 @@ SHORT = {"heartbeat_s": 0.2, "heartbeat_limit_s": 2.0}
 @pytest.mark.parametrize(
     ("cut_s", "limits"),
     [
-        pytest.param(5.0, SHORT, marks=pytest.mark.process, id="longer than the limit"),
+        pytest.param(5.0, SHORT, marks=pytest.mark.slow, id="longer than the limit"),
         pytest.param(10.0, {}, marks=pytest.mark.soak, id="10 s with default limits"),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_cut_longer_than_the_heartbeat_limit_is_waited_out(
         training.check()
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_cut_that_lasts_too_long_is_a_lost_server() -> None:
     """After `partition_limit_s`."""
     with ExitStack() as stack:
@@ -171,7 +171,7 @@ def test_a_cut_that_lasts_too_long_is_a_lost_server() -> None:
         network.relays["ps"][1].heal()
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_one_workers_bad_path_to_one_server_is_that_workers_failure() -> None:
     """The worker is set aside and named, the run goes on, and the worker returns with its path."""
     with ExitStack() as stack:
@@ -200,7 +200,7 @@ def _steps_until_set_aside(training: Training, worker: int) -> bool:
     return not training.coordinator.workers[worker].connected
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_bad_path_at_the_start_is_that_workers_failure() -> None:
     """The coordinator goes on with the others; the worker joins when its path is there."""
     with ExitStack() as stack:
@@ -217,7 +217,7 @@ def test_a_bad_path_at_the_start_is_that_workers_failure() -> None:
         training.check()
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_server_that_no_worker_reaches_is_lost() -> None:
     """Though the coordinator reaches it: a majority decides, after `partition_limit_s`."""
     with ExitStack() as stack:
@@ -240,7 +240,7 @@ def setting(name: str, value: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_busy_worker_answers_a_second_coordinator_over_a_slow_path() -> None:
     """Its first message takes a round trip: the worker waits for it and says that it is busy."""
     with ExitStack() as stack:

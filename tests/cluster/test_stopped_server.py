@@ -28,6 +28,7 @@ def served(worker: sg.metrics.Snapshot) -> bool:
     return worker.counters.get("worker.session_s", 0) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_workers_go_on_when_a_stopped_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their connections time out and are made again: nothing is lost, nothing counts twice."""

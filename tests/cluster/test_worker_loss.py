@@ -53,7 +53,16 @@ def hurt_once(mark: str, how: str) -> str:
     return "not reached"
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "segfault", "os._exit", "abort"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGKILL",
+        pytest.param("SIGSTOP", marks=pytest.mark.slow),
+        "segfault",
+        "os._exit",
+        "abort",
+    ],
+)
 def test_closure_of_a_lost_worker_runs_elsewhere(
     how: str, cluster: LocalCluster, connect: Any, views: Any, tmp_path: Path
 ) -> None:
@@ -117,6 +126,7 @@ def patient_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
         yield made
 
 
+@pytest.mark.slow
 def test_resources_are_aborted_and_rebuilt_from_their_beginning(
     patient_cluster: LocalCluster, connect: Any
 ) -> None:
@@ -149,6 +159,7 @@ def test_resources_are_aborted_and_rebuilt_from_their_beginning(
     assert min(rows) == 0, "iterators of a replaced worker restart"
 
 
+@pytest.mark.slow
 def test_user_error_wins_over_a_loss(cluster: LocalCluster, connect: Any, tmp_path: Path) -> None:
     """FLT-5, FLT-7: closures lost while an error waits to be raised are cancelled."""
     coordinator = connect(cluster)
@@ -199,6 +210,7 @@ def test_the_watchdog_logs_the_stacks_of_all_threads(
     assert "stratagem-watch-closures" in caplog.text
 
 
+@pytest.mark.slow
 def test_random_kills_lose_no_closure(cluster: LocalCluster, connect: Any) -> None:
     """A thousand closures; whenever some are done, a worker is killed. Each result is there."""
     coordinator = connect(cluster, poison_limit=50)
@@ -245,6 +257,7 @@ def black_hole() -> Iterator[str]:
         yield f"{host}:{port}"
 
 
+@pytest.mark.slow
 def test_close_does_not_wait_for_a_worker_that_cannot_be_reached(
     cluster: LocalCluster, connect: Any
 ) -> None:

@@ -80,6 +80,7 @@ REPLACED = (
 )
 
 
+@pytest.mark.slow
 def test_without_names_that_can_be_replaced_the_numbers_are_the_same() -> None:
     """Some of it slower; and the doctor says which."""
     plain = program(then=TRAIN)
@@ -102,6 +103,7 @@ for finding in examine():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_doctor_says_what_is_missing() -> None:
     """As a problem if nothing can stand in for it, else as a warning."""

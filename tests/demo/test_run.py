@@ -11,7 +11,7 @@ import torch
 from stratagem._demo.run import DemoOptions, run_demo
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_demonstration_trains_loses_a_worker_and_a_server_and_leaves_files(tmp_path, capsys):
     """Everything README promises of `make demo`, in a few seconds and plain lines."""
     options = DemoOptions(seconds=8, output=str(tmp_path), plain=True, vocabulary=(2000, 500, 100))

@@ -48,7 +48,7 @@ def test_the_manifests_fit_the_schema() -> None:
         kubernetes_validate.validate(misspelled, version, strict=True)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_ssh_script_trains_and_ends_its_tasks(tmp_path: Path) -> None:
     """With a program in the place of ssh that runs the commands here."""
     shim = tmp_path / "bin" / "ssh"

@@ -26,6 +26,7 @@ def test_parameter_server_learns_and_goes_on_after_its_checkpoint(tmp_path, caps
     assert second < first < 0.72
 
 
+@pytest.mark.slow
 def test_keras_clicks_learns_and_its_file_needs_no_cluster(tmp_path, capsys):
     """`fit` on workers and servers; a second run continues after the epochs of a backup."""
     from examples import keras_clicks
@@ -43,6 +44,7 @@ def test_killed_workers_change_no_sum():
     assert kills >= 0
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_loss_of_every_role(capfd):
     """A worker, a server and the coordinator are killed in turn; the model reaches its target."""
     loss, killed = surviving_anything.main(steps=600)

@@ -633,7 +633,7 @@ def workers_lost() -> int:
     return int(sg.metrics.snapshot().counters.get("coordinator.workers_lost", 0))
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_two_workers_train_evaluate_and_predict_every_row(processes: Any) -> None:
     """Also after a worker was killed in the middle of an epoch (KER-20 … KER-24)."""
 
@@ -683,7 +683,7 @@ def clicks(context: sg.InputContext) -> Any:
     return dataset.repeat().batch(10)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_click_model_survives_a_killed_worker_and_a_killed_server(
     processes: Any, tmp_path: Path
 ) -> None:

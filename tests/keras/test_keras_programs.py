@@ -54,7 +54,13 @@ def plain(name: str, program: Any) -> Any:
     return _plain[name]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+LONG = ("transformer", "distillation", "text classifier")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in PROGRAMS],
+)
 def test_a_program_gives_the_numbers_of_plain_keras(strategy: Any, name: str) -> None:
     expected = plain(name, PROGRAMS[name])
     keras.utils.set_random_seed(7)

@@ -232,7 +232,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "tensorflow"]
 """
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_keras_may_be_imported_after_the_strategy_was_created() -> None:
     """Also inside the scope. Nothing imports TensorFlow, and ``import stratagem`` does not import Keras."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=250)

@@ -83,7 +83,7 @@ def test_workers_that_wait_for_input(strategy) -> None:
     assert "prefetch" in text
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_server_that_is_busy_and_workers_that_wait_for_it(strategy) -> None:
     """Adam updates every row of a table for each lookup of one row."""
     with strategy.scope():

@@ -75,7 +75,7 @@ def test_a_report_of_a_cluster_whose_script_failed(tmp_path, capsys) -> None:
         assert wanted in text
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_page_of_a_cluster_that_another_program_uses(monkeypatch) -> None:
     """`stratagem top --web` prints a link that shows the tasks, until Ctrl-C."""
     monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", "shared by this test and its cluster")

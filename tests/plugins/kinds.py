@@ -1,14 +1,15 @@
-"""Kinds of tests: every test is exactly one of fast, process and soak.
+"""Kinds of tests: every test is exactly one of fast, process, slow and soak.
 
-| kind      | meaning                                           | how a test gets it               |
-|-----------|---------------------------------------------------|----------------------------------|
-| `fast`    | starts no process                                 | no marker                        |
-| `process` | starts at least one process                       | ``pytest.mark.process``          |
-| `soak`    | takes long: fuzzing, memory, many random orders   | ``pytest.mark.soak``             |
+| kind      | meaning                                           | how a test gets it               | run by           |
+|-----------|---------------------------------------------------|----------------------------------|------------------|
+| `fast`    | starts no process                                 | no marker                        | `make test`      |
+| `process` | starts at least one process                       | ``pytest.mark.process``          | `make test`      |
+| `slow`    | takes more than about 2 s on a quiet machine      | ``pytest.mark.slow``             | `make test-slow` |
+| `soak`    | takes minutes: fuzzing, memory, many random orders| ``pytest.mark.soak``             | `make test-soak` |
 
-``make test`` runs the first two, ``make test-soak`` the third. Put the marker on the test, or on the
-whole module with ``pytestmark``. Some parameters of a process test may be marked `soak`: the test runs with the
-others in ``make test``. A fast test that starts a process fails, so the marks stay true.
+Put the marker on the test, or on the whole module with ``pytestmark``. The longest kind counts: a slow test of a module
+of process tests is slow. Some parameters of a test may be marked `slow` or `soak`: the test runs with the others in
+``make test``. A fast test that starts a process fails, so the marks stay true.
 Loaded by the root ``conftest.py``.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 
 import pytest
 
-KINDS = ("fast", "process", "soak")
+KINDS = ("fast", "process", "slow", "soak")
 
 # Audit events of the interpreter that mean "a process is being started".
 _STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
@@ -42,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and watch for processes."""
     config.addinivalue_line("markers", "fast: starts no process (added to tests without a kind)")
     config.addinivalue_line("markers", "process: starts processes")
+    config.addinivalue_line("markers", "slow: takes seconds; run by `make test-slow`")
     config.addinivalue_line("markers", "soak: takes long; run by `make test-soak`")
     config.addinivalue_line(
         "markers", "browser: needs chromium; skipped where there is none (beside its kind)"
@@ -50,9 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def kinds_of(item: pytest.Item) -> set[str]:
-    """Return the kinds that a test is marked with, on itself, its class or its module; a soak test is only that."""
+    """Return the kinds that a test is marked with, on itself, its class or its module: the longest, unless one is fast."""
     found = {mark.name for mark in item.iter_markers()} & set(KINDS)
-    return {"soak"} if found == {"soak", "process"} else found
+    return found if "fast" in found or not found else {max(found, key=KINDS.index)}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker

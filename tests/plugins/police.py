@@ -33,8 +33,10 @@ import torch
 GRACE_S = 30.0
 # Leftovers in reference cycles need a collection; most others end by themselves before this.
 COLLECT_AFTER_S = 0.05
-# Then include objects that `pytest_collection_finish` has exempted, although that makes collections slow.
+# Then include objects that `_exempt_old_objects` has exempted, although that makes collections slow.
 THAW_AFTER_S = 5.0
+# A module that has made so many lasting objects (imports of torch's compiler, of Keras) has them exempted, too.
+MANY_OBJECTS = 200_000
 
 # Compile in this process: inductor would otherwise keep a pool of children for the whole session.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -324,19 +326,29 @@ def _describe_holders(before: State) -> list[str]:
 def _await_quiet(before: State, records: Sequence[logging.LogRecord] = ()) -> list[str]:
     """Return what still lingers after the grace period; return at once when nothing does."""
     began = time.monotonic()
-    pause_s = 0.002
+    pause_s, is_thawed = 0.002, False
     while left := _lingering(before):
         waited_s = time.monotonic() - began
         if waited_s > GRACE_S:
-            return left + _describe_holders(before)
+            left += _describe_holders(before)
+            break
         if waited_s > COLLECT_AFTER_S:
             _release_errors(records)
             if waited_s > THAW_AFTER_S:
                 gc.unfreeze()  # garbage may refer to objects that are older than the tests
+                is_thawed = True
             gc.collect()  # objects in reference cycles release what they own when collected
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
-    return []
+    if is_thawed:
+        _exempt_old_objects()
+    return left
+
+
+def _exempt_old_objects() -> None:
+    """Exempt all present objects from garbage collection: it makes a collection 1000 × faster."""
+    gc.collect()
+    gc.freeze()
 
 
 def _changed(before: State) -> list[str]:
@@ -395,9 +407,8 @@ def _report(what: str, found: list[str]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Exempt everything imported so far from garbage collection: it makes a collection 1000 × faster."""
-    gc.collect()
-    gc.freeze()
+    """Exempt everything imported so far from garbage collection."""
+    _exempt_old_objects()
 
 
 @pytest.fixture(autouse=True)
@@ -419,4 +430,6 @@ def _module_leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
         time.sleep(0.05)
         alone = orphans()
     uncounted_kinds.clear()
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        _exempt_old_objects()
     _report("the fixtures of this module", found + [f"orphan {one}" for one in alone])

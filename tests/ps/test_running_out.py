@@ -95,6 +95,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Task]]:
 FILES = 40
 
 
+@pytest.mark.slow
 def test_a_server_without_descriptors_serves_open_connections(
     start: Callable[..., Task],
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_server_without_descriptors_serves_open_connections(
     assert server.process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_worker_without_descriptors_takes_in_its_coordinator_later(
     start: Callable[..., Task],
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_server_without_memory_for_a_message_says_so_and_goes_on(
     assert server.process.poll() is None
 
 
+@pytest.mark.slow
 def test_connections_that_would_exhaust_memory_are_refused(
     start: Callable[..., Task],
 ) -> None:

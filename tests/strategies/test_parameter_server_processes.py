@@ -73,6 +73,7 @@ def test_two_workers_learn(cluster, partitioner):
     assert right > 0.85
 
 
+@pytest.mark.slow
 def test_a_thousand_variables_are_one_message_per_server(cluster):
     """Requests are fused: a step over many small variables sends as few messages as over one."""
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:

@@ -207,6 +207,14 @@ def families():
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "mirrored2",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("one", "central2", "central3")),
+    ],
+    indirect=True,
+)
 def test_pickles_load_in_plain_pytorch_without_stratagem(strategy, tmp_path):
     """torch.save of whole models; the reading process never imports stratagem."""
     model, optimizer = make(strategy)

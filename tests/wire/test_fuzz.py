@@ -260,6 +260,7 @@ def test_the_parser_and_decoder_alone() -> None:
     assert bad > PARSED_FRAMES // 100
 
 
+@pytest.mark.slow
 def test_every_listening_socket_is_attacked() -> None:
     """A new one must be added here, and to the attacks."""
     source = Path(stratagem.__file__).parent

@@ -27,8 +27,7 @@
 
 #define LINE 64        /* bytes that are prefetched at once */
 #define LINES 4        /* of a row; the processor itself prefetches the rest of a longer one */
-#define AHEAD 16       /* rows: enough to cover the time of an access to main memory */
-#define BLOCK 64       /* rows that are prefetched, then copied */
+#define AHEAD 32       /* rows: enough to cover the time of an access to main memory */
 #define DIGIT 11       /* most bits that one pass of a sort looks at */
 #define PASSES 6       /* most passes: for 64 bits */
 
@@ -71,16 +70,15 @@ VERSIONS int sg_in_range(const int64_t *ids, int64_t count, int64_t rows) {
 /* Copy rows of a table in `shards` pieces: piece s has the rows from firsts[s] to below firsts[s + 1]. */
 VERSIONS void sg_take_rows(const char *const *tables, const int64_t *firsts, int64_t shards,
                            const int64_t *ids, int64_t count, int64_t bytes, char *out) {
-    const char *rows[BLOCK];
-    for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        int64_t size = count - begin < BLOCK ? count - begin : BLOCK;
-        for (int64_t i = 0; i < size; i++) {
-            int64_t id = inside(ids[begin + i], firsts[shards]), shard = 0;
-            for (int64_t s = 1; s < shards; s++) shard += id >= firsts[s]; /* no branch to predict */
-            rows[i] = tables[shard] + (id - firsts[shard]) * bytes;
-            prefetch_read(rows[i], bytes);
-        }
-        for (int64_t i = 0; i < size; i++) copy_row(out + (begin + i) * bytes, rows[i], bytes);
+    const char *rows[AHEAD]; /* of the next ids, in turn */
+    for (int64_t i = 0; i < count + AHEAD; i++) {
+        const char **row = rows + i % AHEAD;
+        if (i >= AHEAD) copy_row(out + (i - AHEAD) * bytes, *row, bytes);
+        if (i >= count) continue;
+        int64_t id = inside(ids[i], firsts[shards]), shard = 0;
+        for (int64_t s = 1; s < shards; s++) shard += id >= firsts[s]; /* no branch to predict */
+        *row = tables[shard] + (id - firsts[shard]) * bytes;
+        prefetch_read(*row, bytes);
     }
 }
 

@@ -15,6 +15,7 @@ every patched function does what torch's does.
 | REPLICAS | `grad_scaler` | ``GradScaler.unscale_``, ``step``, ``update`` | stages per replica | 0.2 µs per call | `NotImplementedError` at the scaler's first use in a replica |
 | RANDOM | `random_streams` | kernels on an unused dispatch key; ``torch.random.default_generator`` | a random stream per replica | 60 ms once; 5 µs per random operator in a replica | `NotImplementedError` with several replicas |
 | CHANGES | `parameter_attributes` | as above | writes through ``data`` on the coordinator reach the servers | 0.2 µs per access | public names |
+| – | `numpy_views` | ``Tensor.numpy``, in a process of workers | writes of functions through arrays are noticed | 0.5 µs per call | public names |
 | CHANGES | `change_notes` | ``nn.Module.__setattr__``, ``__delattr__``; ``RemovableHandle.__init__``, ``remove`` | changes of modules are sent to workers | 0.7 µs per attribute set | public names |
 
 `private_api` looks every private name up once. Names with a replacement cost speed only; the others raise

@@ -17,6 +17,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from stratagem._core.torch_patches.numpy_views import plain_numpy, watch_numpy
 from stratagem._core.torch_patches.parameter_attributes import watch_data
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.send_buffers import GradientSlot
@@ -89,12 +90,15 @@ class DenseParameter:
         self._address = self._data.data_ptr()
         self.leaf = nn.Parameter(self._data, requires_grad=requires_grad)
         watch_data(self)
+        watch_numpy(self)
         self.version = self.leaf._version
         self._memory: CopyMemory | None = None
         self._probe: Any = None
         self._start = b""
         self._trained: bool | None = None
-        self._before: Tensor | None = None  # the value when the function asked for ``.data``
+        self._before: Tensor | None = (
+            None  # the value when the function asked for ``.data`` or ``.numpy()``
+        )
         self.begin_closure()
         self._slot: GradientSlot | None = None
         self._generation = -1
@@ -105,6 +109,7 @@ class DenseParameter:
         self.is_live = mapped is not None
         self._data = mapped[0].tensor if mapped is not None else self.remote.read()
         self.leaf.data = self._data
+        watch_numpy(self)
         self._address = self._data.data_ptr()
         self._memory = self._probe = self._trained = None
         self.begin_closure()
@@ -142,7 +147,7 @@ class DenseParameter:
         data = self._data
         flat = data.as_strided((data.numel(),), (1,)).view(_BITS[data.element_size()])
         compared = PROBED if self.leaf.requires_grad else COMPARED
-        return flat.numpy()[:: 1 + data.numel() // compared]
+        return plain_numpy(flat)[:: 1 + data.numel() // compared]
 
     def is_written(self, *, thorough: bool) -> bool:
         """Return whether the function may have written the leaf; `thorough` asks the kernel about writes that nothing noted."""
@@ -157,7 +162,7 @@ class DenseParameter:
         return mapped is not None and mapped[0].is_overwritten()
 
     def note_data(self) -> None:
-        """Keep the value: the function asks for ``.data``, and torch counts no writes through it."""
+        """Keep the value: the function asks for ``.data`` or for an array, and torch counts no writes through them."""
         if self._before is None:
             self._before = self.leaf.detach().clone()
 

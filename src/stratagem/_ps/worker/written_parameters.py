@@ -152,8 +152,8 @@ class WrittenParameters:
     def refusal(self, written: DenseParameter) -> ForeignParameterError:
         """Return the error for a trained parameter that was written and not sent."""
         reason = (
-            "torch did not count the write (it went through NumPy, or through a tensor that was taken in "
-            "an earlier function), so that it cannot be sent."
+            "torch did not count the write (it went through an array or a tensor that was taken in an "
+            "earlier function), so that it cannot be sent."
             if self.is_sole
             else "With several workers, each would overwrite the others' updates, so that a worker's copy of a "
             "trained parameter is not sent back."

@@ -195,13 +195,13 @@ def test_a_side_that_cannot_do_a_row_says_why():
         SideProcess("limit") as process,
         pytest.raises(SideFailed, match="row 'no such' has no limit"),
     ):
-        process.ask("setup", timeout_s=60, row="no such", size={})
+        process.ask("setup", timeout_s=200, row="no such", size={})
 
 
 @pytest.mark.process
 def test_a_side_that_is_killed_is_noticed_and_named():
     with SideProcess("limit") as process:
-        process.ask("setup", timeout_s=60, row="mlp", size=MLP)
+        process.ask("setup", timeout_s=200, row="mlp", size=MLP)
         os.kill(process._process.pid, 9)
         with pytest.raises(SideFailed, match="limit ended with -9 at 'sample'"):
             process.ask("sample", timeout_s=60, seconds=0.01)
@@ -210,7 +210,7 @@ def test_a_side_that_is_killed_is_noticed_and_named():
 @pytest.mark.process
 def test_a_silent_side_is_killed_after_the_time_limit():
     with SideProcess("limit") as process:
-        process.ask("setup", timeout_s=60, row="mlp", size=MLP)
+        process.ask("setup", timeout_s=200, row="mlp", size=MLP)
         with pytest.raises(SideFailed, match=r"no answer to 'sample' in 0.2 s"):
             process.ask("sample", timeout_s=0.2, seconds=30.0)
 

@@ -16,7 +16,7 @@ from warm_start import Program
 import stratagem as sg
 from stratagem.errors import CheckpointMismatch, CheckpointTimeout
 
-LIMIT_S = 50.0
+LIMIT_S = 150.0
 
 
 def build() -> nn.Module:

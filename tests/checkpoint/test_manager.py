@@ -27,7 +27,7 @@ from stratagem.errors import (
     CheckpointTimeout,
 )
 
-LIMIT_S = 50.0
+LIMIT_S = 150.0
 
 
 def steps_in(directory: Path) -> list[str]:

@@ -17,7 +17,7 @@ from stratagem._checkpoint.directory import CheckpointDirectory
 from stratagem.errors import CheckpointCorrupt
 
 KILLS = 25
-LIMIT_S = 240.0
+LIMIT_S = 500.0
 
 # Loads torch once; each line on its input starts a child that saves until it is killed.
 WRITER = """
@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_reader_sees_complete_checkpoints_only(tmp_path: Path) -> None:
     """SIGKILL at random moments of a save; beside it `latest(); verify()` without a pause."""
     chance = random.Random(13)
@@ -91,7 +91,7 @@ def test_a_reader_sees_complete_checkpoints_only(tmp_path: Path) -> None:
             newest.verify()
             read += 1
         writer.stdin.close()
-        assert writer.wait(30) == 0
+        assert writer.wait(120) == 0
     print(f"{KILLS} kills, {read} checkpoints verified, {deleted_meanwhile} deleted meanwhile")
     assert read >= KILLS
     # Every child went on from where the one before had come to.

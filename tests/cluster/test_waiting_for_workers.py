@@ -46,7 +46,7 @@ def starting(connect: Callable[..., Any], on: On, **options: Any) -> Iterator[li
     try:
         yield made
     finally:
-        thread.join(50.0)
+        thread.join(120.0)
 
 
 def test_workers_may_come_later(
@@ -56,7 +56,7 @@ def test_workers_may_come_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever waits learns once for whom, where and why, and then that all have come."""
-    monkeypatch.setattr(startup, "LOG_AFTER_S", 0.2)
+    monkeypatch.setattr(startup, "LOG_AFTER_S", 1.5)
     with sg.Server({"worker": ["127.0.0.1:0"]}) as there:
         with starting(connect, On(there.address, nobody[0])) as made:
             wait_until(lambda: "waiting for workers" in caplog.text)
@@ -78,7 +78,7 @@ def test_a_worker_s_name_may_become_known_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind a headless service, names appear when their pods are ready."""
-    monkeypatch.setattr(startup, "LOG_AFTER_S", 0.2)
+    monkeypatch.setattr(startup, "LOG_AFTER_S", 1.5)
     with sg.Server({"worker": ["127.0.0.1:0"]}) as worker:
         with starting(connect, On("worker-0.training.invalid:2222")) as made:
             wait_until(lambda: "waiting for workers" in caplog.text)
@@ -130,7 +130,7 @@ def somebody_else(answer: bytes) -> Iterator[str]:
             yield f"127.0.0.1:{listener.getsockname()[1]}"
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(30.0)
+            thread.join(120.0)
 
 
 def test_another_process_at_the_address_is_detected_at_once(connect: Callable[..., Any]) -> None:

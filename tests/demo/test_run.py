@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import wait_until
 
 from stratagem._demo.run import DemoOptions, run_demo
 
@@ -46,7 +47,7 @@ def test_ctrl_c_saves_the_model_and_leaves_no_process(tmp_path):
             process.send_signal(signal.SIGINT)
             assert "stopped by Ctrl-C" in process.stdout.read()
             assert process.wait(120) == 130
-            assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
         finally:
             process.kill()
     assert torch.load(tmp_path / "model.pt", weights_only=True)

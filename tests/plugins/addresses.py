@@ -36,12 +36,15 @@ def nobody() -> list[str]:
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Host names and their addresses; empty at first, like a name service that does not know them yet.
 
-    This replaces Kubernetes' name service. Other names are resolved as usual.
+    This replaces Kubernetes' name service: names that end in ``.invalid`` are known only from here, however long the
+    machine's own name service takes to say so. Other names are resolved as usual.
     """
     known: dict[str, str] = {}
     ask = socket.getaddrinfo
 
     def answer(host: str, port: int, *more: Any, **options: Any) -> Any:
+        if host.endswith(".invalid") and host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         if host in known:
             host, _, text = known[host].rpartition(":")
             port = int(text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from stratagem._wire.handshake import ClientHandshake, ClusterKey
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 SEED = 20240607
 KEY = ClusterKey(b"a key for this test only")
 MEMORY_GROWTH_BYTES = 200 << 20

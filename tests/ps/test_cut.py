@@ -156,8 +156,10 @@ def test_rows_are_those_of_the_cut_while_another_thread_writes(
     tensor = cut.tensors[1, 0, ""]
     wanted = torch.arange(0, rows, 3) if by_ids else torch.arange(rows)
     found: list[Tensor] = []
+    begun = threading.Event()
 
     def read() -> None:
+        assert begun.wait(120)
         for first in range(0, len(wanted), 50):
             last = min(len(wanted), first + 50)
             if by_ids:
@@ -168,14 +170,12 @@ def test_rows_are_those_of_the_cut_while_another_thread_writes(
     thread = threading.Thread(target=read)
     thread.start()
     chance = random.Random(columns)
-    writes = 0
     while thread.is_alive():
         ids = torch.tensor(sorted(chance.sample(range(rows), 200)))
         is_dense = len(found) > 300
         cut.before_write(1, None if is_dense else ids)
         value[slice(None) if is_dense else ids] += 1
-        writes += 1
+        begun.set()  # so that at least one write comes before the end
     thread.join()
-    assert writes
     assert torch.equal(torch.cat(found), expected[wanted])
     cut.close()

@@ -23,7 +23,7 @@ from stratagem._wire.handshake import ClusterKey
 
 pytestmark = pytest.mark.process
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 CHIEF = Membership(session="s", task="/job:chief/task:0", is_owner=True)
 W = ShardLocation(0, 1, (2,), torch.float32)
 

@@ -21,7 +21,7 @@ from stratagem.errors import ParameterServerLost
 
 pytestmark = pytest.mark.process
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 Process = tuple[subprocess.Popen[str], str]
 

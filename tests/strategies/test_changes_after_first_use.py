@@ -22,7 +22,7 @@ import stratagem as sg
 
 pytestmark = pytest.mark.process
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 @pytest.fixture(scope="module")

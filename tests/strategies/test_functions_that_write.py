@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 Step = Callable[[Tensor], Tensor]
 Program = Callable[[], tuple[Step, list[nn.Module]]]
 

@@ -170,7 +170,7 @@ class TestModels:
             return sum(int(fact["bytes"]) for fact in facts)
 
         def wait_for(condition):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while not condition() and time.monotonic() < deadline:
                 coordinator.schedule(lambda: None).fetch()
             return condition()

@@ -43,7 +43,7 @@ def test_servers_may_come_later(
             f"waiting for /job:ps/task:0 at {nobody[0]!r}: connection refused, up to 60 s ({WAIT})"
         ]
         with sg.Server({"ps": [nobody[0]]}):
-            thread.join(30.0)
+            thread.join(120.0)
             (strategy,) = made
             with strategy, strategy.scope():
                 assert sg.Variable(1.0).device == "/job:ps/replica:0/task:0/device:CPU:0"
@@ -55,9 +55,9 @@ def test_servers_that_never_come_are_all_named(
     nobody: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With their addresses, the last reason and the setting; the one that is there hears the end."""
-    monkeypatch.setenv(WAIT, "0.3")
+    monkeypatch.setenv(WAIT, "4")
     with sg.Server({"ps": ["127.0.0.1:0"]}) as there, caplog.at_level("INFO", "stratagem.ps"):
-        with pytest.raises(ParameterServerLost, match=f"^2 of 3 .* within 0.3 s: .*{WAIT}") as lost:
+        with pytest.raises(ParameterServerLost, match=f"^2 of 3 .* within 4 s: .*{WAIT}") as lost:
             make(there.address, *nobody)
         for task, address in zip((1, 2), nobody, strict=True):
             assert f"/job:ps/task:{task} at {address!r}: connection refused" in str(lost.value)
@@ -100,14 +100,16 @@ def test_a_name_may_become_known_later(
     assert "'ps-0.training.invalid:2222': its host name is not known" in caplog.text
     with sg.Server({"ps": [nobody[0]]}):
         names["ps-0.training.invalid"] = nobody[0]
-        thread.join(30.0)
+        thread.join(120.0)
         (strategy,) = made
         strategy.close()
     assert "all 1 parameter servers answer after" in caplog.text
 
 
-def test_a_name_that_is_never_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RFC 6761 keeps ``.invalid`` from ever being known; at the end it is said that it was the name."""
+def test_a_name_that_is_never_resolved(
+    names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end it is said that it was the name."""
     monkeypatch.setenv(WAIT, "0.3")
     with pytest.raises(
         ParameterServerLost, match=r"task:0 at .*its host name is not known.*publishNotReadyAddr"
@@ -153,6 +155,6 @@ def test_ctrl_c_ends_the_wait(nobody: list[str], caplog: pytest.LogCaptureFixtur
             assert program.stderr is not None
             assert f"waiting for /job:ps/task:1 at {nobody[0]!r}" in program.stderr.readline()
             program.send_signal(signal.SIGINT)
-            assert program.wait(30.0) == -signal.SIGINT
+            assert program.wait(120.0) == -signal.SIGINT
             assert program.stderr.read().rstrip().endswith("KeyboardInterrupt")
         wait_until(lambda: "its coordinator closed it" in caplog.text)

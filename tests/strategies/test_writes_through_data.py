@@ -13,7 +13,7 @@ import stratagem as sg
 
 pytestmark = pytest.mark.process
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 def run(coordinator: sg.ClusterCoordinator, function: Callable[..., Any]) -> Any:

@@ -23,7 +23,7 @@ from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Fence, Frame, Ok, Ping, Pong, TensorRef, Values
 from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture

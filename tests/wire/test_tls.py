@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from accepting import accepting
 
 from stratagem._commands.certificates import make_certificates
 from stratagem._wire import frames
@@ -165,38 +166,35 @@ def test_a_certificate_of_another_authority_is_refused(
         ),
     )
     server, client = (bad, good) if wrong == "server" else (good, bad)
-    with Listener("127.0.0.1:0", key=server) as listener, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, timeout_s=1.0)
+    with Listener("127.0.0.1:0", key=server) as listener, accepting(listener) as accepted:
         with pytest.raises(AuthenticationError, match="certificate"):
             connect(listener.address, key=client, timeout_s=LIMIT_S)
-        assert accepted.result(LIMIT_S) is None
-        assert listener.refused == 1
+    assert accepted == []
+    assert listener.refused == 1
 
 
 def test_the_key_is_still_proved_inside(ours: Path) -> None:
     """A certificate of the cluster without its key opens no connection."""
     tls = Tls(files(ours))
     with Listener("127.0.0.1:0", key=ClusterKey(SECRET, tls=tls)) as listener:
-        with ThreadPoolExecutor(1) as pool:
-            accepted = pool.submit(listener.accept, timeout_s=1.0)
+        with accepting(listener) as accepted:
             with pytest.raises(AuthenticationError, match="keys differ"):
                 connect(
                     listener.address,
                     key=ClusterKey(b"another key, as long", tls=tls),
                     timeout_s=LIMIT_S,
                 )
-            assert accepted.result(LIMIT_S) is None
+            assert accepted == []
 
 
 @pytest.mark.parametrize("encrypts", ["server", "client"])
 def test_one_side_without_tls_is_told_what_to_set(ours: Path, encrypts: str) -> None:
     plain, secure = ClusterKey(SECRET), ClusterKey(SECRET, tls=Tls(files(ours)))
     server, client = (secure, plain) if encrypts == "server" else (plain, secure)
-    with Listener("127.0.0.1:0", key=server) as listener, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, timeout_s=1.0)
+    with Listener("127.0.0.1:0", key=server) as listener, accepting(listener) as accepted:
         with pytest.raises((ProtocolError, ConnectionLost), match="STRATAGEM_TLS_CERT"):
             connect(listener.address, key=client, timeout_s=LIMIT_S)
-        assert accepted.result(LIMIT_S) is None
+        assert accepted == []
 
 
 def test_files_from_the_environment(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,30 @@ def test_frozen_layers_are_exported_without_stratagem():
     assert "stratagem" not in str(program.graph)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_frozen_bags_are_bags(mode):
+    bag = sg.nn.DynamicEmbeddingBag(4, mode=mode, seed=1, include_last_offset=True)
+    ids, offsets = POOL[:9], torch.tensor([0, 2, 2, 9])
+    expected = bag(ids, offsets).detach()
+    plain = bag.frozen()
+    torch.testing.assert_close(plain(ids, offsets), expected)
+    program = torch.export.export(plain, (ids, offsets))
+    torch.testing.assert_close(program.module()(ids, offsets), expected)
+    assert "stratagem" not in str(program.graph)
+    rows = bag(POOL[:4].view(2, 2)).detach()
+    torch.testing.assert_close(plain(POOL[:4].view(2, 2)), rows)
+    if mode == "sum":
+        weights = torch.tensor([[2.0, 0.5], [1.0, 0.0]])
+        weighted = bag(POOL[:4].view(2, 2), per_sample_weights=weights).detach()
+        found = plain(POOL[:4].view(2, 2), per_sample_weights=weights)
+        torch.testing.assert_close(found, weighted)
+        known, unknown = POOL[:1], torch.tensor([12345])
+        both = plain(torch.cat([known, unknown])[None])
+        torch.testing.assert_close(both, plain(known[None]))  # an unknown id is a zero
+    empty = sg.nn.DynamicEmbeddingBag(4, mode=mode).frozen()
+    assert empty(torch.tensor([[5, 0]])).tolist() == [[0.0] * 4]
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -136,7 +136,7 @@ class DeferredTable:
             if name != "copy_":
                 raise ForeignParameterError(
                     f"{name} on {self.name!r}, whose rows are on parameter servers already: load a "
-                    "whole value with copy_ or load_state_dict, or change it by optimizer.step()."
+                    "whole value with copy_ or load_state_dict, or train it in a scheduled function."
                 )
             self._remote.put(values[0].to(self.dtype))
             return

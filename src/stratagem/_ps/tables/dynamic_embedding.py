@@ -283,6 +283,19 @@ class DynamicEmbeddingBag(DynamicTable):
             include_last_offset=self.include_last_offset,
         )
 
+    @override
+    def frozen(self) -> nn.Module:
+        """Return a plain layer with the rows of now that makes the same bags; ids without a row count as zeros.
+
+        Example:
+            >>> import torch, stratagem as sg
+            >>> bag = sg.nn.DynamicEmbeddingBag(2, mode="sum")
+            >>> rows = bag(torch.tensor([[7, -3]]))
+            >>> torch.equal(bag.frozen()(torch.tensor([[7, -3]])), rows)
+            True
+        """
+        return FrozenEmbeddingBag(*self.export(), self.mode, self.include_last_offset)
+
 
 class FrozenEmbedding(nn.Module):
     """Rows by id, in plain torch operators; ids without a row give zeros.
@@ -314,6 +327,55 @@ class FrozenEmbedding(nn.Module):
         places = torch.searchsorted(self.ids, ids).clamp(max=self.ids.shape[0] - 1)
         is_known = (self.ids[places] == ids).unsqueeze(-1)
         return F.embedding(places, self.rows) * is_known
+
+
+class FrozenEmbeddingBag(nn.Module):
+    """Bags of rows by id, in plain torch operators; ids without a row count as zeros.
+
+    Args:
+        ids: the ids, ascending.
+        rows: their rows.
+        mode: ``sum``, ``mean`` or ``max``.
+        include_last_offset: whether offsets have the number of ids as their last entry.
+
+    Example:
+        >>> layer = FrozenEmbeddingBag(torch.tensor([3, 9]), torch.ones(2, 2), "mean", False)
+        >>> layer(torch.tensor([[9, 4], [3, 9]]))
+        tensor([[0.5000, 0.5000],
+                [1.0000, 1.0000]])
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+    def __init__(self, ids: Tensor, rows: Tensor, mode: str, include_last_offset: bool) -> None:
+        super().__init__()
+        if not len(ids):
+            ids, rows = torch.zeros(1, dtype=torch.int64), rows.new_zeros(1, *rows.shape[1:])
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self.register_buffer("ids", ids)
+        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]))
+
+    @override
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return one combined row for each bag; the arguments are those of ``nn.EmbeddingBag``."""
+        last = self.ids.shape[0]
+        places = torch.searchsorted(self.ids, ids).clamp(max=last - 1)
+        places = torch.where(self.ids[places] == ids, places, last)  # the row of zeros
+        return F.embedding_bag(
+            places,
+            self.rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )
 
 
 def note_restored(module: nn.Module) -> None:

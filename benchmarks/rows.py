@@ -71,7 +71,7 @@ TABLE = (
         front=True,
         title="embedding 1 M × 16, batch 1024 × 26, Adagrad",
         unit="steps/s",
-        sides=(OURS, PEER, LIMIT),
+        sides=(OURS, PEER, LIMIT, BOUND),
         points=(point(CLUSTER, EMBEDDING),),
         targets=(Target(against="peer", factor=6),),
         parity=ONE_WORKER,

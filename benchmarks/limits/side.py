@@ -160,6 +160,10 @@ def bound(row: str, size: dict[str, Any]) -> Work:
     """Return the bound of a row: all cores, no communication."""
     if row == "mlp":
         return EveryCore(Mlp, size, cores=size["workers"], amount=size["workers"])
+    if row == "embedding":
+        from benchmarks.limits import bare_rows  # Stratagem is not needed elsewhere
+
+        return EveryCore(bare_rows.BareRows, size, cores=size["workers"], amount=size["workers"])
     if row == "add":
         return EveryCore(Adding, size, cores=size["workers"], amount=size["workers"])
     if row == "central":

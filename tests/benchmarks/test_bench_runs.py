@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import __main__ as command
 from benchmarks import plots, report, rows, runner, work
 from benchmarks.checks import compare
+from benchmarks.limits import bare_rows
 from benchmarks.limits import side as limits
 from benchmarks.ours import side
 from benchmarks.peer import environment
@@ -101,6 +103,23 @@ def test_the_row_of_hot_rows_does_the_plain_runs_work():
     checks = compare("hot_table", facts, facts["ours"])
     assert all(check.passed for check in checks), checks
     assert any("plain run" in check.text for check in checks)
+
+
+def test_the_bare_kernels_do_the_plain_runs_work(monkeypatch):
+    """The bound of the embedding row computes what the limit does: gather, sums of repeated rows, Adagrad."""
+    if bare_rows.kernels is None:
+        pytest.skip("the kernels are not built")
+    monkeypatch.setattr(bare_rows, "keep_freed_memory", lambda: None)  # for this process's sake
+    (row,) = small("embedding")
+    size = row.points[0].size
+    bare, limit = bare_rows.BareRows(size), limits.Embedding(size)
+    before = torch.cat(bare.tables)
+    for one in (bare, limit):
+        one.steps(9)
+    table = torch.cat(bare.tables)
+    assert not torch.equal(table, before)
+    torch.testing.assert_close(table, limit.model.table.weight.detach())
+    torch.testing.assert_close(bare.model.head.weight, limit.model.head.weight)
 
 
 class EverySecond(limits.Embedding):

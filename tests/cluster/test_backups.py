@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from waiting import wait_until
 
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
+from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
+from stratagem._ps.client.server_replacement import ServerReplacement
 from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost
 from stratagem.testing import Fault
@@ -56,6 +59,61 @@ def test_servers_are_killed_in_turn() -> None:
         assert all(one.backup and one.lost_s == 0 and not one.updates for one in found)
         workers = [one.incarnation for one in coordinator.workers]
         assert workers == [1, 1]  # no session of a worker ended
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_the_coordinator_reads_no_memory_of_a_lost_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backup acknowledges a write while the coordinator still prepares to use it: a read waits."""
+    promote, connect = ServerReplacement.promotion, ServerReplacement.connect_beside
+    wait = ServerRecoveries.await_recovery
+    promoted, seen = threading.Event(), threading.Event()
+
+    def note_promotion(self: ServerReplacement, server: int, view: int) -> Any:
+        promoted.set()
+        return promote(self, server, view)
+
+    def pause(self: ServerReplacement, server: int, **more: Any) -> Any:
+        if promoted.is_set():
+            assert seen.wait(STEP_LIMIT_S)
+        return connect(self, server, **more)
+
+    def note_wait(self: ServerRecoveries, error: Exception) -> bool:
+        if threading.current_thread() is reader:
+            seen.set()
+        return wait(self, error)
+
+    monkeypatch.setattr(ServerReplacement, "promotion", note_promotion)
+    monkeypatch.setattr(ServerReplacement, "connect_beside", pause)
+    monkeypatch.setattr(ServerRecoveries, "await_recovery", note_wait)
+    found: list[float] = []
+    with (
+        LocalCluster(workers=1, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=KILLS) as coordinator,
+    ):
+        with strategy.scope():
+            counter = sg.Variable(torch.zeros(()), name="counter")
+
+        def step() -> None:
+            counter.assign_add(torch.ones(()))
+
+        def read() -> None:
+            found.append(float(counter.numpy()))
+            seen.set()
+
+        reader = threading.Thread(target=read)
+        coordinator.schedule(step).fetch(timeout_s=STEP_LIMIT_S)
+        assert float(counter.numpy()) == 1.0  # maps the memory
+        cluster.kill_ps(0)
+        try:
+            coordinator.schedule(step).fetch(timeout_s=STEP_LIMIT_S)
+            assert promoted.is_set()
+            reader.start()
+            reader.join(STEP_LIMIT_S)
+        finally:
+            seen.set()
+    assert found == [2.0]
 
 
 def survive(fault: Fault, name: str, *, workers: int = 2) -> None:

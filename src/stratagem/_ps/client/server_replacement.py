@@ -135,6 +135,11 @@ class ServerReplacement:
         for connection in self._connections:
             connection.recovery = self._recovery if can_recover else None
 
+    def leave(self, server: int) -> None:
+        """Use nothing of a server any more, not even its memory; requests to it wait for `accept`."""
+        self._connections[server].give_up("is being replaced by its backup")
+        self._mappings.forget_server(server)
+
     def accept(
         self,
         server: int,

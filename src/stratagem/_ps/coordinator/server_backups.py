@@ -117,6 +117,10 @@ class ServerBackups:
             with closing(
                 replacement.connect_process(process, timeout_s=answer_limit_s())
             ) as connection:
+                # The memory of a process stays mapped after its end. A read of it after the promotion would miss
+                # writes that the backup has acknowledged.
+                replacement.leave(shard)
+                _forget_memory(variables, shard)
                 connection.request(replacement.promotion(shard, self.views[shard]))
             self.holders.move(shard, process)
             places = places_on(variables, shard)
@@ -129,9 +133,7 @@ class ServerBackups:
         assert welcome is not None
         shards: list[ShardLocation] = [place for place, _ in places.values()]
         replacement.accept(shard, welcome, shards, located)
-        for remote in list(variables._remotes):
-            if any(place.server == shard for place in remote.places):
-                remote.forget_memory()
+        _forget_memory(variables, shard)
         self._release_others(variables, lost)
         names = tuple(sorted({name for _, name in places.values()}))
         seconds = time.monotonic() - began
@@ -236,3 +238,10 @@ class ServerBackups:
     @override
     def __repr__(self) -> str:
         return f"<ServerBackups primaries {self.holders.holders}, backups {self.backups}>"
+
+
+def _forget_memory(variables: CoordinatorVariables, shard: int) -> None:
+    """Let reads of a shard's variables map the memory of the process that has them, or wait for it."""
+    for remote in list(variables._remotes):
+        if any(place.server == shard for place in remote.places):
+            remote.forget_memory()

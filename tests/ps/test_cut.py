@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -178,4 +179,53 @@ def test_rows_are_those_of_the_cut_while_another_thread_writes(
         begun.set()  # so that at least one write comes before the end
     thread.join()
     assert torch.equal(torch.cat(found), expected[wanted])
+    cut.close()
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_write_does_not_wait_for_rows_that_are_being_read(by_ids: bool, is_dense: bool) -> None:
+    """A step waits for no copy of the reading thread, and the rows that it changes meanwhile are those of the cut."""
+    value = torch.zeros(1000, 4)
+    cut = Cut({(1, 0, ""): value})
+    cut.begin_reading()
+    tensor = cut.tensors[1, 0, ""]
+    wanted = torch.arange(0, 100)
+    writes = []
+
+    def write() -> None:
+        ids = torch.tensor([3, 50, 500])
+        cut.before_write(1, None if is_dense else ids)
+        value[slice(None) if is_dense else ids] += 1
+        writes.append(True)
+
+    reader = threading.current_thread()
+
+    def write_meanwhile() -> None:
+        if not writes and threading.current_thread() is reader:
+            writer = threading.Thread(target=write)
+            writer.start()
+            writer.join(60)
+            assert writes, "the write waited for the copy"
+
+    class Watched(Tensor):
+        """Rows whose copies are interrupted by a write."""
+
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function.__name__ in ("index_select", "__getitem__", "copy_"):
+                write_meanwhile()
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    tensor._rows = value.as_subclass(Watched)
+    if by_ids:
+        found = tensor.read_ids(wanted, is_last=False)
+    else:
+        found = tensor.read(0, 100)
+    assert writes
+    assert not found.as_subclass(Tensor).any()
+    rest = tensor.read(100, 1000)
+    assert not rest.as_subclass(Tensor).any()
     cut.close()

@@ -160,7 +160,17 @@ class CutTensor:
     def read(self, first: int, last: int) -> Tensor:
         """Return rows ``first … last`` as they were; they stay so until the next call."""
         with self._cut.reading():
-            rows = self._locked_rows(first, last)
+            source = self._locked_source()
+        is_live = not self._is_copy and source is self._rows and first < last
+        # Without the lock, so that no write waits for this thread. A write to these rows copies them aside first, since
+        # they do not count as read yet: what it changes here meanwhile is put back below.
+        copy = self._copied(first, last) if is_live else None
+        with self._cut.reading():
+            now = self._locked_source()
+            if copy is not None and now is source:
+                rows = copy
+            else:
+                rows = now[first - self._rest_from : last - self._rest_from]
             self._locked_advance(last)
         if first < last:
             self._put_back(first, last, rows)
@@ -170,11 +180,14 @@ class CutTensor:
     def read_ids(self, ids: Tensor, *, is_last: bool) -> Tensor:
         """Return these rows as they were; later calls ask for later rows, and `is_last` for the last ones."""
         with self._cut.reading():
-            first = self._read
+            first, source, start = self._read, self._locked_source(), self._rest_from
             last = self._count if is_last or not len(ids) else int(ids[-1]) + 1
-            rest = self._rest
-            rows = (self._rows if rest is None else rest).index_select(0, ids - self._rest_from)
+        rows = source.index_select(0, ids - start)  # without the lock, see `read`
+        with self._cut.reading():
+            now, start = self._locked_source(), self._rest_from
             self._locked_advance(last)
+        if now is not source:
+            rows = now.index_select(0, ids - start)
         if len(ids):
             for some, values in self._copies_of(first, last):
                 place = torch.searchsorted(ids, some).clamp_(max=len(ids) - 1)
@@ -224,11 +237,12 @@ class CutTensor:
         rows = (groups[:, None] * unit + np.arange(unit)).ravel()
         return torch.from_numpy(rows[rows < self._count]), groups
 
-    def _locked_rows(self, first: int, last: int) -> Tensor:
-        if self._is_copy or first == last:
-            return self._rows[first:last]
-        if self._rest is not None:
-            return self._rest[first - self._rest_from : last - self._rest_from]
+    def _locked_source(self) -> Tensor:
+        """Return the rows from `_rest_from` on: a copy, or the rows as they are now."""
+        return self._rows if self._rest is None else self._rest
+
+    def _copied(self, first: int, last: int) -> Tensor:
+        """Return a copy of rows as they are now."""
         if self._buffer is None or len(self._buffer) < last - first:
             self._buffer = torch.empty_like(self._rows[first:last])
         return self._buffer[: last - first].copy_(self._rows[first:last])

@@ -90,7 +90,7 @@ def test_the_coordinator_reads_no_memory_of_a_lost_server(monkeypatch: pytest.Mo
     with (
         LocalCluster(workers=1, ps=2) as cluster,
         sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
-        ClusterCoordinator(strategy, options=KILLS) as coordinator,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
     ):
         with strategy.scope():
             counter = sg.Variable(torch.zeros(()), name="counter")

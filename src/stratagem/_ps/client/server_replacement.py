@@ -5,6 +5,7 @@ Nothing here takes the client's lock: a thread that waits for the lost server ma
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,6 +46,9 @@ class ServerReplacement:
         """Number of servers that got older variables."""
         self._recovery: Callable[[Exception], bool] | None = None
         self._spare: dict[int, ServerConnection] | None = {}  # None after the end
+        self._spare_lock = (
+            threading.Lock()
+        )  # a save and the end of the client are different threads
         self.checked_directories: set[str] = set()
         """Directories of checkpoints that all servers may use."""
         self._fences: dict[str, int] = {}
@@ -74,7 +78,8 @@ class ServerReplacement:
 
     def take_spare(self, server: int) -> ServerConnection | None:
         """Return a connection that `keep_spare` got, if it leads to the process that has the variables now."""
-        spare = None if self._spare is None else self._spare.pop(server, None)
+        with self._spare_lock:
+            spare = None if self._spare is None else self._spare.pop(server, None)
         if spare is not None and not self.is_current(server, spare):
             spare.close()
             return None
@@ -82,14 +87,16 @@ class ServerReplacement:
 
     def keep_spare(self, server: int, connection: ServerConnection) -> None:
         """Keep a connection for the next save: opening one takes several round trips."""
-        if self._spare is None or server in self._spare:
-            connection.close()
-        else:
-            self._spare[server] = connection
+        with self._spare_lock:
+            if self._spare is not None and server not in self._spare:
+                self._spare[server] = connection
+                return
+        connection.close()
 
     def close_spare(self) -> None:
         """Close the connections that were kept, and keep no more."""
-        spare, self._spare = self._spare or {}, None
+        with self._spare_lock:
+            spare, self._spare = self._spare or {}, None
         for connection in spare.values():
             connection.close()
 

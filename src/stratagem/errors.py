@@ -214,11 +214,13 @@ class CheckpointCorrupt(CheckpointError, ValueError):
 
     Attributes:
         path: the file.
+        objects_changed: whether a restore had begun to change objects; they are partly restored then.
     """
 
-    def __init__(self, message: str, *, path: str) -> None:
+    def __init__(self, message: str, *, path: str, objects_changed: bool = False) -> None:
         super().__init__(message)
         self.path = path
+        self.objects_changed = objects_changed
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
@@ -319,15 +321,15 @@ class ParameterServerLost(UnavailableError):
 
     Attributes:
         variables: names of the variables (or shards) that the server held.
-        life: identity of the process that was lost; empty if it is not known.
+        identity: identity of the process that was lost; empty if it is not known.
     """
 
     def __init__(
-        self, message: str, *, task: str, variables: Sequence[str] = (), life: str = ""
+        self, message: str, *, task: str, variables: Sequence[str] = (), identity: str = ""
     ) -> None:
         super().__init__(message, task=task)
         self.variables = tuple(variables)
-        self.life = life
+        self.identity = identity
 
 
 class StartupError(ClusterError):

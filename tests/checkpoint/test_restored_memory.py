@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem._checkpoint import checksums
+from stratagem._checkpoint.block_reader import BlockReader, RowsWanted
 from stratagem._checkpoint.restored_memory import LEAST_BYTES
 from stratagem.errors import CheckpointCorrupt
 
@@ -81,9 +83,37 @@ def test_a_damaged_file_leaves_everything_as_it_was(tmp_path: Path) -> None:
         for one in model.parameters():
             one.add_(1.0)
     before = values_of(model, optimizer)
-    with pytest.raises(CheckpointCorrupt, match="does not match"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"does not match .* objects are unchanged"
+    ) as caught:
         checkpoint.restore(path)
+    assert not caught.value.objects_changed
     assert all(map(torch.equal, values_of(model, optimizer), before))
+
+
+@pytest.mark.parametrize("by_manager", [False, True])
+def test_a_file_damaged_after_it_was_verified_is_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_manager: bool
+) -> None:
+    """The second read overwrites objects: the error does not say that they are unchanged."""
+    model, optimizer = trained()
+    checkpoint = sg.Checkpoint(model=model, optimizer=optimizer)
+    read, reads = BlockReader.read, []
+
+    def damaged_later(self: BlockReader, rows: Sequence[RowsWanted]) -> None:
+        reads.append(len(rows))
+        if len(reads) == 2:
+            raise CheckpointCorrupt("a block does not match its checksum.", path=str(tmp_path))
+        read(self, rows)
+
+    with sg.CheckpointManager(checkpoint, tmp_path / "saves") as manager:
+        path = manager.save(1, wait=True).path
+        monkeypatch.setattr(BlockReader, "read", damaged_later)
+        with pytest.raises(CheckpointCorrupt, match="The objects are partly restored") as caught:
+            manager.restore_or_initialize() if by_manager else checkpoint.restore(path)
+    assert "unchanged" not in str(caught.value)
+    assert caught.value.objects_changed
+    assert len(reads) == 2
 
 
 def test_shared_memory_of_two_tensors_is_not_read_into(tmp_path: Path) -> None:

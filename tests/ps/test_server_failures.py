@@ -131,6 +131,7 @@ def test_a_server_come_back_empty_is_lost(server: ParameterServer) -> None:
             with pytest.raises(ParameterServerLost, match="was restarted") as caught:
                 client.versions(0)
             assert caught.value.variables == ("w",)
+            assert caught.value.identity == server.life
     finally:
         client.close()
 

@@ -45,7 +45,7 @@ from stratagem._checkpoint.live_state import (
 from stratagem._checkpoint.manifest import COORDINATOR, NAME, Manifest, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
-from stratagem._checkpoint.restored_memory import memory_to_restore
+from stratagem._checkpoint.restored_memory import changing_objects, memory_to_restore
 from stratagem._checkpoint.server_group import between_rounds
 from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
@@ -163,7 +163,7 @@ class Checkpoint:
     ) -> Restored:
         """Put the state of a checkpoint back into the objects.
 
-        Everything is read and verified first: if this raises, the objects are unchanged.
+        Everything is verified before the first object is changed. An error says so if it came later.
 
         Args:
             path: a checkpoint, or a directory of checkpoints, whose newest one is used.
@@ -183,10 +183,12 @@ class Checkpoint:
             )
         except CheckpointCorrupt as error:
             directory = Path(error.path).parent.parent
+            state = "partly restored" if error.objects_changed else "unchanged"
             raise CheckpointCorrupt(
-                f"{error} The objects are unchanged. Restore another checkpoint: `stratagem checkpoint "
+                f"{error} The objects are {state}. Restore another checkpoint: `stratagem checkpoint "
                 f"verify {directory}` says which ones are good.",
                 path=error.path,
+                objects_changed=error.objects_changed,
             ) from error
 
     def __repr__(self) -> str:
@@ -434,9 +436,10 @@ def restore_objects(
         into = memory_to_restore(objects, content["objects"], stored)
         label = f"restoring step {saved.step}"
         tensors = read_tensors(chain, match.needed, label, into)
-        with servers.frozen():
-            match.apply(tensors, strict=strict)
-        servers.read(chain)
+        with changing_objects():
+            with servers.frozen():
+                match.apply(tensors, strict=strict)
+            servers.read(chain)
         if points is not None:
             points.extend(servers.points)
     if random:
@@ -491,6 +494,7 @@ def read_tensors(
                 found[name] = make(tensor.shape, dtype=tensor.torch_dtype)
         whole = [name for name in found if not manifest.tensors[name].per_shard]
         reader.read([RowsWanted(name, 0, found[name]) for name in whole])
-        reader.read([RowsWanted(name, 0, into[name]) for name in in_place])
+        with changing_objects():
+            reader.read([RowsWanted(name, 0, into[name]) for name in in_place])
         found.update((name, into[name]) for name in in_place)
     return {name: found[other] for name, other in stored.items()}

@@ -31,6 +31,7 @@ def restore_newest(
         CheckpointCorrupt: there are checkpoints, but none is intact.
     """
     failure: CheckpointCorrupt | None = None
+    changed = False
     found = directory.scan()
     for unreadable in directory.damaged.values():
         _log.warning("skipping a checkpoint: %s", unreadable)
@@ -45,14 +46,17 @@ def restore_newest(
             damaged.add(saved.path.name)
             _log.warning("skipping checkpoint %s: %s", saved.path, error)
             failure = failure or error
+            changed = changed or error.objects_changed
             continue
         points += made
         _log.info("restored step %d from %s", restored.step, saved.path)
         return restored
     if failure is not None:
+        state = " The objects are partly restored." if changed else ""
         raise CheckpointCorrupt(
-            f"no checkpoint in {directory.path} can be read; the newest: {failure} To start anew, use "
-            "another directory.",
+            f"no checkpoint in {directory.path} can be read; the newest: {failure}{state} To start anew, "
+            "use another directory.",
             path=failure.path,
+            objects_changed=changed,
         ) from failure
     return None

@@ -8,6 +8,7 @@ the kernel has to provide the memory for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -20,9 +21,20 @@ from stratagem._checkpoint.manifest import StoredTensor
 from stratagem._checkpoint.server_group import is_plain_module
 from stratagem._core.managed import find_managed
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
+from stratagem.errors import CheckpointCorrupt
 
 LEAST_BYTES: Final = 1 << 20
 """Smaller tensors are read once, into new memory."""
+
+
+@contextmanager
+def changing_objects() -> Iterator[None]:
+    """Let errors about files say that objects are partly restored: a file was damaged after it was verified."""
+    try:
+        yield
+    except CheckpointCorrupt as error:
+        error.objects_changed = True
+        raise
 
 
 def memory_to_restore(

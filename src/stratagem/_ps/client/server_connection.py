@@ -464,7 +464,7 @@ class ServerConnection:
             f"parameter server {self.task} at {self.last_address!r} {reason}.{held} {advice}, {then}.",
             task=self.task,
             variables=names,
-            life=self._state.server,
+            identity=self._state.server,
         )
 
 

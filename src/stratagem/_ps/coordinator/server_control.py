@@ -42,7 +42,7 @@ class ServerControl:
         """Return whether an error is about a process whose variables another one has already."""
         tasks, replacement = self._variables.client.tasks, self._variables.client.replacement
         known = replacement.life_of(tasks.index(error.task)) if error.task in tasks else ""
-        return error.life not in ("", known)
+        return error.identity not in ("", known)
 
     def promote_backup(self, server: int) -> tuple[ServerRecovery | None, bool, str]:
         """Let the backup of a lost server take over.

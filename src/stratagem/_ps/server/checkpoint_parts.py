@@ -7,6 +7,7 @@ starter of the server provides: checkpoints are a higher layer.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,11 @@ from stratagem._ps.types import StateEntry
 from stratagem._wire import codec, messages
 from stratagem._wire.messages import PartRef, StateRecord
 from stratagem.errors import CheckpointCorrupt, CheckpointError
+
+_log = logging.getLogger("stratagem.ps")
+
+GIVE_UP_S: Final = 10.0
+"""How long a transfer that was given up may take to end: a thread looks after each piece of a megabyte."""
 
 _BLOCK_FILE: Final = re.compile(r"__[0-9]+_0\.distcp")
 
@@ -223,8 +229,12 @@ class SessionCheckpoints(Owner):
         """
         for directory, _ in message.chain:
             self._check(directory)
-        if self._transfer is not None:
-            self._transfer.give_up()
+        # A thread that still reads would overwrite rows later.
+        if self._transfer is not None and not self._transfer.give_up():
+            raise CheckpointError(
+                f"the transfer before has not ended within {GIVE_UP_S:g} s: its disk does not answer. "
+                "Repair the disk or restart this parameter server, and restore again."
+            )
         files = self._access.files
         assert files is not None
         if message.verify:
@@ -345,9 +355,15 @@ class _Transfer:
         assert self._result is not None
         return self._result
 
-    def give_up(self) -> None:
+    def give_up(self) -> bool:
+        """End the thread; return False if it has not ended in time: its disk does not answer."""
         self._given_up = True
-        self._thread.join()
+        self._thread.join(GIVE_UP_S)
+        if self._thread.is_alive():
+            _log.warning(
+                "a transfer of a checkpoint did not end within %g s: the disk hangs", GIVE_UP_S
+            )
+        return not self._thread.is_alive()
 
     def _progress(self, nbytes: int) -> None:
         self.moved += nbytes

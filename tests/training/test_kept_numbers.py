@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stratagem as sg
-from stratagem._core.kept_numbers import numbers_in, numbers_of
+from stratagem._core.number_writes import numbers_in, numbers_of
 from stratagem.errors import ReplicaError
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -255,7 +255,9 @@ def around(self, loss):
 
 
 def test_sums_are_no_recurrences():
-    assert numbers_in(sums.__code__).moved == frozenset()
+    found = numbers_in(sums.__code__)
+    assert (found.moved, found.varying) == (frozenset(), frozenset("abcd"))
+    assert found.items == {("f", 0, "moved")}
 
 
 def test_recurrences_are_found():
@@ -263,7 +265,7 @@ def test_recurrences_are_found():
 
 
 def test_what_goes_into_a_log_is_not_used():
-    _, alone = numbers_of([uses.__code__])
+    alone = numbers_of([uses.__code__]).used
     assert {name for name in alone if len(name) == 1} == set("ghim")
-    _, called = numbers_of([uses.__code__, scaled.__code__, around.__code__])
+    called = numbers_of([uses.__code__, scaled.__code__, around.__code__]).used
     assert {name for name in called if len(name) == 1} == set("ghijm")

@@ -2,7 +2,7 @@
 
 Examples are ``self.steps += 1``, ``global steps; steps += 1`` and the same with ``nonlocal``. Scheduled functions run in
 several processes, so their counters are kept in step by the coordinator (`_ps/coordinator/advance_ledger.py`). Replicas
-share counters: `step_counters` gives each replica its own values.
+share counters: `kept_numbers` gives each replica its own values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple, final
 from typing_extensions import override
 
 _ADDING: Final = frozenset({"+", "-", "+=", "-="})
-_CONSTANTS: Final = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _SETUP: Final = frozenset({"__init__", "__new__", "__setstate__", "load_state_dict"})
 """Methods that prepare an object: what they add up is no counter of steps."""
 
@@ -31,12 +30,8 @@ class CountedNames(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def counted_names(code: types.CodeType, *, varying: bool = False) -> CountedNames:
+def counted_names(code: types.CodeType) -> CountedNames:
     """Return the names that code, and the functions defined in it, increase or decrease.
-
-    Args:
-        code: the code.
-        varying: leave out names that are increased only by constants and outside loops: they count calls.
 
     Example:
         >>> def step(trainer):
@@ -44,32 +39,24 @@ def counted_names(code: types.CodeType, *, varying: bool = False) -> CountedName
         ...     trainer.loss = 2.0
         >>> sorted(counted_names(step.__code__).attributes)
         ['steps']
-        >>> sorted(counted_names(step.__code__, varying=True).attributes)
-        []
     """
     found: dict[str, set[str]] = {"ATTR": set(), "GLOBAL": set(), "DEREF": set()}
     loaded: set[tuple[str, str]] = set()
     adds = False
-    instructions = list(dis.get_instructions(code))
-    loops = [(one.argval, one.offset) for one in instructions if "JUMP_BACKWARD" in one.opname]
-    before = None
-    for one in instructions:
+    for one in dis.get_instructions(code):
         if one.starts_line is not None and one.starts_line is not False:
             loaded, adds = set(), False
         kind, _, place = one.opname.partition("_")
         if kind == "LOAD":
             loaded.add((place, str(one.argval)))
         elif one.opname == "BINARY_OP":
-            fixed = before is not None and before.opname in _CONSTANTS
-            in_loop = any(begin <= one.offset <= end for begin, end in loops)
-            adds |= one.argrepr in _ADDING and (not varying or not fixed or in_loop)
+            adds |= one.argrepr in _ADDING
         elif kind == "STORE" and place in found and adds and (place, one.argval) in loaded:
             found[place].add(one.argval)
-        before = one
     names = [found["ATTR"], found["GLOBAL"], found["DEREF"] & {*code.co_freevars}]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner = counted_names(constant, varying=varying)
+            inner = counted_names(constant)
             names[0] |= inner.attributes
             names[1] |= inner.globals
             names[2] |= inner.cells & {*code.co_freevars}
@@ -77,14 +64,14 @@ def counted_names(code: types.CodeType, *, varying: bool = False) -> CountedName
 
 
 @functools.lru_cache(maxsize=1024)
-def counted_attributes(kind: type[Any], *, varying: bool = False) -> frozenset[str]:
+def counted_attributes(kind: type[Any]) -> frozenset[str]:
     """Return the names of attributes that the methods of a class increase; see `counted_names`."""
     return frozenset(
         name
         for base in kind.__mro__[:-1]
         for method, member in vars(base).items()
         if isinstance(member, types.FunctionType) and method not in _SETUP
-        for name in counted_names(member.__code__, varying=varying).attributes
+        for name in counted_names(member.__code__).attributes
     )
 
 
@@ -132,10 +119,14 @@ class CounterSlot(StepCounter):
             self._held = weakref.ref(owner)
 
     @staticmethod
+    def place(owner: Owner, name: str) -> Any:
+        """Return the cell of a closure variable, the dict of the global variables, or the object."""
+        return _variables(owner, name) if isinstance(owner, types.FunctionType) else owner
+
+    @staticmethod
     def key(owner: Owner, name: str) -> Hashable:
         """Return what two functions that share a counter have in common."""
-        held = _variables(owner, name) if isinstance(owner, types.FunctionType) else owner
-        return id(held), name
+        return id(CounterSlot.place(owner, name)), name
 
     @property
     def is_gone(self) -> bool:

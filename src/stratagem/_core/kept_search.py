@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,8 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem._core.installed import is_installed
-from stratagem._core.kept_numbers import carried_by, is_number, numbers_of
+from stratagem._core.kept_numbers import KeptNumbers, is_number
 from stratagem._core.managed import find_managed
+from stratagem._core.number_writes import ANY, Numbers, key_name, numbers_of
 from stratagem._core.same_code import PLAIN, names_of
 from stratagem._core.write_kinds import LOCAL, Kinds, writes_of
 
@@ -28,6 +30,9 @@ MOST_OBJECTS: Final = 20_000
 """Objects that one search visits."""
 MOST_ITEMS: Final = 4096
 """Items of a list or dict that is searched; larger ones are data."""
+
+MOST_UNNAMED: Final = 256
+"""Items of a list or dict whose numbers are watched because code moves items of a local variable."""
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _LEFT_OUT: Final = (
@@ -45,6 +50,10 @@ _OF_MODULES: Final = frozenset(
 _SETUP: Final = ("init", "reset", "load", "setstate")
 """How the names of methods begin that prepare an object; a step does not call them."""
 _FUNCTION: Final = types.FunctionType
+_KINDS: Final = ("moved", "varying", "added")
+_OTHERS: Final = frozenset({"builtins", "collections", "keras", "numpy", "stratagem", "torch"})
+"""Packages whose classes count nothing that concerns a step."""
+_OF_BATCHES: Final = (Tensor, list, tuple, dict, np.ndarray)
 
 
 @final
@@ -60,15 +69,14 @@ class Place:
     Attributes:
         kinds: how the code that was found writes it; empty: no code that was found does.
         by_memory: whether code may write it through ``.data``, which counts no version.
-        is_used: for numbers, whether code computes something else with it.
     """
 
-    __slots__ = ("by_memory", "holder", "is_used", "keys", "kinds", "name", "path")
+    __slots__ = ("by_memory", "holder", "keys", "kinds", "name", "path")
 
     def __init__(self, holder: Any, keys: tuple[str, ...] | None, path: str, name: str) -> None:
         self.holder, self.keys, self.path, self.name = holder, keys, path, name
         self.kinds: Kinds = frozenset()
-        self.by_memory = self.is_used = False
+        self.by_memory = False
 
     def values(self) -> list[Any]:
         """Return what the place holds now."""
@@ -116,17 +124,21 @@ class Search:
 
     Args:
         function: the function, perhaps with objects that it gets as arguments (``functools.partial``).
+        only_numbers: find no tensors, and find sums of numbers, too.
 
     Attributes:
         places: where the tensors are.
-        numbers: where the Python numbers are that the user's code moves.
+        numbers: the Python numbers that the user's code moves.
         carried: where results of a graph are that the user's code carries to the next step.
         writes: whether any code that was found writes in place.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, only_numbers: bool = False) -> None:
+        self._only_numbers = only_numbers
         self.places: list[Place] = []
-        self.numbers: list[Place] = []
+        self.numbers: list[KeptNumbers] = []
+        self._number_places: list[Place] = []
+        self._containers: list[Place] = []
         self.carried: list[Place] = []
         self._codes: set[types.CodeType] = set()
         self._own_codes: set[types.CodeType] = set()
@@ -147,17 +159,32 @@ class Search:
         self._todo.clear()
 
     def _keep_what_moves(self) -> None:
-        """Leave out numbers that the user's code does not move, and results that it does not carry to the next step."""
-        moved, used = numbers_of(self._own_codes)
-        self.numbers = [place for place in self.numbers if place.name in moved]
-        for place in self.numbers:
-            place.is_used = place.name in used
-        carried = carried_by(self._own_codes)
-        self.carried = [place for place in self.carried if place.name in carried]
+        """Find the numbers that the user's code moves, and the results that it carries to the next step."""
+        found = numbers_of(self._own_codes)
+        changed = found.moved | (found.varying if self._only_numbers else frozenset())
+        for place in self._number_places:
+            name = place.name
+            is_variable = place.path == f"variable {name!r}"
+            if name in changed and name in (found.variables if is_variable else found.attributes):
+                is_sum = name in found.varying and not self._only_numbers
+                moves = functools.partial(_constantly, "varying" if is_sum else True)
+                uses = functools.partial(_constantly, name in found.used)
+                self.numbers.append(
+                    KeptNumbers(place.holder, moves, place.path, uses, place.keys or ())
+                )
+        self._number_places = []
+        names = {name for name, _, _ in found.items}
+        local = {key for name, key, _ in found.items if name == LOCAL}
+        for place in self._containers:
+            is_small = ANY in local and len(place.holder) <= MOST_UNNAMED and not self._only_numbers
+            if place.name in names or is_small or not local.isdisjoint(_keys_of(place.holder)):
+                self.numbers.append(_kept_items(place, found, with_sums=self._only_numbers))
+        self._containers = []
+        self.carried = [place for place in self.carried if place.name in found.carried]
         for place in self.carried:
             place.kinds = frozenset({"moves", "binds"})
         for place in self.places:
-            if place.name in carried and "binds" in place.kinds:
+            if place.name in found.carried and "binds" in place.kinds:
                 place.kinds |= {"moves"}
 
     def _visit(self, value: Any, path: str, name: str) -> None:
@@ -225,6 +252,9 @@ class Search:
                 continue
             own = not is_installed(base.__module__)
             for name, member in vars(base).items():
+                if own and is_number(member):
+                    path = f"{base.__qualname__}.{name}"
+                    self._number_places.append(Place(base, (name,), path, name))
                 if name.lstrip("_").startswith(_SETUP):
                     continue
                 function = getattr(member, "fget", None) or getattr(member, "__func__", member)
@@ -241,9 +271,19 @@ class Search:
         kind = type(value)
         self._visit(kind, path, LOCAL)
         held = getattr(value, "__dict__", None)
+        where = f"{path} → {kind.__qualname__}"
+        for name, member in _members(kind):
+            is_default = type(held) is dict and is_number(member) and name not in held
+            if is_default or type(member) is types.MemberDescriptorType:
+                holder = held if is_default else value
+                self._number_places.append(Place(holder, (name,), f"{where}.{name}", name))
         if type(held) is not dict:
             return
-        where = f"{path} → {kind.__qualname__}"
+        for name in _counted_by_packages(kind):  # type: ignore[arg-type]
+            if type(held.get(name)) is int:
+                self.numbers.append(
+                    KeptNumbers(held, lambda _: True, f"{where}.{name}", lambda _: False, (name,))
+                )
         if isinstance(value, nn.Module):
             for name, part in list(value._modules.items()):
                 self._visit(part, f"{where}.{name}", LOCAL)
@@ -254,14 +294,67 @@ class Search:
     def _held(self, place: Place, *, items: bool = False) -> None:
         """Note a place with tensors; search the other values in it."""
         values = place.values()
-        if any(is_kept(value) or holds_tensors(value) for value in values):
+        if not self._only_numbers and any(is_kept(one) or holds_tensors(one) for one in values):
             self.places.append(place)
         elif not items and len(values) == 1 and is_number(values[0]):
-            self.numbers.append(place)
+            self._number_places.append(place)
+        elif items and isinstance(place.holder, (dict, list)):
+            self._containers.append(place)
         elif not items and any(map(_is_result, values)):
             self.carried.append(place)
         for number, value in enumerate(values):
             self._visit(value, f"{place.path}[{number}]" if items else place.path, place.name)
+
+
+def _constantly(value: bool | str, key: Hashable) -> Any:
+    return value
+
+
+def _keys_of(holder: dict[Hashable, Any] | list[Any]) -> Iterable[Hashable]:
+    return holder if isinstance(holder, dict) else range(len(holder))
+
+
+def _kept_items(place: Place, found: Numbers, *, with_sums: bool) -> KeptNumbers:
+    """Return the numbers of a dict or list that code moves; code that names it counts more than other code."""
+    kinds: dict[tuple[str, Hashable], str] = {}
+    for name, key, kind in sorted(found.items, key=lambda each: _KINDS.index(each[2])):
+        kinds[name, key] = kind  # the last one counts
+
+    def moves(key: Hashable) -> bool | str:
+        for name in (place.name, LOCAL):
+            for each in (key, ANY):
+                if name == LOCAL and each is ANY and with_sums:
+                    continue  # it may concern any container
+                if (kind := kinds.get((name, each))) is not None:
+                    return with_sums or {"moved": True, "added": False}.get(kind, kind)
+        return False
+
+    def uses(key: Hashable) -> bool:
+        return key_name(key) in found.used or (
+            (place.name, ANY) in kinds and place.name in found.used
+        )
+
+    return KeptNumbers(place.holder, moves, place.path, uses)
+
+
+@functools.lru_cache(maxsize=1024)
+def _counted_by_packages(kind: type[Any]) -> frozenset[str]:
+    """Return the attributes that methods of installed classes move, which count calls of a module or object."""
+    bases = [base for base in kind.__mro__[:-1] if is_installed(base.__module__)]
+    parts = [vars(base) for base in bases if base.__module__.partition(".")[0] not in _OTHERS]
+    found = numbers_of(
+        member.__code__
+        for members in parts
+        for name, member in members.items()
+        if type(member) is _FUNCTION and not name.lstrip("_").startswith(_SETUP)
+    )
+    return found.moved - found.varying
+
+
+def _members(kind: type[Any]) -> list[tuple[str, Any]]:
+    """Return the members of the classes of the user that an object's class is made of."""
+    bases = [base for base in kind.__mro__[:-1] if not is_installed(base.__module__)]
+    return [member for base in bases for member in vars(base).items()]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -297,3 +390,41 @@ def is_kept(value: Any) -> bool:
         return False
     managed = find_managed(value)
     return managed is None or managed.central is value
+
+
+# ------------------------------------------------------------------ functions
+
+
+def with_objects(call: functools.partial[Any]) -> Callable[..., Any]:
+    """Return a function with those of its arguments that may count or keep something: not the batch."""
+    given = [one for one in (*call.args, *call.keywords.values()) if _is_object(one)]
+    return functools.partial(call.func, *given) if given else call.func
+
+
+def _is_object(value: object) -> bool:
+    return type(value) not in PLAIN and not isinstance(value, _OF_BATCHES)
+
+
+def function_key(function: Any) -> Hashable:
+    """Return the code of a function and the identities of the objects that it refers to or gets."""
+    given: list[int] = []
+    while isinstance(function, functools.partial):
+        given += [_identity(one) for one in function.args]
+        function = function.func
+    owner = id(getattr(function, "__self__", None))
+    inner = getattr(function, "__func__", function)
+    if type(inner) is not types.FunctionType:
+        return type(function), id(function), *given
+    held = inner.__globals__
+    found = [*given, owner, *[_identity(held.get(name)) for name in names_of(inner.__code__)]]
+    for cell in inner.__closure__ or ():
+        try:
+            found.append(_identity(cell.cell_contents))
+        except ValueError:  # the variable has no value yet
+            found.append(0)
+    return inner.__code__, *found
+
+
+def _identity(value: object) -> int:
+    """Return the id of an object that may have counters; numbers and tensors are other ones in every step."""
+    return 0 if type(value) in PLAIN or isinstance(value, Tensor) else id(value)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast, final
 import torch
 from torch import Tensor
 
-from stratagem._core.kept_numbers import KeptNumber
+from stratagem._core.kept_numbers import KeptNumbers
 from stratagem._core.kept_search import Place, Search, holds_tensors, is_kept
 from stratagem._core.managed import find_managed
 from stratagem._core.same_code import PLAIN
@@ -299,14 +299,14 @@ class KeptValues:
         self._found: list[Place] = []
         self._places: list[tuple[Place, list[Any]]] = []  # and what they held last
         self._kept: dict[int, _Kept] = {}
-        self._bound: list[_Bound | KeptNumber] = []
-        self._numbers: list[KeptNumber] = []
+        self._bound: list[_Bound | KeptNumbers] = []
+        self._numbers: list[KeptNumbers] = []
         self._carried: list[_Bound] = []
-        self._all: Sequence[_Kept | _Bound | KeptNumber] = ()
+        self._all: Sequence[_Kept | _Bound | KeptNumbers] = ()
         self._tensors: list[Tensor] = []
         self._versions = 0
         self._by_memory = False
-        self._pending: list[_Kept | _Bound | KeptNumber] = []
+        self._pending: list[_Kept | _Bound | KeptNumbers] = []
         self._runs = 0
 
     @property
@@ -324,7 +324,7 @@ class KeptValues:
             found = Search(function)
             self.writes = found.writes
             self._found = [place for place in found.places if found.writes and _is_wanted(place)]
-            self._numbers = [KeptNumber(each, used=each.is_used) for each in found.numbers]
+            self._numbers = found.numbers
             self._carried = [_Bound(each) for each in found.carried]
             self._places = []
         if not (self._found or self._numbers or self._carried):
@@ -403,13 +403,11 @@ class KeptValues:
 
     def refuse_writes(self) -> None:
         """Raise if replicas that run at the same time have written a tensor or number, other than by adding to it."""
-        for number in self._numbers:
-            number.refuse_changes()
-        if not self._may_be_written():
-            return
-        for kept in self._kept.values():
+        for kept in self._kept.values() if self._may_be_written() else ():
             if kept.is_written() and kept.place.kinds & {"moves", "grows"}:
                 kept.refuse("and replicas run at the same time (parallel_replicas=True)")
+        for number in self._numbers:
+            number.refuse_changes()
 
     def share(self, replica_id: int) -> None:
         """Let all replicas see what code has written that ran once for them, with the values of this one."""

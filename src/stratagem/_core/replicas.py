@@ -17,6 +17,7 @@ from typing_extensions import override
 from stratagem._core import context, gradients, values
 from stratagem._core.context import Replica
 from stratagem._core.devices import Device
+from stratagem._core.kept_search import function_key, with_objects
 from stratagem._core.kept_values import WatchedValues, kept_by
 from stratagem._core.leaf_writes import LeafWrites
 from stratagem._core.managed import finish_run
@@ -34,7 +35,6 @@ from stratagem._core.replica_threads import (
     compute_on,
 )
 from stratagem._core.replicated_parameters import join_run
-from stratagem._core.step_counters import counters_of, function_key, with_objects
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.random_streams import Streams
@@ -146,10 +146,7 @@ class ReplicaGroup:
         watched = kept.begin(function)
         if self._parallel:
             return [WatchedValues(kept)] if watched else []
-        counters = counters_of(function, self.size, key)
-        found: list[OwnValues] = [] if counters is None else [counters]
-        if watched:
-            found.append(kept)
+        found: list[OwnValues] = [kept] if watched else []
         if kept.writes:
             self.saves_parameters = "always" if kept.is_first_run else "written"
             found.append(LeafWrites(self.replicas))

@@ -26,6 +26,7 @@ from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.unpicklable import path_to
+from stratagem._cluster.coordinator.worker_numbers import NumbersOnWorkers, unwrapped
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
 from stratagem._core.fingerprints import Fingerprint, plain_fingerprint
@@ -75,6 +76,7 @@ class Packer:
         # classes: functions sent in an earlier epoch must be sent again.
         self._classes: weakref.WeakKeyDictionary[type, Hashable] = weakref.WeakKeyDictionary()
         self._epoch = 0
+        self._numbers = NumbersOnWorkers()
         self._tokens: list[Hashable] = []
         self._holds: list[object] = []
         # The last arguments that cannot change; weakly, since they keep per-worker values alive.
@@ -96,12 +98,16 @@ class Packer:
             managed = known[1].managed_if_same(function)
             if managed is not None:
                 return known[2], managed
-        own = not is_installed(getattr(function, "__module__", None))  # else it travels by name
+        own = not is_installed(
+            getattr(unwrapped(function), "__module__", None)
+        )  # else it travels by name
         seen = Fingerprint(function, self._token_or_none, self._digest, find_counters=own)
         held, seen.managed = seen.managed, []
         owners, seen.counters = seen.counters, []
         packed = self._recent.get((self._epoch, seen))
         if packed is None:
+            if own:
+                self._numbers.warn(function, owners)
             packed, held = self._pack_function(function, owners)
             self._recent[self._epoch, seen] = packed
             if len(self._recent) > FUNCTION_LIMIT:

@@ -1,0 +1,74 @@
+"""A warning about Python numbers that a scheduled function changes and that stay on the worker.
+
+Integers in attributes, global and nonlocal variables are counters, which the coordinator keeps in step (`_core/counters.py`). Any
+other number that a function computes from its own value changes on the worker that runs the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+from stratagem._core.counters import CounterSlot
+from stratagem._core.kept_search import Search
+
+_log = logging.getLogger("stratagem.cluster")
+
+MOST_NAMED: Final = 8
+"""Numbers that one warning names."""
+
+
+@final
+class NumbersOnWorkers:
+    """The functions of one coordinator that were checked."""
+
+    def __init__(self) -> None:
+        self._checked: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+
+    def warn(self, function: Callable[..., object], owners: Sequence[tuple[Any, str]]) -> None:
+        """Warn, once for each function, about numbers that only a worker will see.
+
+        Args:
+            function: the function, when it is packed.
+            owners: owner and name of the counters that the coordinator keeps in step.
+        """
+        inner = unwrapped(function)
+        code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+        if not isinstance(code, types.CodeType) or code in self._checked:
+            return
+        self._checked.add(code)
+        kept = {_place(owner, name) for owner, name in owners}
+        found = [
+            words
+            for numbers in Search(function, only_numbers=True).numbers
+            for key, words in numbers.places().items()
+            if (id(numbers.holder), key) not in kept and (id(numbers.holder), "") not in kept
+        ]
+        if found:
+            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+            _log.warning(
+                "%s changes numbers that stay on the worker which runs it: %s%s. The coordinator and other workers do not "
+                "see the change, and it is lost with the worker. Only integers in attributes, global and nonlocal "
+                "variables move everywhere. Return the number from the function and add it up on the coordinator, pass "
+                "it as an argument, or keep it in a buffer or sg.Variable.",
+                getattr(inner, "__qualname__", function), ", ".join(found[:MOST_NAMED]), more,
+            )  # fmt: skip
+
+
+def unwrapped(function: Any) -> Any:
+    """Return the function inside a ``functools.partial``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _place(owner: Any, name: str) -> tuple[int, str]:
+    """Return the identity of the dict or cell with a counter, and its key there."""
+    if not isinstance(owner, types.FunctionType):
+        return id(getattr(owner, "__dict__", None)), name
+    place = CounterSlot.place(owner, name)
+    return id(place), "" if isinstance(place, types.CellType) else name

@@ -200,6 +200,41 @@ def test_dtypes_convert(tmp_path):
         list(Dataset.from_parquet(path, ["x"], dtypes={"x": torch.int64}))
 
 
+def test_numpy_files_follow_the_rules_of_other_columns(tmp_path):
+    path = tmp_path / "a.npz"
+    arrays = {
+        "small": np.array([65535, 1], np.uint16),
+        "large": np.array([7, 2**40], np.uint64),
+        "byte": np.array([255, 0], np.uint8),
+        "x": np.array([1.5, 2.0]),
+        "day": np.array(["2020-01-02", "2020-01-03"], "M8[D]"),
+        "text": np.array(["a", "b"]),
+    }
+    np.savez(path, **arrays)
+    names = {"s": "small", "l": "large", "b": "byte", "d": "day"}
+    (batch,) = Dataset.from_numpy(path, names, 2, dtypes={"day": torch.int64, "byte": torch.int16})
+    assert {name: each.dtype for name, each in batch.items()} == {
+        "s": torch.int32,
+        "l": torch.int64,
+        "b": torch.int16,
+        "d": torch.int64,
+    }
+    assert plain(batch) == {"s": [65535, 1], "l": [7, 2**40], "b": [255, 0], "d": [18263, 18264]}
+    for options, text in (
+        ({"columns": ["x"], "dtypes": {"x": torch.int64}}, "values that torch.int64 cannot hold"),
+        ({"columns": ["large"], "dtypes": {"large": torch.int8}}, "values that torch.int8 cannot"),
+        ({"columns": ["day"]}, "cannot become a tensor"),
+        ({"columns": ["text"], "dtypes": {"text": torch.int64}}, "cannot become a tensor"),
+        ({"columns": ["x"], "hash_buckets": {"x": 5}}, "cannot be hashed"),
+        ({"columns": ["x"], "dtypes": {"small": torch.int64}}, "dtypes names array 'small'"),
+    ):
+        with pytest.raises(sg.errors.ColumnError, match=text):
+            list(Dataset.from_numpy(path, batch_size=2, **options))
+    np.save(tmp_path / "b.npy", np.arange(3))
+    with pytest.raises(sg.errors.ColumnError, match=r"one array without a name: use .map"):
+        list(Dataset.from_numpy(tmp_path / "b.npy", dtypes={"x": torch.float32}))
+
+
 def test_batches_own_their_memory(tmp_path):
     """Writing into a batch changes neither the file, nor other batches."""
     path = tmp_path / "a.arrow"

@@ -77,6 +77,22 @@ def test_elements_do_not_alias_their_source():
     assert rows.sum() == 0
 
 
+def test_changing_an_element_in_place_leaves_the_cache_as_it_was(tmp_path):
+    """A step may normalize its batch in place and add to a dict: the next epoch must not see it."""
+    np.savez(tmp_path / "a.npz", x=np.arange(6))
+    columns = Dataset.from_numpy(tmp_path / "a.npz", ["x"], 4)
+    rows = Dataset.range(6).map(lambda x: {"x": x})
+    for cached in (columns.cache(), rows.cache(), rows.cache().map(lambda e: e)):
+        expected = [element["x"].clone() for element in cached]
+        for _ in range(2):
+            for element in cached:
+                element["x"] += 100
+                element["more"] = 1
+        again = list(cached)
+        assert all(torch.equal(e["x"], x) for e, x in zip(again, expected, strict=True))
+        assert all(set(element) == {"x"} for element in again)
+
+
 def test_elements_of_a_generator_that_reuses_its_array_stay_apart():
     """User code may hand out one array again and again; reading ahead must not see it change."""
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, final
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from stratagem._data import batch_rows, nests
@@ -238,6 +239,7 @@ class NumpyFormat(ColumnFormat):
     def open(self, path: str, files: Sequence[str]) -> ColumnFile:
         first = files[0]
         columns = NumpyColumns(path, self.selection)
+        columns.check_options()
         if first not in self._layouts:
             like = columns if path == first else NumpyColumns(first, self.selection)
             self._layouts[first] = like.layout()
@@ -284,6 +286,23 @@ class NumpyColumns(ColumnFile):
             columns[name] = archive[source]
         return columns
 
+    def check_options(self) -> None:
+        """Raise if options name arrays that are not read."""
+        read = (
+            self._selection.chosen(list(self._columns)) if isinstance(self._columns, dict) else []
+        )
+        for option in ("dtypes", "hash_buckets"):
+            for name in getattr(self._selection, option):
+                if name not in read:
+                    has = (
+                        ", ".join(map(repr, read)) or "one array without a name: use .map(function)"
+                    )
+                    raise ColumnError(
+                        f"{option} names array {name!r}, which is not read from file {self._path!r}; it has {has}",
+                        path=self._path,
+                        column=name,
+                    )
+
     def layout(self) -> dict[str, Any]:
         """Return type and row shape of the arrays by name."""
         arrays = nests.named_leaves(self._columns)
@@ -305,13 +324,41 @@ class NumpyColumns(ColumnFile):
         return sliced(self._path, self._rows)
 
     def read(self, rows: RowRange) -> Iterator[Any]:
-        def leaf(array: Any) -> Any:
-            return nests.array_to_tensor(np.array(array[rows.start : rows.stop]))
+        if not isinstance(self._columns, dict):
+            yield self._convert("", np.array(self._columns[rows.start : rows.stop]))
+            return
+        sources = self._selection.sources(list(self._columns))
+        yield {
+            name: self._convert(str(sources[name]), np.array(array[rows.start : rows.stop]))
+            for name, array in self._columns.items()
+        }
 
-        columns = nests.map_leaves(leaf, self._columns)
-        if isinstance(columns, dict):
-            for name, buckets in self._selection.hash_buckets.items():
-                columns[name] = hash_bucket(columns[name], buckets)
-            for name, dtype in self._selection.dtypes.items():
-                columns[name] = columns[name].to(dtype)
-        yield columns
+    def _convert(self, name: str, array: Any) -> Any:
+        """Return rows of an array as a tensor, by the rules for columns of other files."""
+        buckets = self._selection.hash_buckets.get(name)
+        dtype = self._selection.dtypes.get(name)
+        kind = array.dtype.kind
+        if buckets is not None:
+            if kind not in "USOiub":
+                raise self._refused(name, array, "cannot be hashed; expected text or integers")
+            return hash_bucket(nests.array_to_tensor(array), buckets)
+        if kind in "Mm" and dtype is not None:
+            array = array.astype(np.int64)
+        elif kind in "Mm" or (kind in "USO" and dtype is not None):
+            raise self._refused(name, array, "cannot become a tensor. Convert it, or leave it out")
+        if dtype is None:
+            if array.dtype.itemsize == 1 or kind != "u":
+                return nests.array_to_tensor(array)
+            dtype = torch.int32 if array.dtype.itemsize == 2 else torch.int64
+        # By way of NumPy, which compares all of its types.
+        tensor = nests.array_to_tensor(array).to(dtype)
+        if not dtype.is_floating_point and not np.array_equal(tensor.numpy(), array):
+            raise self._refused(name, array, f"has values that {dtype} cannot hold")
+        return tensor
+
+    def _refused(self, name: str, array: Any, reason: str) -> ColumnError:
+        return ColumnError(
+            f"array {name!r} of file {self._path!r} ({array.dtype}) {reason}.",
+            path=self._path,
+            column=name,
+        )

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from stratagem._data.column_cursors import ColumnShuffleCursor
 from stratagem._data.cursor import END, Cursor, CursorContext, SelectionCursor, State, StepCursor
+from stratagem._data.nests import copied
 from stratagem._data.node import UNKNOWN, Step
 from stratagem._data.row_numbers import CountingCursor, SelectionStep
 from stratagem._data.seeds import BufferDraws, permutation
@@ -188,7 +189,8 @@ class CacheCursor(StepCursor["CacheNode"]):
             else:
                 self._elements.append(element)
         self._position += 1
-        return self._elements[self._position - 1]
+        # A copy: later epochs must not see what the program writes into an element.
+        return copied(self._elements[self._position - 1])
 
     def _keep(self) -> None:
         self._complete = True

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conserved import trained_plainly
 from torch import nn
 from warm_start import Program
 
@@ -326,15 +327,7 @@ def test_a_rewound_run_repeats_the_steps_since_the_checkpoint(tmp_path: Path, na
                     saving = manager.step(number + 1) or saving
                 assert first.numpy().tolist() == second.numpy().tolist() == [float(steps)] * 3
                 assert schedule.last_epoch == steps
-                expected = nn.Linear(4, 4)
-                for parameter in expected.parameters():
-                    nn.init.zeros_(parameter)
-                plain = getattr(torch.optim, name)(expected.parameters(), lr=0.5)
-                for _ in range(steps):
-                    plain.zero_grad()
-                    expected(torch.ones(1, 4)).sum().backward()
-                    plain.step()
-                assert torch.allclose(layer.weight, expected.weight)
+                assert torch.allclose(layer.weight, trained_plainly(name, steps))
                 found = coordinator.recoveries
                 assert [one.step for one in found] == [0, 10]
                 assert [set(one.updates.values()) for one in found] == [{6}, {8}]

@@ -17,6 +17,7 @@ from stratagem._data import autoshard
 from stratagem._data.distribute import distribute_dataset
 from stratagem.data import AutoShardPolicy, Dataset, DistributeOptions, RowRange
 from tests.data.columnar_files import FORMATS, make_files, plain, rows_of, table_of, write_parquet
+from tests.data.resuming import resumed_rest
 
 
 def _noise(batch, rng):
@@ -43,24 +44,9 @@ STEPS = {
 }
 
 
-def through_a_file(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def check_resuming(build, stop):
-    torch.manual_seed(3)
-    with iter(build()) as iterator:
-        for _, _ in zip(range(stop), iterator, strict=False):
-            pass
-        state = through_a_file(iterator.state_dict())
-        rest = [plain(x) for x in iterator]
-    torch.manual_seed(4)
-    with iter(build()) as resumed:
-        resumed.load_state_dict(state)
-        assert [plain(x) for x in resumed] == rest
+    rest, resumed = resumed_rest(build, stop, plain)
+    assert resumed == rest
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))

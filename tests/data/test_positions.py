@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,34 +10,13 @@ from hypothesis import strategies as st
 import stratagem as sg
 from stratagem.data import Dataset
 from tests.data.pipelines_strategy import ALL_STEPS, SOURCES, pipelines
+from tests.data.resuming import resumed_rest, through_a_file
 
 
 def plain(element):
     if isinstance(element, tuple):
         return tuple(plain(e) for e in element)
     return element.tolist()
-
-
-def through_a_file(state):
-    """A position must survive torch.save with weights_only."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def resumed_rest(build, stop):
-    """(the rest without interruption, the rest after resuming in a fresh dataset)."""
-    torch.manual_seed(3)
-    with iter(build()) as iterator:
-        for _, _ in zip(range(stop), iterator, strict=False):
-            pass
-        state = through_a_file(iterator.state_dict())
-        rest = [plain(x) for x in iterator]
-    torch.manual_seed(4)
-    with iter(build()) as resumed:
-        resumed.load_state_dict(state)
-        return rest, [plain(x) for x in resumed]
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["rows", "batches"])
@@ -55,7 +32,7 @@ def test_each_step_resumes_wherever_it_stopped(step, batched):
         torch.manual_seed(3)
         length = len(list(build()))
         for stop in sorted({*range(min(length, 13)), length - 1, length}):
-            rest, resumed = resumed_rest(build, stop)
+            rest, resumed = resumed_rest(build, stop, plain)
             assert resumed == rest, (source, stop)
 
 
@@ -67,7 +44,7 @@ def test_every_pair_of_steps_resumes(first):
         def build(second=second):
             return ALL_STEPS[second](ALL_STEPS[first](SOURCES["generator"](12)))
 
-        rest, resumed = resumed_rest(build, 5)
+        rest, resumed = resumed_rest(build, 5, plain)
         assert resumed == rest, second
 
 

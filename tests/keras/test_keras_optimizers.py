@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -48,12 +48,6 @@ def test_every_optimizer_gives_the_numbers_of_plain_keras(name: str, kind: str) 
     strategy: sg.Strategy = STRATEGIES[kind]()
     make = WRAPPERS.get(name, lambda: of_keras()[name](learning_rate=0.01))
     compare(lambda: dense(optimizer=make()), fit, strategy, name)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
-        yield made
 
 
 @pytest.mark.soak

@@ -19,13 +19,6 @@ import stratagem as sg
 X, Y = rows()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """One worker, so that results do not depend on timing."""
-    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
-        yield made
-
-
 @pytest.fixture
 def strategy(cluster: Any) -> Iterator[Any]:
     with sg.ParameterServerStrategy(cluster.resolver) as made:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,28 +19,6 @@ import stratagem as sg
 importlib.import_module(
     "keras.src.trainers.data_adapters.py_dataset_adapter"
 )._SEQUENCE_COUNTER = multiprocessing.Value("i", 0)
-
-# One strategy of replicas, and servers; the others in the long tests.
-KINDS = [
-    "mirrored",
-    "servers",
-    *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("one device", "central")),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """One worker, so that results do not depend on timing."""
-    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
-        yield made
-
-
-@pytest.fixture(params=KINDS)
-def strategy(request: pytest.FixtureRequest, cluster: Any) -> Iterator[Any]:
-    servers = {"servers": lambda: sg.ParameterServerStrategy(cluster.resolver)}
-    with (STRATEGIES | servers)[request.param]() as made:
-        yield made
-
 
 _plain: dict[str, Any] = {}
 

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import torch
-from keras_models import STRATEGIES, dense, rows
+from keras_models import dense, rows
 
 import stratagem as sg
 
 X, Y = rows()
-
-
-# The strategies of one machine differ in their devices only.
-KINDS = [
-    "mirrored",
-    "servers",
-    *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("one device", "central")),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """One worker, so that results do not depend on timing."""
-    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
-        yield made
-
-
-@pytest.fixture(params=KINDS)
-def strategy(request: pytest.FixtureRequest, cluster: Any) -> Iterator[Any]:
-    servers = {"servers": lambda: sg.ParameterServerStrategy(cluster.resolver)}
-    with (STRATEGIES | servers)[request.param]() as made:
-        yield made
 
 
 def train(model: Any) -> Any:

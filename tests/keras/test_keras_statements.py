@@ -18,13 +18,6 @@ from keras_models import STRATEGIES, assert_close, classifier, compare, dense
 import stratagem as sg
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """One worker, so that results do not depend on timing."""
-    with sg.LocalCluster(workers=1, ps=2, in_process=True) as made:
-        yield made
-
-
 @pytest.fixture(params=["mirrored", "servers"])
 def strategy(request: pytest.FixtureRequest, cluster: Any) -> Iterator[Any]:
     if request.param == "servers":

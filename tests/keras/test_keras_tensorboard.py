@@ -16,12 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import stratagem as sg
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with sg.LocalCluster(workers=1, ps=1, in_process=True) as made:
-        yield made
-
-
 @pytest.fixture(params=["one device", "mirrored", "servers"])
 def strategy(request: pytest.FixtureRequest, cluster: Any) -> Iterator[Any]:
     servers = {"servers": lambda: sg.ParameterServerStrategy(cluster.resolver)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import sys
 import threading
 import weakref
@@ -65,6 +66,63 @@ def test_a_class_of_an_extension_under_another_name_is_sent_by_name(
         return kept[0] == torch.nn.attention.SDPBackend.MATH
 
     assert run(alone, use)
+
+
+CACHED_MODULE = """
+import functools
+import torch
+
+@functools.lru_cache(maxsize=8)
+def power(base, exponent):
+    return base if exponent == 1 else base * power(base, exponent - 1)
+
+class Table(torch.nn.Linear):
+    @staticmethod
+    @functools.cache
+    def size():
+        return power(2, 3)
+
+    def forward(self, x):
+        return super().forward(x) * self.size()
+"""
+
+
+def test_functions_with_a_cache_need_no_module_on_the_worker(
+    alone: sg.ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in vector-quantize-pytorch: ``@functools.cache`` on a helper of the model's module."""
+    (tmp_path / "my_cached_model.py").write_text(CACHED_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module: Any = importlib.import_module("my_cached_model")
+    monkeypatch.setitem(sys.modules, "my_cached_model", module)
+
+    @functools.cache
+    def local(x: int) -> int:
+        return x + 1
+
+    with alone.strategy.scope():
+        model = module.Table(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+
+    def use() -> tuple[float, int, int, int | None]:
+        found = float(model(torch.ones(1, 2))), module.power(3, 4), local(1)
+        return *found, module.power.cache_parameters()["maxsize"]
+
+    assert run(alone, use) == (16.0, 81, 2, 8)
+
+
+def test_a_captured_function_with_a_cache_is_not_packed_again(alone: sg.ClusterCoordinator) -> None:
+    @functools.cache
+    def double(x: int) -> int:
+        return 2 * x
+
+    def use() -> int:
+        return double(4)
+
+    assert run(alone, use) == 8
+    before = sg.metrics.snapshot().counters.get("coordinator.functions_packed_again", 0)
+    assert [run(alone, use) for _ in range(3)] == [8, 8, 8]
+    assert sg.metrics.snapshot().counters.get("coordinator.functions_packed_again", 0) == before
 
 
 class Demanding(nn.Module):

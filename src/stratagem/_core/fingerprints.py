@@ -45,6 +45,7 @@ _WRAPPED: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
     classmethod: lambda member: (member.__func__,),
     property: lambda member: (member.fget, member.fset, member.fdel),
     functools.cached_property: lambda member: (member.func,),
+    type(functools.cache(len)): lambda cached: (cached.__wrapped__,),
 }
 
 Digest = Callable[[Any], tuple[Hashable, Sequence[Any]]]

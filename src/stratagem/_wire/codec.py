@@ -254,7 +254,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if type(obj) is types.ModuleType and obj.__name__ in _SENT_BY_VALUE:
             state = variables_of(obj) if self._states is None else self._sendable(obj)
             return types.ModuleType, (obj.__name__,), state, None, None, fill_module
-        special = reduce_special(obj, self._describe)
+        special = reduce_special(obj, self._describe, _SENT_BY_VALUE)
         if special is not None:
             return special
         reduced = super().reducer_override(obj)

@@ -43,6 +43,7 @@ POINTS: Final = {
     "save.before_fsync": "a process has written its file of a checkpoint and not flushed it",
     "coordinator.scheduled": "a closure is queued and not sent",
     "coordinator.finished": "a result has arrived and is not noted",
+    "coordinator.in_attach": "a new coordinator has claimed a live job and has not adopted its variables",
     "coordinator.between_cuts": "one parameter server was asked for its cut, the next one not yet",
     "coordinator.before_manifest": "all files of a checkpoint but its manifest are on disk",
     "coordinator.before_rename": "a checkpoint is complete and not visible",

@@ -18,9 +18,6 @@ import stratagem as sg
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 ROWS, COLUMNS = 101, 4
-COUNTS = (0, 1, 2, 3)
-"""Numbers of servers; 0 is one device without a cluster."""
-
 PARTITIONERS: tuple[Any, ...] = (
     None,
     sg.partitioners.FixedShardsPartitioner(5),
@@ -89,11 +86,17 @@ def servers(count: int) -> Iterator[sg.LocalCluster | None]:
 
 
 @pytest.mark.slow
-def test_every_number_of_servers_to_every_other(tmp_path: Path) -> None:
-    """Bit for bit, also as plain PyTorch reads it; each number of servers has several partitioners."""
+@pytest.mark.parametrize(
+    "counts", [(0, 1, 2, 3), pytest.param((0, 1, 2, 3, 4, 5), marks=pytest.mark.soak)]
+)
+def test_every_number_of_servers_to_every_other(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    """Bit for bit, also as plain PyTorch reads it; each number of servers has several partitioners.
+
+    0 servers is one device without a cluster.
+    """
     saved: dict[Path, dict[str, torch.Tensor]] = {}
     choices = itertools.cycle(PARTITIONERS)
-    for count in COUNTS:
+    for count in counts:
         with servers(count) as cluster:
             for turn in range(2 if count else 1):
                 with trained(cluster, next(choices), seed=10 * count + turn) as made:
@@ -107,7 +110,7 @@ def test_every_number_of_servers_to_every_other(tmp_path: Path) -> None:
         read = written.read_by_torch(path, tensors)
         assert all(written.same_bits(read[name], value) for name, value in tensors.items()), path
     restored = 0
-    for count in COUNTS:
+    for count in counts:
         with servers(count) as cluster:
             for partitioner in PARTITIONERS if count else (None,):
                 with trained(cluster, partitioner, seed=99) as made:
@@ -118,4 +121,5 @@ def test_every_number_of_servers_to_every_other(tmp_path: Path) -> None:
                         for name, value in expected.items():
                             assert written.same_bits(found[name], value), (path, count, name)
                         restored += 1
-    assert restored == 7 * (1 + 3 * len(PARTITIONERS))
+    assert len(saved) == 2 * len(counts) - 1
+    assert restored == len(saved) * (1 + (len(counts) - 1) * len(PARTITIONERS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -187,9 +188,92 @@ def test_a_killed_coordinator_leaves_complete_checkpoints(tmp_path: Path) -> Non
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("point", [name for name in POINTS if name.startswith("coordinator.")])
+@pytest.mark.parametrize(
+    "point",
+    [
+        name
+        for name in POINTS
+        if name.startswith("coordinator.") and name != "coordinator.in_attach"
+    ],
+)
 def test_a_killed_coordinator_at_every_point(tmp_path: Path, point: str) -> None:
     killed_and_continued(tmp_path, point)
+
+
+JOB = """
+import json, os, signal, sys
+import stratagem as sg
+spec, key, directory, plugins, name, end = sys.argv[1:]
+sys.path.insert(0, plugins)
+from conserved import ConservedRun
+resolver = sg.cluster_resolver.SimpleClusterResolver(
+    sg.ClusterSpec(json.loads(spec)), cluster_key=key
+)
+faults = [
+    sg.testing.Fault(point=point, action="kill", task="/job:chief/*")
+    for point in [end]
+    if point.startswith("coordinator.")
+]
+with (
+    sg.testing.inject(*faults),
+    sg.ParameterServerStrategy(resolver, job="crash") as strategy,
+    sg.ClusterCoordinator(strategy) as coordinator,
+):
+    mine = ConservedRun(strategy, name)
+    with sg.CheckpointManager(mine.checkpoint, directory) as manager:
+        first = manager.restore_or_initialize()
+        for step in range(first, 12):
+            mine.schedule(coordinator)
+            coordinator.join()
+            manager.step(step + 1)
+            if end == f"step {step}":
+                os.kill(os.getpid(), signal.SIGKILL)
+        mine.check(12)
+print("began at", first)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("Adam", True),
+        *(
+            pytest.param(name, shares, marks=pytest.mark.soak)
+            for name, shares in [
+                ("Adam", False),
+                ("SGD", True),
+                ("SGD", False),
+                ("Adagrad", True),
+                ("Adagrad", False),
+            ]
+        ),
+    ],
+)
+def test_a_coordinator_killed_while_it_attaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shares: bool
+) -> None:
+    """Twice, with its claim made and no variable adopted: the next one continues the job, and every step counts once."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    plugins = str(Path(__file__).parents[1] / "plugins")
+    with LocalCluster(workers=1, ps=2) as cluster:
+        spec = json.dumps(cluster.cluster_spec.as_dict())
+
+        def run(end: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-c", JOB, spec, cluster._key, str(tmp_path), plugins]
+            return run_program(
+                [*command, name, end], capture_output=True, text=True, timeout=250, check=False
+            )
+
+        for end in ("step 6", "coordinator.in_attach", "coordinator.in_attach"):
+            killed = run(end)
+            assert killed.returncode == -signal.SIGKILL, (end, killed.stderr)
+        continued = run("")
+        assert continued.returncode == 0, continued.stderr
+        # The noted position may be older; closures that had finished are recognised.
+        assert "continuing the live job" in continued.stderr
+        assert not CheckpointDirectory(tmp_path).scan()  # all of it came from the live job
 
 
 def test_wrong_faults_are_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, final
 
 from typing_extensions import override
 
+from stratagem import _faults as faults
 from stratagem._owner import Owner
 from stratagem._ps.client.job_connection import JobConnection
 from stratagem._ps.client.mapping import ShardLocation
@@ -47,6 +48,8 @@ class NamedJob(Owner):
         for server, ranges in self._state.deleted.items():
             self._deleted[server] = NumberRanges()
             self._deleted[server].merge(ranges)
+        if self.is_attaching and faults.active is not None:
+            faults.active.at("coordinator.in_attach")
 
     @property
     def name(self) -> str:

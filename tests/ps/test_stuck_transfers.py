@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from stratagem._ps.server import checkpoint_parts
 from stratagem._ps.server.checkpoint_parts import (
@@ -53,6 +54,7 @@ def test_a_restore_is_refused_while_the_one_before_hangs(
     order = messages.ReadParts(chain=((str(tmp_path), "a"),), parts=(), verify=True)
     try:
         checkpoints.begin_read(order)
+        wait_until(lambda: files.reads == 1)  # in a thread
         with pytest.raises(CheckpointError, match=r"not ended within 0.05 s.*Repair the disk"):
             checkpoints.begin_read(order)
         assert files.reads == 1
@@ -65,5 +67,5 @@ def test_a_restore_is_refused_while_the_one_before_hangs(
     stuck._thread.join(60.0)
     assert stuck.result().failure == "the coordinator gave the transfer up"
     checkpoints.begin_read(order)
-    assert files.reads == 2
+    wait_until(lambda: files.reads == 2)
     checkpoints.close()

@@ -156,7 +156,7 @@ def test_slots_are_written_by_both_and_survive_the_death_of_their_owner() -> Non
         with mapped:
             gradient = mapped.tensor(int(offset), (4,), torch.float32)
             owner.send_signal(signal.SIGKILL)
-            owner.wait(30)
+            owner.wait(120)
             assert gradient.tolist() == [6.0] * 4
             gradient.mul_(2.0)  # an optimizer may change the gradient it is given
             assert gradient.tolist() == [12.0] * 4

@@ -45,6 +45,9 @@ PAYLOAD_BYTES: Final = 1 << 20
 # Every dtype of this torch whose elements are whole bytes with a meaning of their own: not the
 # quantised ones (they need a scale) and not the placeholders for parts of a byte.
 _NO_PLAIN_DTYPE: Final = re.compile(r"q|bits|u?int[1-7]$")
+# torch's own: on workers, `numpy` tells a parameter that code may write it.
+_to_numpy: Final = torch.Tensor.numpy
+
 _DTYPES: Final[dict[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -110,7 +113,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if tensor.is_complex() or tensor.is_neg():
         # A conjugate or negative view has other bytes than its values; resolve makes them real.
         tensor = tensor.resolve_conj().resolve_neg()
-    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    array: Any = _to_numpy(tensor.detach().view(-1).view(torch.uint8))
     return memoryview(array)
 
 

@@ -97,6 +97,45 @@ def test_steps_limits_an_endless_dataset(served: Any) -> None:
     assert float(count) == 7
 
 
+class Rule:
+    """A rate that depends on the number of steps, as in attention-is-all-you-need."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def rate(self) -> float:
+        self.steps += 1
+        return 1.0 / self.steps
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_counters_of_a_step_move_once_per_batch_on_the_coordinator(workers: int) -> None:
+    """Also those of decorated steps; two workers count together, and the next loop goes on from there."""
+    rule, trainer, calls = Rule(), Rule(), 0
+
+    @torch.no_grad()
+    def step(batch: Any) -> float:
+        nonlocal calls
+        calls += 1
+        trainer.steps += 1
+        return rule.rate()
+
+    def other(batch: Any) -> float:
+        return rule.rate()
+
+    batches = [torch.ones(1)] * 6
+    with (
+        sg.LocalCluster(workers=workers, ps=1, in_process=True) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver) as strategy,
+    ):
+        first = list(strategy.run_steps(step, batches))
+        assert (rule.steps, trainer.steps, calls) == (6, 6, 6)
+        second = list(strategy.run_steps(other, batches))
+    assert rule.steps == 12
+    if workers == 1:
+        assert first + second == pytest.approx([1 / n for n in range(1, 13)])
+
+
 def test_a_loop_that_is_left_early_has_no_update_under_way(served: Any) -> None:
     """`break` waits for the batches that were scheduled ahead."""
     with served.scope():

@@ -170,11 +170,15 @@ class Fingerprint:
         self._find_counters = find_counters
         self._attributes: frozenset[str] = frozenset()
         inner = root
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        code = getattr(getattr(inner, "__func__", inner), "__code__", None)
-        if find_counters and isinstance(code, types.CodeType):
-            self._attributes = counted_names(code).attributes
+        while (
+            find_counters and inner is not None
+        ):  # the function in wrappers, as `run_steps` has one
+            if isinstance(inner, functools.partial):
+                inner = inner.func
+            code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+            if isinstance(code, types.CodeType):
+                self._attributes |= counted_names(code).attributes
+            inner = getattr(inner, "__wrapped__", None)
         self.can_change = False
         self._token_of = token_of
         self._digest = digest

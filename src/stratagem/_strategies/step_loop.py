@@ -122,6 +122,9 @@ def _scheduled(coordinator: Scheduler, step: Step, dataset: Any) -> Generator[An
     def run_shared(batches: Any) -> list[Any]:  # runs on a worker, which reads the batches itself
         return [_run_batch_on_worker(step, batch) for batch in batches]
 
+    for function in (run_batch, run_shared):  # the coordinator keeps the counters of the step
+        vars(function)["__wrapped__"] = step
+
     if isinstance(dataset, SharedInput):
         while True:
             try:

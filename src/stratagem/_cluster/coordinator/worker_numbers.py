@@ -60,10 +60,14 @@ class NumbersOnWorkers:
 
 
 def unwrapped(function: Any) -> Any:
-    """Return the function inside a ``functools.partial``."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+    """Return the function inside a ``functools.partial`` or a wrapper (``functools.wraps``, `run_steps`)."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
 
 
 def _place(owner: Any, name: str) -> tuple[int, str]:

@@ -206,10 +206,12 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
 def test_layouts_of_memory_come_back(tmp_path: Path) -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     part = torch.arange(10)[::2]
-    keeper = Keeper({"image": image, "part": part})
+    one = torch.tensor(3.0).expand(1)  # contiguous, with stride 0
+    keeper = Keeper({"image": image, "part": part, "one": one})
     sg.Checkpoint(keeper=keeper).save(tmp_path / "one")
     other = Keeper()
     sg.Checkpoint(keeper=other).restore(tmp_path / "one")
+    assert torch.equal(other.state["one"], one)
     assert other.state["image"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(other.state["image"], image)
     assert torch.equal(other.state["part"], part)

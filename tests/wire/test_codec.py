@@ -74,6 +74,16 @@ def test_views_that_are_not_contiguous_come_back_as_values(
     assert torch.equal(round_trip(view), view)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+def test_one_element_with_any_stride_comes_back(shape: tuple[int, ...]) -> None:
+    """torch calls it contiguous; ``torch.distributions.Normal(0, sigma)`` keeps such a mean."""
+    view = torch.tensor(3.0).expand(shape)
+    assert torch.equal(round_trip(view), view)
+    assert torch.equal(
+        round_trip(torch.arange(8.0)[5:6].as_strided((1,), (7,))), torch.tensor([5.0])
+    )
+
+
 def test_conjugate_views_come_back_as_values() -> None:
     """A lazily conjugated tensor has other bytes than its values."""
     view = torch.tensor([1 + 2j, 3 - 4j]).conj()

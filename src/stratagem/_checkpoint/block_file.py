@@ -101,7 +101,8 @@ def part_of(name: str, tensor: Tensor) -> TensorPart:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in host memory, without a copy."""
-    data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # One element may have any stride (expand() gives 0), and view() keeps it.
+    data: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(data)
 
 

@@ -113,8 +113,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if tensor.is_complex() or tensor.is_neg():
         # A conjugate or negative view has other bytes than its values; resolve makes them real.
         tensor = tensor.resolve_conj().resolve_neg()
-    array: Any = _to_numpy(tensor.detach().view(-1).view(torch.uint8))
-    return memoryview(array)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have stride 0
+    return memoryview(_to_numpy(flat.view(torch.uint8)))
 
 
 class Outgoing:

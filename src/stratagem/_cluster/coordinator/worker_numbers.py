@@ -61,13 +61,12 @@ class NumbersOnWorkers:
 
 def unwrapped(function: Any) -> Any:
     """Return the function inside a ``functools.partial`` or a wrapper (``functools.wraps``, `run_steps`)."""
-    while True:
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        else:
-            return function
+    inner = function
+    while inner is not None:
+        function = inner
+        is_partial = isinstance(function, functools.partial)
+        inner = function.func if is_partial else getattr(function, "__wrapped__", None)
+    return function
 
 
 def _place(owner: Any, name: str) -> tuple[int, str]:

@@ -12,7 +12,7 @@ Sums (``total += loss.item()``) are left alone: they add up over the replicas. `
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, cast, final
 
 import numpy as np
@@ -20,7 +20,6 @@ import numpy as np
 from stratagem.errors import ReplicaError
 
 _NUMBERS: Final = (bool, int, float, np.number, np.bool_)
-_MISSING: Final = cast("Any", object())
 
 REMEDY: Final = (
     "Replicas share this number, and every replica runs the same code on its own rows. Compute it from the rows of all "
@@ -56,16 +55,9 @@ class KeptNumbers:
     """
 
     __slots__ = (
-        "_before",
-        "_is_shown",
-        "_keys",
-        "_moves",
-        "_path",
-        "_sums",
-        "_uses",
-        "holder",
+        "_before", "_has_sums", "_is_shown", "_keys", "_matched", "_moves", "_path", "_size", "_sums", "_uses", "holder",
         "own",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,6 +73,10 @@ class KeptNumbers:
         self._is_shown = False
         self._before: Values = {}
         self._sums: Values = {}
+        self._size = -1
+        self._matched: Sequence[Any] = ()
+        self._has_sums = False
+        self._match()
         self.renew()
 
     def places(self) -> dict[Hashable, str]:
@@ -93,28 +89,38 @@ class KeptNumbers:
     def _read(self) -> Values:
         """Return the numbers that the step moves; integers that are sums are only noted."""
         found = self._all()
-        sums = {k: v for k, v in found.items() if type(v) is int and self._moves(k) == "varying"}
-        if not sums:
+        if not self._has_sums:
             return found
+        sums = {k: v for k, v in found.items() if type(v) is int and self._moves(k) == "varying"}
         self._sums.update(sums)
         return {key: value for key, value in found.items() if key not in sums}
 
     def _all(self) -> Values:
-        holder, moves = self.holder, self._moves
-        if isinstance(holder, dict):
-            if self._keys is None:
-                return {k: v for k, v in holder.items() if isinstance(v, _NUMBERS) and moves(k)}
-            return {k: v for k in self._keys if isinstance(v := holder.get(k, _MISSING), _NUMBERS)}
-        if isinstance(holder, list):
-            return {k: v for k, v in enumerate(holder) if isinstance(v, _NUMBERS) and moves(k)}
+        holder = self.holder
+        if isinstance(holder, (dict, list)):
+            if self._keys is None and len(holder) != self._size:
+                self._match()
+            if isinstance(holder, dict):
+                get = holder.get
+                return {k: v for k in self._matched if isinstance(v := get(k), _NUMBERS)}
+            return {k: v for k in self._matched if isinstance(v := holder[k], _NUMBERS)}
         if isinstance(holder, types.CellType):
             try:
                 value = holder.cell_contents
             except ValueError:  # the variable has been deleted
                 return {}
             return {"": value} if isinstance(value, _NUMBERS) else {}
-        names = cast("Sequence[str]", self._keys)
-        return {k: v for k in names if isinstance(v := getattr(holder, k, _MISSING), _NUMBERS)}
+        return {k: v for k in self._matched if isinstance(v := getattr(holder, k, None), _NUMBERS)}
+
+    def _match(self) -> None:
+        """Find the keys that the step moves; again if the number of items has changed."""
+        keys: Iterable[Hashable] = self._keys or ()
+        if self._keys is None:
+            self._size = len(self.holder)
+            keys = self.holder if isinstance(self.holder, dict) else range(self._size)
+        kinds = {key: self._moves(key) for key in keys}
+        self._matched = [key for key, kind in kinds.items() if kind]
+        self._has_sums = "varying" in kinds.values() or self._moves("") == "varying"
 
     def _write(self, values: Values) -> None:
         """Bring back numbers; remove those that are not among them."""
@@ -209,8 +215,9 @@ def _counted(before: int, values: Sequence[int]) -> int:
 
 
 def _are_same(some: Mapping[Hashable, Any], others: Mapping[Hashable, Any]) -> bool:
-    return some.keys() == others.keys() and all(
-        _is_same(value, others[key]) for key, value in some.items()
+    return some == others or (
+        some.keys() == others.keys()
+        and all(_is_same(value, others[key]) for key, value in some.items())
     )
 
 

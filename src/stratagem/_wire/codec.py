@@ -110,11 +110,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor of any dtype, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    if tensor.is_complex() or tensor.is_neg():
-        # A conjugate or negative view has other bytes than its values; resolve makes them real.
+    if tensor.is_complex() or tensor.is_neg():  # a view whose bytes are not its values
         tensor = tensor.resolve_conj().resolve_neg()
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have stride 0
-    return memoryview(_to_numpy(flat.view(torch.uint8)))
+    tensor = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have stride 0
+    array: Any = _to_numpy(tensor.view(torch.uint8))
+    return memoryview(array)
 
 
 class Outgoing:

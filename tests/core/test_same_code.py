@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 import weakref
@@ -116,6 +117,16 @@ def test_a_class_alone_is_checked(program: Any, change: str) -> None:
     assert seen.managed_if_same((program.module.Model,)) is not None
     CHANGES[change](program)
     assert seen.managed_if_same((program.module.Model,)) is None
+
+
+def test_another_cached_method_is_a_change(program: Any) -> None:
+    """A member of every wrapped kind counts: it is no slot of the class."""
+    kind = program.module.Model
+    kind.cached = functools.cache(program.module.helper)
+    seen = look((kind,))
+    kind.cached = functools.cache(program.module.other)
+    assert seen.managed_if_same((kind,)) is None
+    assert seen != look((kind,))
 
 
 def test_another_function_is_not_the_same(program: Any) -> None:

@@ -14,7 +14,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from stratagem._core.counters import counted_attributes, counted_in, counted_names, is_counter
 from stratagem._core.installed import is_installed
-from stratagem._core.same_code import PLAIN, SameCode, is_derived, names_of
+from stratagem._core.same_code import PLAIN, WRAPPED, SameCode, is_derived, names_of
 from stratagem._core.torch_patches.private_api import version_of
 
 MOST_VALUES: Final = 256
@@ -37,16 +37,6 @@ _WIDTH: Final = 256
 
 _CONTAINERS: Final = frozenset({tuple, list, set, frozenset, dict, OrderedDict})
 _MISSING: Final = "missing"
-_WRAPPED: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
-    weakref.ReferenceType: lambda reference: (reference(),),
-    types.MethodType: lambda bound: (bound.__func__, bound.__self__),
-    functools.partial: lambda bound: (bound.func, bound.args, bound.keywords),
-    staticmethod: lambda member: (member.__func__,),
-    classmethod: lambda member: (member.__func__,),
-    property: lambda member: (member.fget, member.fset, member.fdel),
-    functools.cached_property: lambda member: (member.func,),
-    type(functools.cache(len)): lambda cached: (cached.__wrapped__,),
-}
 
 Digest = Callable[[Any], tuple[Hashable, Sequence[Any]]]
 """Returns a digest of what an object pickles to, and the managed objects that it leads to."""
@@ -255,9 +245,9 @@ class Fingerprint:
         if token is not None:
             self.managed.append(value)
             return "token", token
-        if kind in _WRAPPED:
+        if kind in WRAPPED:
             self._is_fixed = False
-            return kind, *[self._walk(one) for one in _WRAPPED[kind](value)]
+            return kind, *[self._walk(one) for one in WRAPPED[kind](value)]
         if kind is types.BuiltinFunctionType:
             owner = value.__self__
             is_method = owner is not None and not isinstance(owner, types.ModuleType)

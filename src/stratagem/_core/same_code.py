@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, Final, final
 
@@ -23,18 +23,17 @@ PLAIN: Final = frozenset(
 )
 """Types of immutable values that lead to no other object."""
 
-WRAPPED: Final = frozenset(
-    {
-        weakref.ReferenceType,
-        types.MethodType,
-        functools.partial,
-        staticmethod,
-        classmethod,
-        property,
-        functools.cached_property,
-    }
-)
-"""Types of objects around functions."""
+WRAPPED: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
+    weakref.ReferenceType: lambda reference: (reference(),),
+    types.MethodType: lambda bound: (bound.__func__, bound.__self__),
+    functools.partial: lambda bound: (bound.func, bound.args, bound.keywords),
+    staticmethod: lambda member: (member.__func__,),
+    classmethod: lambda member: (member.__func__,),
+    property: lambda member: (member.fget, member.fset, member.fdel),
+    functools.cached_property: lambda member: (member.func,),
+    type(functools.cache(len)): lambda cached: (cached.__wrapped__,),
+}
+"""Types of objects around functions: what they lead to."""
 
 
 class _Missing:

@@ -103,8 +103,8 @@ def test_updates_that_cannot_be_read_come_again(
 
     def both_ran() -> bool:
         nonlocal failures
-        values = [coordinator.schedule(sg.get_current_worker_index) for _ in range(20)]
-        try:
+        try:  # also schedule() raises the error
+            values = [coordinator.schedule(sg.get_current_worker_index) for _ in range(20)]
             coordinator.join(timeout_s=60)
             ran.update(value.fetch() for value in values)
         except OSError:

@@ -71,7 +71,6 @@ def by_helper(holder: Any) -> None:
 CHANGES = [
     (in_dict, "Holder.counts['n']"),
     (in_list, "Holder.listed[1]"),
-    (in_namespace, "SimpleNamespace.calls"),
     (temperature, "Holder.tau"),
     (total, "Holder.total"),
     (in_global, "'GLOBAL'['calls']"),
@@ -144,7 +143,8 @@ def test_counters_of_a_partial_function_move_on_the_coordinator(
 ) -> None:
     holder = Holder()
     assert warnings_of(coordinator, caplog, functools.partial(count, holder)) == []
-    assert holder.steps == 3
+    assert warnings_of(coordinator, caplog, functools.partial(in_namespace, holder)) == []
+    assert (holder.steps, holder.space.calls) == (3, 3)
 
 
 def test_training_is_not_named(coordinator: sg.ClusterCoordinator, caplog: Any) -> None:

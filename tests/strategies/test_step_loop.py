@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,12 +113,16 @@ class Rule:
 def test_counters_of_a_step_move_once_per_batch_on_the_coordinator(workers: int) -> None:
     """Also those of decorated steps; two workers count together, and the next loop goes on from there."""
     rule, trainer, calls = Rule(), Rule(), 0
+    state = types.SimpleNamespace(steps=0, config=types.SimpleNamespace(seen=0))
+    config = state.config
 
     @torch.no_grad()
     def step(batch: Any) -> float:
         nonlocal calls
         calls += 1
         trainer.steps += 1
+        state.steps += 1
+        config.seen += 1
         return rule.rate()
 
     def other(batch: Any) -> float:
@@ -129,7 +134,7 @@ def test_counters_of_a_step_move_once_per_batch_on_the_coordinator(workers: int)
         sg.ParameterServerStrategy(cluster.resolver) as strategy,
     ):
         first = list(strategy.run_steps(step, batches))
-        assert (rule.steps, trainer.steps, calls) == (6, 6, 6)
+        assert (rule.steps, trainer.steps, calls, state.steps, config.seen) == (6,) * 5
         second = list(strategy.run_steps(other, batches))
     assert rule.steps == 12
     if workers == 1:

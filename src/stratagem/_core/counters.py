@@ -115,6 +115,8 @@ class CounterSlot(StepCounter):
         if isinstance(owner, types.FunctionType):
             held = _variables(owner, name)
             self._held = lambda: held
+        elif type(owner) is types.SimpleNamespace:  # has no weak references; holds plain values
+            self._held = lambda: owner
         else:
             self._held = weakref.ref(owner)
 

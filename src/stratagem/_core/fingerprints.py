@@ -350,7 +350,7 @@ def _is_ordinary(kind: type[Any]) -> bool:
     """Return whether an object of this class pickles as its ``__dict__``, and nothing else."""
     plain: Any = object
     own: Any = kind.__getstate__
-    return (
+    return kind is types.SimpleNamespace or (
         kind.__basicsize__ == _Ordinary.__basicsize__
         and kind.__dictoffset__ == _Ordinary.__dictoffset__
         and kind.__reduce_ex__ is plain.__reduce_ex__

@@ -34,9 +34,11 @@ def watch_numpy(watcher: DataWatcher) -> None:
 def _numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if type(tensor) in (Tensor, nn.Parameter):
         try:
-            watcher = _WATCHERS.get(tensor.untyped_storage().data_ptr())
+            address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # sparse, or without memory: torch's own method says so
-            watcher = None
-        if watcher is not None:
+            address = 0
+        watcher = _WATCHERS.get(address)
+        # The parameter may have moved, and other tensors be where it was.
+        if watcher is not None and watcher.leaf.untyped_storage().data_ptr() == address:
             watcher.note_data()
     return plain_numpy(tensor, *args, **kwargs)

@@ -269,3 +269,49 @@ def test_what_goes_into_a_log_is_not_used():
     assert {name for name in alone if len(name) == 1} == set("ghim")
     called = numbers_of([uses.__code__, scaled.__code__, around.__code__]).used
     assert {name for name in called if len(name) == 1} == set("ghijm")
+
+
+def set_aside(model):
+    """Keep running statistics as they are, as programs with SAM's second step do."""
+
+    def of(module):
+        if isinstance(module, nn.BatchNorm1d):
+            module.backup_momentum = module.momentum
+            module.momentum = 0
+
+    model.apply(of)
+
+
+def bring_back(model):
+    """Undo `set_aside`."""
+
+    def of(module):
+        if isinstance(module, nn.BatchNorm1d) and hasattr(module, "backup_momentum"):
+            module.momentum = module.backup_momentum
+
+    model.apply(of)
+
+
+def test_attributes_that_a_step_sets_aside_come_back_in_every_replica(pair):
+    """Each replica finds the momentum from before, also if another replica has just set it to 0."""
+
+    def train(strategy):
+        with strategy.scope():
+            model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            for prepare in (bring_back, set_aside):
+                prepare(model)
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+
+        for _ in strategy.run_steps(step, [X * n for n in range(1, 6)]):
+            pass
+        return model[0].running_mean.clone(), model[0].momentum, model[0].backup_momentum
+
+    plain = train(sg.OneDeviceStrategy("cpu"))
+    found = train(pair)
+    torch.testing.assert_close(found[0], plain[0])
+    assert found[1:] == plain[1:] == (0, 0.1)

@@ -165,7 +165,14 @@ class Search:
         for place in self._number_places:
             name = place.name
             is_variable = place.path == f"variable {name!r}"
-            if name in changed and name in (found.variables if is_variable else found.attributes):
+            is_set_aside = (
+                not (self._only_numbers or is_variable)
+                and name in found.carried & found.fixed
+                and not any(isinstance(one, bool) for one in place.values())
+            )
+            if is_set_aside or (
+                name in changed and name in (found.variables if is_variable else found.attributes)
+            ):
                 is_sum = name in found.varying and not self._only_numbers
                 moves = functools.partial(_constantly, "varying" if is_sum else True)
                 uses = functools.partial(_constantly, name in found.used)

@@ -60,6 +60,7 @@ class Numbers(NamedTuple):
         variables: those that it stores as global or closure variables.
         returned: those that it returns.
         carried: those that it reads first, and later replaces: the state of a recurrent network.
+        fixed: attributes that it sets to values that depend on no rows: ``module.momentum = 0``.
         used: also `key_name` of items.
         items: numbers in dicts and lists.
     """
@@ -71,6 +72,7 @@ class Numbers(NamedTuple):
     used: frozenset[str]
     returned: frozenset[str]
     carried: frozenset[str]
+    fixed: frozenset[str]
     items: Items
 
 
@@ -104,6 +106,7 @@ def numbers_in(code: types.CodeType, *, is_inner: bool = False) -> Numbers:
             found.varying |= inner.varying
             found.used |= inner.used | inner.returned
             found.carried |= inner.carried
+            found.fixed |= inner.fixed
             found.items |= inner.items
     return Numbers(*(frozenset(getattr(found, field)) for field in Numbers._fields))
 
@@ -119,6 +122,7 @@ class _Found:
         self.used: set[str] = set()
         self.returned: set[str] = set()
         self.carried: set[str] = set()
+        self.fixed: set[str] = set()
         self.items: set[tuple[str, Hashable, Kind]] = set()
         self._is_inner = is_inner
         self._read: set[tuple[str, str]] = set()
@@ -142,6 +146,8 @@ class _Found:
                 own = str(end.argval)
                 (self.attributes if end.opname == "STORE_ATTR" else self.variables).add(own)
                 self._note(own, statement, mine)
+            elif end.opname == "STORE_ATTR" and self._is_fixed(statement[:-2], statement[-2]):
+                self.fixed.add(str(end.argval))
         elif end.opname == "STORE_SUBSCR":
             own, own_key = self._item(statement) or ("", None)
         if not _is_log(statement):

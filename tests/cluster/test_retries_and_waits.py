@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem import LocalCluster
+from stratagem._cluster.coordinator import closure_table
 from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
 from stratagem.errors import (
     ClosureCancelled,
@@ -104,6 +106,24 @@ def test_a_retried_closure_repeats_its_writes_unless_they_are_to_count_once(
             coordinator.join(timeout_s=120)
             assert float(troubled) == 1.0
             assert float(healthy) == expected
+
+
+@pytest.mark.parametrize(("interval_s", "warnings"), [(math.inf, 1), (0.0, 2)])
+def test_retries_of_a_worker_are_logged_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    interval_s: float,
+    warnings: int,
+) -> None:
+    """A lost server makes dozens of retries until it is restored; a log needs one line."""
+    monkeypatch.setattr(closure_table, "RETRY_LOG_S", interval_s)
+    with LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+            coordinator = sg.ClusterCoordinator(strategy)
+            given = (str(tmp_path / "mark"), 2, trouble(0))
+            assert coordinator.schedule(fail_at_first, given).fetch(timeout_s=120) == 3
+    assert sum("is retried" in one.getMessage() for one in caplog.records) == warnings
 
 
 def test_a_worker_lost_while_its_resources_are_rebuilt_gets_them_all_the_same(

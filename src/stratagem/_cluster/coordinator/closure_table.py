@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from stratagem import metrics
 from stratagem._cluster.coordinator.closure_actions import RequeueClosure, ResolveClosure
@@ -22,6 +23,9 @@ from stratagem._wire.messages import Frame
 from stratagem.errors import ClosureAborted, ClosureCancelled, ClosureLostTooOften
 
 _log = logging.getLogger("stratagem.coordinator")
+
+RETRY_LOG_S: Final = 1.0
+"""Retries of one worker are logged as warnings so often: a lost server makes dozens within its restart."""
 
 
 class Cause(NamedTuple):
@@ -57,6 +61,7 @@ class ClosureTable:
         self._resource_numbers = itertools.count(-1, -1)
         # Ended without a result, and the program has not gone on since.
         self._unfinished: set[int] = set()
+        self._warned: dict[str, float] = {}  # when, by worker
         self._counters = {
             what: metrics.counter(f"coordinator.{what}")
             for what in ("scheduled", "completed", "failed", "retried", "closures_repeated")
@@ -185,7 +190,12 @@ class ClosureTable:
         elif cause is not None and not isinstance(cause.error, StopIteration):  # else no data left
             self._counters["retried"].add()
             name = self._closures[action.closure].name
-            _log.warning("%s: %s is retried: %s", cause.task, name, cause.error)
+            now = time.monotonic()
+            is_new = now - self._warned.get(cause.task, -math.inf) >= RETRY_LOG_S
+            if is_new:
+                self._warned[cause.task] = now
+            level = logging.WARNING if is_new else logging.DEBUG
+            _log.log(level, "%s: %s is retried: %s", cause.task, name, cause.error)
 
     def keep_error(self, cause: Cause, closure: Closure | None = None) -> None:
         """Keep an error for `coordinator.errors`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.server.loop import ParameterServer
+from stratagem.config import ClusterOptions
 from stratagem.errors import ParameterServerLost
 
 
@@ -18,4 +21,22 @@ def test_requests_during_and_after_close_open_nothing() -> None:
         control.close()
         with pytest.raises(ParameterServerLost, match="closed by this process"):
             control.ping(0, timeout_s=60.0)
+        assert repr(control) == "<ControlConnections 0 of 1 open>"
+
+
+def test_close_may_come_before_a_thread_that_connects_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The garbage collector closes a deleted strategy in any thread, while a watching thread connects again."""
+    start = threading.Thread.start
+
+    def close_and_start(thread: threading.Thread) -> None:
+        if thread.name.startswith("stratagem-connect"):
+            control.close()
+        start(thread)
+
+    with ParameterServer("127.0.0.1:0").start() as server:
+        control = ControlConnections([("/job:ps/task:0", server.address)], key=None)
+        monkeypatch.setattr(threading.Thread, "start", close_and_start)
+        control.await_answers(ClusterOptions(), of=[0])
         assert repr(control) == "<ControlConnections 0 of 1 open>"

@@ -288,13 +288,14 @@ class _Control:
     def _connect_in_background(self, limit_s: float) -> None:
         """Start one attempt, unless one is under way: a check never waits."""
         if self._connector is None or not self._connector.is_alive():
-            self._connector = threading.Thread(
+            connector = threading.Thread(
                 target=self._try_to_connect,
                 args=(time.monotonic() + limit_s,),
                 name=f"stratagem-connect-{self._data.task}",
                 daemon=True,
             )
-            self._connector.start()
+            connector.start()
+            self._connector = connector  # only now: `close` in another thread may join it at once
 
     def _try_to_connect(self, deadline: float) -> None:
         server = self._server

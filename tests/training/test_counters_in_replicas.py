@@ -305,3 +305,32 @@ def test_counters_that_the_step_uses_are_refused_if_replicas_run_at_the_same_tim
     with sg.CentralStorageStrategy(["cpu:0", "cpu:1"], parallel_replicas=True) as strategy:
         with pytest.raises(ReplicaError, match=r"Holder\.steps(.|\n)*parallel_replicas"):
             strategy.run(step, args=(sg.PerReplica(list(X.split(3))),))
+
+
+class Loop:
+    """A trainer whose own loop, which counts too, the step does not call."""
+
+    def __init__(self):
+        self.iterations = 0
+
+    def run(self, batches):
+        for _ in batches:
+            self.iterations += 1
+
+
+def test_a_loop_that_the_step_does_not_call_makes_no_sum_of_its_counter(pair):
+    with pair.scope():
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = Loop()
+
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        loop.iterations += 1
+
+    for _ in pair.run_steps(step, [(X, Y)] * STEPS):
+        pass
+    assert loop.iterations == STEPS

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from stratagem._core.installed import is_installed
 from stratagem._core.kept_numbers import KeptNumbers, is_number
 from stratagem._core.managed import find_managed
-from stratagem._core.number_writes import ANY, Numbers, key_name, numbers_of
+from stratagem._core.number_writes import ANY, Numbers, key_name, numbers_in, numbers_of
 from stratagem._core.same_code import PLAIN, names_of
 from stratagem._core.write_kinds import LOCAL, Kinds, writes_of
 
@@ -144,6 +144,7 @@ class Search:
         self._own_codes: set[types.CodeType] = set()
         self._seen: set[Any] = set()
         self._todo: deque[Callable[[], None]] = deque()
+        self._step = _code_of(function)
         self._visit(function, "the step", LOCAL)
         while self._todo and len(self._seen) < MOST_OBJECTS:
             self._todo.popleft()()
@@ -161,6 +162,9 @@ class Search:
     def _keep_what_moves(self) -> None:
         """Find the numbers that the user's code moves, and the results that it carries to the next step."""
         found = numbers_of(self._own_codes)
+        # The step's own code counts more than methods that it may never call, such as a loop over all batches.
+        step = None if self._step is None else numbers_in(self._step)
+        counted = frozenset() if step is None else step.moved - step.varying
         changed = found.moved | (found.varying if self._only_numbers else frozenset())
         for place in self._number_places:
             name = place.name
@@ -173,7 +177,7 @@ class Search:
             if is_set_aside or (
                 name in changed and name in (found.variables if is_variable else found.attributes)
             ):
-                is_sum = name in found.varying and not self._only_numbers
+                is_sum = name in found.varying - counted and not self._only_numbers
                 moves = functools.partial(_constantly, "varying" if is_sum else True)
                 uses = functools.partial(_constantly, name in found.used)
                 self.numbers.append(
@@ -311,6 +315,13 @@ class Search:
             self.carried.append(place)
         for number, value in enumerate(values):
             self._visit(value, f"{place.path}[{number}]" if items else place.path, place.name)
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    """Return the code of a function, of a method, or of what a partial calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def _constantly(value: bool | str, key: Hashable) -> Any:

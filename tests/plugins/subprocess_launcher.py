@@ -22,7 +22,9 @@ RUN = f"""
 import json, sys
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.launch.tasks import run_task
-run_task(TaskOrder(**json.loads(sys.argv[1])), lambda address: print({READY!r} + address, flush=True))
+def tell(address):  # not to sys.stdout: a coordinator that has connected already gets what is printed there
+    print({READY!r} + address, file=sys.__stdout__, flush=True)
+run_task(TaskOrder(**json.loads(sys.argv[1])), tell)
 """
 
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks import pages, plots, report, rows
 from benchmarks.curves import CURVES
 from benchmarks.peer import environment
-from benchmarks.results import Results, lines
+from benchmarks.results import Results, lines, merged
 from benchmarks.row import Row, tiny
 from benchmarks.runner import Plan, run
 from benchmarks.scratch import remove_scratch
@@ -126,7 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     parser.add_argument(
-        "--pages", type=Path, metavar="FILE", help="write the pages again from results, and stop"
+        "--pages",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="write the pages again from results, and stop; a row of several files is taken from the last of them",
     )
     given = parser.parse_args(arguments)
     console = Console()
@@ -136,7 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{row.name:<20} {row.title}{asked}", markup=False)
         return 0
     if given.pages is not None:
-        publish(console, report.load(given.pages), given.plots or ROOT / "docs" / "images")
+        try:
+            results = merged([report.load(path) for path in given.pages])
+        except ValueError as error:
+            parser.error(str(error))
+        publish(console, results, given.plots or ROOT / "docs" / "images")
         return 0
     try:
         chosen = choose(given.only, every=given.all)

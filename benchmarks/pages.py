@@ -1,6 +1,6 @@
 """Tables of README and of docs/performance.md, made from the results of a run.
 
-``python -m benchmarks --pages FILE`` makes them again from a file. A page has a block for each table, between ``<!-- name:begin -->`` and
+``python -m benchmarks --pages FILE…`` makes them again from files. A page has a block for each table, between ``<!-- name:begin -->`` and
 ``<!-- name:end -->``. A block changes only if the run has its rows, so it keeps the figures, and the date, of the last run that had them.
 """
 

@@ -115,6 +115,32 @@ class Results:
         )
 
 
+def merged(parts: Sequence[Results]) -> Results:
+    """Return the rows of several runs of one machine as one; a row that several runs have is the last one's.
+
+    Raises:
+        ValueError: the runs are from different machines or days.
+    """
+    load = max(part.machine.get("load_before", 0.0) for part in parts)
+    whole = Results(machine={**parts[0].machine, "load_before": load}, began=parts[0].began)
+    for part in parts:
+        for what, ours, other in (
+            ("processor", whole.machine.get("processor"), part.machine.get("processor")),
+            ("day", whole.began[:10], part.began[:10]),
+        ):
+            if ours != other:
+                raise ValueError(
+                    f"the results are of different runs: {what} {ours!r} and {other!r}. Give files of one machine and one day."
+                )
+        again = {m.row for m in part.measurements}
+        whole.measurements = [m for m in whole.measurements if m.row not in again]
+        whole.measurements += part.measurements
+        whole.checks = [c for c in whole.checks if c.row not in again] + part.checks
+        whole.row_seconds |= part.row_seconds
+        whole.seconds += part.seconds
+    return whole
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One line of the printed table: medians of all sides, and the verdict."""

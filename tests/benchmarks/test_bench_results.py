@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import pages, plots, report, rows
-from benchmarks.results import Check, Measurement, Results, lines
+from benchmarks.results import Check, Measurement, Results, lines, merged
 from benchmarks.row import Row, Target
 
 MACHINE = {"name": "here", "processor": "a processor", "cores": 2}
@@ -313,3 +313,31 @@ def test_a_row_is_drawn_beside_another(tmp_path: Path):
         assert picture.name == "table.png"
         widths.append(int.from_bytes(picture.read_bytes()[16:20]))  # of the PNG's first chunk
     assert widths[1] > 1.5 * widths[0]
+
+
+def test_rows_of_several_runs_make_one_result():
+    def part(load: float, **medians: float) -> Results:
+        found = [
+            Measurement(row=name, point="", kind="ours", label="ours", samples=[value])
+            for name, value in medians.items()
+        ]
+        machine = {"name": "vm", "processor": "one", "cores": 2, "load_before": load}
+        checks = [Check(row=name, text=f"{value}", passed=True) for name, value in medians.items()]
+        return Results(
+            machine=machine,
+            began="2026-11-18T10:00:00",
+            measurements=found,
+            checks=checks,
+            seconds=2.0,
+        )
+
+    whole = merged([part(0.2, mlp=1.0, empty=2.0), part(0.5, mlp=3.0)])
+    assert {m.row: m.median for m in whole.measurements} == {"empty": 2.0, "mlp": 3.0}
+    assert {check.row: check.text for check in whole.checks} == {"empty": "2.0", "mlp": "3.0"}
+    assert whole.machine["load_before"] == 0.5  # the page states the worst
+    assert whole.seconds == 4.0
+
+    other = part(0.1, read=1.0)
+    other.machine["processor"] = "another"
+    with pytest.raises(ValueError, match="'one' and 'another'"):
+        merged([part(0.2, mlp=1.0), other])

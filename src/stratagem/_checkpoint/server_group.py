@@ -167,13 +167,13 @@ class ServerGroup(Owner):
         finally:
             self.variables.is_frozen = False
 
-    def prepare(self, directory: Path, probe: str) -> str:
+    def prepare(self, directory: Path, probe: str, *, restoring: bool = False) -> str:
         """Send what was changed here; connect; return why a server cannot use the directory, or ""."""
         client, replacement = self.variables.client, self.variables.client.replacement
         is_known = str(directory) in replacement.checked_directories
         try:
             client.await_each_server()
-            self.variables.flush()
+            self.variables.flush(restoring=restoring)
             client.wait_for_writes()
             for server in range(len(client.tasks)):
                 spare = replacement.take_spare(server) if is_known else None

@@ -50,7 +50,7 @@ class ServerReads(Owner):
             for strategy in strategies_of(values):
                 group = ServerGroup(strategy)
                 self._groups.append(group)
-                refused = group.prepare(path.resolve(), NAME)
+                refused = group.prepare(path.resolve(), NAME, restoring=True)
                 if refused:
                     say_once(strategy, "restored", refused)
                     self._groups.remove(group)

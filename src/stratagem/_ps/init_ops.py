@@ -23,6 +23,9 @@ KEYED_ROWS_ON_DISK: Final = "keyed_rows_on_disk"
 KEYS_OF: Final = "keys_of"
 """Of the keys of a dynamic table: the variable of its rows, the first bucket, the rule (`KeyRule.numbers`)."""
 
+AT_FIRST_USE: Final = InitOp("at_first_use")
+"""In a recipe: the others run at the first use of the variable, unless a checkpoint is read into it before."""
+
 MemoryKind: TypeAlias = Literal["memory", "reserved", "disk"]
 """Memory of a variable: counted at once, counted as rows are used, or a file on disk."""
 

@@ -34,6 +34,7 @@ from stratagem._ps.coordinator.deferred_tables import planned_of
 from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.coordinator.server_backups import ServerBackups
+from stratagem._ps.init_ops import AT_FIRST_USE, memory_kind
 from stratagem._ps.partition import Partitioner, number_of_shards
 from stratagem._ps.placement import Description, Placement
 from stratagem._ps.types import InitOp
@@ -337,16 +338,20 @@ class CoordinatorVariables:
         if gone:
             self.client.delete(gone)
 
-    def flush(self) -> None:
-        """Create new variables on the servers, send local changes, delete collected variables."""
+    def flush(self, *, restoring: bool = False) -> None:
+        """Create new variables on the servers, send local changes, delete collected variables.
+
+        Args:
+            restoring: a checkpoint follows: servers compute initial values of tables only if they are used before.
+        """
         self.free_forgotten()
         if self._on_servers is None:
-            self._reach_all()
+            self._reach_all(restoring=restoring)
         for kept in self._on_servers or ():
             if kept.is_changed():
                 kept.send()
 
-    def _reach_all(self) -> None:
+    def _reach_all(self, *, restoring: bool) -> None:
         """Create new variables on the servers; lazy ones wait until they have a shape."""
         made = self._made
         # In order of creation: shards that are placed now get the same numbers in every run of a script.
@@ -354,7 +359,8 @@ class CoordinatorVariables:
         ready = [kept for kept in every if not is_lazy(kept.tensor)]
         new = [kept for kept in ready if kept.remote is None]
         if new:
-            self._create([one for kept in new for one in kept.reach()])
+            wanted = [one for kept in new for one in kept.reach()]
+            self._create([_at_first_use(one) for one in wanted] if restoring else wanted)
         if len(ready) == len(every) and made == self._made:  # else another thread made more
             self._on_servers = ready
         else:
@@ -435,6 +441,15 @@ class CoordinatorVariables:
     @override
     def __repr__(self) -> str:
         return f"<CoordinatorVariables {len(self._all_managed)} parameters, {self._placement!r}>"
+
+
+def _at_first_use(
+    wanted: tuple[ShardLocation, str, Sequence[InitOp]],
+) -> tuple[ShardLocation, str, Sequence[InitOp]]:
+    """Return a shard to be created whose initial values are computed when they are first used."""
+    place, name, recipe = wanted
+    is_computed = bool(recipe) and memory_kind(recipe) == "memory"
+    return (place, name, [AT_FIRST_USE, *recipe]) if is_computed else wanted
 
 
 def _use_of(module: nn.Module, name: str) -> Use:

@@ -243,15 +243,25 @@ class SessionCheckpoints(Owner):
             self._make_state(message.parts, message.state)
             parts = [self._to_read(part, into=True) for part in message.parts]
         chain = message.chain
+        values = () if message.verify else [part.variable for part in message.parts if not part.key]
+        pending = [one for one in map(self._store.find_unread, values) if one.pending]
 
         def read(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
-            files.read(chain, parts, progress)
+            try:
+                files.read(chain, parts, progress)
+                for one in pending:
+                    one.pending = ()
+            finally:
+                for one in pending:  # after a failure the first use computes initial values
+                    one.is_read_into = False
             return 0, 0, ()
 
         touched = [] if message.verify else [part.variable for part in message.parts]
         for variable in touched:
             self._store.keyed.clear(variable)
             self._store.touch(variable)
+        for one in pending:
+            one.is_read_into = True
         self._transfer = _Transfer(read, "server.in_restore", dict.fromkeys(touched))
 
     def progress(self) -> tuple[messages.Transfer, list[int]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps import store_records as records
-from stratagem._ps.init_ops import KEYS_OF, RESERVING, MemoryKind, initialise, memory_kind
+from stratagem._ps.init_ops import KEYS_OF, MemoryKind, memory_kind
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut, Key
@@ -148,13 +148,11 @@ class VariableStore:
                 del self._optimizers[number]
 
     def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
-        """Run in-place initialisations in order; return the new version."""
+        """Run in-place initialisations in order, or at the first use (`AT_FIRST_USE`); return the new version."""
         stored = self.find(variable)
         self._before_write(variable)
+        stored.initialise(operations)
         for operation in operations:
-            initialise(stored.tensor, operation)
-            if operation.name in RESERVING:
-                stored.recipe = (*stored.recipe, operation)
             if operation.name == KEYS_OF:
                 self.keyed.bind(variable, stored.name, operation)
         return self._count_write(stored)
@@ -178,13 +176,12 @@ class VariableStore:
 
     def version(self, variable: int) -> int:
         """Return how many writes the variable has seen."""
-        return self.find(variable).version
+        return self.find_unread(variable).version
 
     def versions(self, variables: Iterable[int] | None = None) -> dict[int, int]:
         """Return versions of these variables (of all, if none are named)."""
-        if variables is None:
-            return {number: stored.version for number, stored in self._variables.items()}
-        return {number: self.find(number).version for number in variables}
+        wanted = self._variables if variables is None else variables
+        return {number: self.version(number) for number in wanted}
 
     def assign(self, variable: int, operation: str, value: Tensor) -> int:
         """``set``, ``add`` or ``sub`` a value of the variable's shape; return the new version."""
@@ -232,9 +229,9 @@ class VariableStore:
         on it. Creating an optimizer that exists replaces its class and groups and keeps the state of
         variables that stay (an `add_param_group` on the coordinator).
         """
-        parameters = {
-            number: self.find(number).tensor for group in groups for number in group.variables
-        }
+        # torch's own optimizers do not look at values when they are made.
+        find = self.find_unread if class_name.startswith("torch.optim.") else self.find
+        parameters = {number: find(number).tensor for group in groups for number in group.variables}
         if class_name.rpartition(".")[2] == "Adagrad":  # makes its state at once
             size = sum(one.nbytes for n, one in parameters.items() if n not in self.keyed)
             self._budget.check(max(0, size - self._state_bytes.get(optimizer, 0)))
@@ -301,9 +298,9 @@ class VariableStore:
         self._count_state(optimizer, found.state_bytes(variables) - before)
 
     def tensor_of(self, variable: int, optimizer: int, key: str) -> Tensor:
-        """Return a variable's value (without a key), or a tensor of optimizer state for it."""
+        """Return the memory of a variable (without a key), or of a tensor of optimizer state for it."""
         if not key:
-            return self.read(variable)
+            return self.find_unread(variable).tensor
         found = self.optimizer(optimizer).state_of(variable, key)
         if not isinstance(found, Tensor):
             raise ValueError(f"there is no tensor {key!r} of variable {variable!r}.")
@@ -311,7 +308,7 @@ class VariableStore:
 
     def touch(self, variable: int) -> int:
         """Prepare for a write of the whole variable from outside; count and return its version."""
-        stored = self.find(variable)
+        stored = self.find_unread(variable)
         self._before_write(variable)
         return self._count_write(stored)
 
@@ -399,9 +396,9 @@ class VariableStore:
         The rows are not copied: a caller that yields to writers in between copies what it needs. Sparse state
         (SGD's momentum of sparse gradients) is yielded as dense.
         """
-        for number, stored in self._variables.items():
+        for number in list(self._variables):
             ranges = self.keyed.ranges(number)
-            for start, stop, rows in row_blocks(stored.tensor, block_bytes, ranges):
+            for start, stop, rows in row_blocks(self.read(number), block_bytes, ranges):
                 yield Block("variable", number, "", start, stop, rows)
         yield from exported_state(self._optimizers, block_bytes, self.keyed.ranges)
 
@@ -462,19 +459,24 @@ class VariableStore:
     def _count_state(self, optimizer: int, change: int | None = None) -> None:
         """Count in the budget by how many bytes an optimizer's state has changed; by default, measure it."""
         before = self._state_bytes.get(optimizer, 0)
-        if change is None:
-            change = self.optimizer(optimizer).state_bytes() - before
+        change = self.optimizer(optimizer).state_bytes() - before if change is None else change
         self._budget.change(change)
         self._state_bytes[optimizer] = before + change
 
     def find(self, variable: int) -> StoredVariable:
-        """Return a variable by its number."""
+        """Return a variable by its number, initialised."""
+        stored = self._variables.get(variable) or self.find_unread(variable)
+        if stored.pending:
+            stored.run_pending()
+        return stored
+
+    def find_unread(self, variable: int) -> StoredVariable:
+        """Return a variable by its number for a caller that does not look at its values."""
         stored = self._variables.get(variable)
         if stored is None:
             raise NotFoundError(
-                f"variable {variable!r} is not on this server, which holds "
-                f"{len(self._variables)} variables: it was never created here, or its session was "
-                "closed."
+                f"variable {variable!r} is not on this server, which holds {len(self._variables)} "
+                "variables: it was never created here, or its session was closed."
             )
         return stored
 
@@ -493,7 +495,5 @@ class VariableStore:
     @override
     def __repr__(self) -> str:
         stats = self.stats()
-        return (
-            f"<VariableStore {stats.variables} variables ({stats.bytes} bytes), "
-            f"{stats.optimizers} optimizers, {stats.applied} writes>"
-        )
+        held = f"{stats.variables} variables ({stats.bytes} bytes), {stats.optimizers} optimizers"
+        return f"<VariableStore {held}, {stats.applied} writes>"

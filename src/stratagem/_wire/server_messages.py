@@ -107,7 +107,7 @@ class Locate(Message, frozen=True):
 
 
 class Located(Message, frozen=True):
-    """Answer to Locate: one TensorRef per variable; the version counter is 64 bytes before it."""
+    """Answer to Locate: one TensorRef per variable, none if the server does not share memory; the version counter is 64 bytes before it."""
 
     places: tuple[TensorRef, ...]
     segments: tuple[SegmentRef, ...]

@@ -108,6 +108,8 @@ class Mappings:
 
     def add(self, server: int, places: Sequence[ShardLocation], located: messages.Located) -> bool:
         """Map what a server located; return False if its memory cannot be mapped here."""
+        if len(located.places) != len(places):
+            return False  # it does not share its memory
         for ref in located.segments:
             if (server, ref.number) not in self._segments:
                 segment = shm.open_segment(ref, shared=False)

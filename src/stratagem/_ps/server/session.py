@@ -225,7 +225,7 @@ class Session:
 
     def _locate(self, message: messages.Locate, _: Frame, __: ClientMemory) -> Reply:
         if not self._shared_memory:
-            raise NotFoundError("this server does not share memory: read over the connection")
+            return messages.Located(places=(), segments=()), ()
         places = []
         segments: dict[int, SegmentRef] = {}
         for variable in message.variables:

@@ -25,6 +25,7 @@ from stratagem._checkpoint.server_group import (
     strategies_of,
 )
 from stratagem._owner import Owner
+from stratagem._ps.client.transfers import follow, read_stall_s
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
@@ -163,7 +164,7 @@ class ServerReads(Owner):
             try:
                 group.ask(orders)
                 for server in orders:
-                    group.follow(server)
+                    follow(group.connections[server], stall_s=read_stall_s())
                 if not verify:
                     self.points.append((group.variables, _point(group, *chain[0], orders)))
             except LOSSES as error:

@@ -81,11 +81,16 @@ class ServersOnCoordinator(Protocol):
         """Let servers go on whose backup was lost, and give them a new one as far as possible."""
 
     def restore_server(
-        self, server: int, *, stopped: Callable[[], bool], why: str = ""
+        self,
+        server: int,
+        *,
+        stopped: Callable[[], bool],
+        progress: Callable[[], None],
+        why: str = "",
     ) -> ServerRecovery:
         """Wait until a lost server has been started again, and restore it from the last checkpoint.
 
-        `why`: why its backup could not take over.
+        `progress` is called now and then while rows are read. `why`: why its backup could not take over.
 
         Raises:
             ParameterServerLost: that failed.

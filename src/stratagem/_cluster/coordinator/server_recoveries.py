@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, final
 
-from stratagem import metrics
+from stratagem import config, metrics
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem.errors import ParameterServerLost, WorkerLost
 
@@ -40,6 +40,7 @@ class ServerRecoveries:
         self._failed: dict[str, ParameterServerLost] = {}
         self._ended: set[tuple[int, int]] = set()  # task index and incarnation
         self._thread: threading.Thread | None = None
+        self._went_on_at = 0.0  # when a recovery last made progress
         self._closed = False
         self.done: list[ServerRecovery] = []
 
@@ -76,11 +77,29 @@ class ServerRecoveries:
         self._changed.notify_all()
 
     def await_recovery(self, error: Exception) -> bool:
-        """Wait until the server of an error has been restored; return False if it will not be."""
+        """Wait until the server of an error has been restored; return False if it will not be.
+
+        Raises:
+            ParameterServerLost: the recovery does not get on.
+        """
         if not isinstance(error, ParameterServerLost) or not self.begin(error):
             return False
+        limit_s = config.server_wait_s() + 5 * config.wire_timeout_s()
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or error.task not in self._lost)
+            began = time.monotonic()
+            while not self._closed and error.task in self._lost:
+                stalled_s = time.monotonic() - max(began, self._went_on_at)
+                if stalled_s > limit_s:
+                    raise ParameterServerLost(
+                        f"the recovery of {error.task}, which was lost "
+                        f"{time.monotonic() - self._lost[error.task]:.0f} s ago, has made no progress for "
+                        f"{stalled_s:.0f} s (the limit is STRATAGEM_SERVER_WAIT_S + 5 × STRATAGEM_WIRE_TIMEOUT_S = "
+                        f"{limit_s:g} s). The server or the disk of its checkpoint does not answer: repair it, "
+                        "and run the script again.",
+                        task=error.task,
+                        variables=error.variables,
+                    )
+                self._changed.wait(limit_s - stalled_s + _REPAIR_S)
             return not self._closed and error.task not in self._failed
 
     def refuse_if_active(self) -> None:
@@ -129,6 +148,7 @@ class ServerRecoveries:
                 _log.exception("restoring %s failed", task)
                 failure = ParameterServerLost(f"restoring {task} failed: {error}", task=task)
             with self._changed:
+                self._went_on()
                 del self._lost[task]
                 if failure is not None:
                     self._failed[task] = failure
@@ -156,12 +176,17 @@ class ServerRecoveries:
             self._note(promoted)
             return
         self._end_sessions(task)
-        restored = views.servers.restore_server(server, stopped=lambda: self._closed, why=why)
+        restored = views.servers.restore_server(
+            server, stopped=lambda: self._closed, progress=self._went_on, why=why
+        )
         # Sessions that were just being opened may have connected to the lost server.
         self._end_sessions(task)
         if self._engine.rounds is not None:
             self._engine.rounds.restart()
         self._note(restored)
+
+    def _went_on(self) -> None:
+        self._went_on_at = time.monotonic()
 
     def _note(self, restored: ServerRecovery) -> None:
         self.done.append(restored)

@@ -374,11 +374,14 @@ class ServerConnection:
         """Wait until the server has been restored.
 
         Raises:
-            Exception: `error`, if it will not be; outstanding requests have failed, too.
+            Exception: `error`, or why the wait has ended, if it will not be; outstanding requests have failed, too.
         """
-        if self.recovery is None or not self.recovery(error):
+        try:
+            if self.recovery is None or not self.recovery(error):
+                raise error
+        except Exception:
             self._drop_requests()
-            raise error
+            raise
 
     def _reconnect_once(self, cause: ConnectionLost | None, deadline: float) -> None:
         if cause is not None and self._state.phase is not Phase.OPEN:

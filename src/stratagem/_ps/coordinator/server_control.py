@@ -77,7 +77,12 @@ class ServerControl:
                 job.server_restored(process, is_older=False)
 
     def restore_server(
-        self, server: int, *, stopped: Callable[[], bool], why: str = ""
+        self,
+        server: int,
+        *,
+        stopped: Callable[[], bool],
+        progress: Callable[[], None],
+        why: str = "",
     ) -> ServerRecovery:
         """Wait until a lost server has been started again, and restore it from the last checkpoint."""
         if self._variables.client.replacement.point is None:
@@ -87,7 +92,9 @@ class ServerControl:
         if job is not None:
             job.server_lost(server)
         wait_s = config.server_wait_s()
-        restored = restore_server(self._variables, server, wait_s=wait_s, stopped=stopped)
+        restored = restore_server(
+            self._variables, server, wait_s=wait_s, stopped=stopped, progress=progress
+        )
         if job is not None:
             job.server_restored(server, is_older=restored.step >= 0)
         return restored

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.server_connection import ServerConnection
-from stratagem._ps.client.transfers import follow
+from stratagem._ps.client.transfers import follow, read_stall_s
 from stratagem._ps.recovery_point import RecoveryPoint, ServerRecovery
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
@@ -42,8 +42,11 @@ def restore_server(
     *,
     wait_s: float,
     stopped: Callable[[], bool],
+    progress: Callable[[], None] = lambda: None,
 ) -> ServerRecovery:
     """Wait until a lost server has been started again, restore its part, and let the client use it.
+
+    `progress` is called now and then while rows are read.
 
     Raises:
         ParameterServerLost: it did not come back in time, or not everything it held is in the checkpoint.
@@ -58,7 +61,7 @@ def restore_server(
         lost = {} if is_same else _updates_lost(variables, point, server, places)
         try:
             with closing(connection):
-                _set_up(variables, point, server, connection, places, is_same=is_same)
+                _set_up(variables, point, server, connection, places, progress, is_same=is_same)
             break
         except (ConnectionLost, DeadlineExceeded, ParameterServerLost) as error:
             _log.warning("%s was lost again while it was restored: %s", connection.task, error)
@@ -86,13 +89,14 @@ def _set_up(
     server: int,
     connection: ServerConnection,
     places: dict[int, tuple[ShardLocation, str]],
+    progress: Callable[[], None],
     *,
     is_same: bool,
 ) -> None:
     """Bring a server up to date, and let the client use it."""
     replacement = variables.client.replacement
     if not is_same:
-        _fill(variables, point, server, connection, places)
+        _fill(variables, point, server, connection, places, progress)
     for message in replacement.standing_orders():
         connection.request(message)
     assert connection.welcome is not None
@@ -109,7 +113,7 @@ def _set_up(
 
 
 def locate(connection: ServerConnection, numbers: tuple[int, ...]) -> messages.Located | None:
-    """Return where variables are in the server's memory; None if it does not share memory."""
+    """Return where variables are in the server's memory; None if one is about to be created there."""
     try:
         located = connection.request(messages.Locate(variables=numbers)).message
     except NotFoundError:
@@ -164,6 +168,7 @@ def _fill(
     server: int,
     connection: ServerConnection,
     places: dict[int, tuple[ShardLocation, str]],
+    progress: Callable[[], None],
 ) -> None:
     """Create everything that the server held, and have it read its rows."""
     order = point.orders.get(server, messages.ReadParts(chain=(), parts=()))
@@ -234,7 +239,7 @@ def _fill(
                 ),
             )
         )
-        follow(connection)
+        follow(connection, lambda moved: progress() if moved else None, read_stall_s())
     ledger = point.facts_of(server).get("ledger")
     if ledger:
         connection.request(messages.RestoreLedger(ledger=ledger))

@@ -73,9 +73,14 @@ def _train(options: argparse.Namespace) -> int:
     strategy = options.strategy or ("one" if options.on == "local" else "ps")
     if options.on != "local" and (strategy != "ps" or options.cluster is not None):
         raise ValueError(f"--on {options.on} is for --strategy ps, and not with --cluster")
+    if strategy != "ps" and (options.workers or options.ps):
+        sys.stderr.write(
+            f"stratagem: --workers and --ps have no effect with --strategy {strategy}; "
+            "use --strategy ps for workers and parameter servers\n"
+        )
     size = ClusterSize(
-        workers=options.workers,
-        ps=options.ps,
+        workers=options.workers or 2,
+        ps=options.ps or 2,
         on=options.on,
         resources_per_worker=options.resources_per_worker,
         resources_per_ps=options.resources_per_ps,

@@ -70,6 +70,16 @@ def test_a_missing_script_is_one_readable_line(capsys):
     assert "Traceback" not in err
 
 
+def test_workers_without_parameter_servers_are_reported(tmp_path, capsys):
+    """A forgotten `--strategy ps` is visible: the script trains on one device."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert cli.main(["train", str(script), "--workers", "3"]) == 0
+    assert "--workers and --ps have no effect with --strategy one" in capsys.readouterr().err
+    assert cli.main(["train", str(script)]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback():
     """--debug lets the exception through, before or after the command's name."""
     for words in (["--debug", "train", "nope.py"], ["train", "--debug", "nope.py"]):

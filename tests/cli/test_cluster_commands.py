@@ -96,6 +96,17 @@ def test_top_chooses_among_the_clusters_that_it_finds(monkeypatch):
         top.source_of("99999999")
 
 
+def test_top_does_not_take_another_cluster_for_an_unknown_name(monkeypatch):
+    """Tasks that no process owns do not match a name that no cluster has."""
+    served = AnnouncedCluster(
+        owner=0, pids=(2,), spec=sg.ClusterSpec({"ps": ["localhost:1"]}), key="k" * 16
+    )
+    monkeypatch.setattr(top, "find_clusters", lambda: [served])
+    with pytest.raises(ValueError, match="--cluster 'no-such-cluster'"):
+        top.source_of("no-such-cluster")
+    assert not top.source_of("2").sample().workers
+
+
 def test_a_server_task_is_found_with_its_key_until_it_ends(monkeypatch):
     """Tasks of `stratagem server` are found too; the addresses of all tasks come from their specification."""
     monkeypatch.delenv("STRATAGEM_CLUSTER_KEY", raising=False)

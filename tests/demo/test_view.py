@@ -63,6 +63,16 @@ def test_the_picture_shows_everything_a_user_asks_for():
         assert wanted in text, wanted
 
 
+def test_a_small_terminal_shows_whole_words_and_events_first():
+    """At 80 columns no header is cut, and the first 24 lines contain the events."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console.print(draw(_picture()))
+    lines = console.file.getvalue().splitlines()
+    assert "…" not in "".join(lines)
+    assert any("restarts" in line for line in lines)
+    assert any("killed worker 1 on purpose" in line for line in lines[:16])
+
+
 def test_one_line_says_the_same_for_a_log():
     """A log line carries step, speed, loss and each worker's state."""
     line = one_line(_picture())

@@ -86,13 +86,10 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--workers",
         type=positive_or_range,
-        default=2,
         metavar="N",
         help="workers for ps (default: 2); MIN:MAX with --on ray",
     )
-    parser.add_argument(
-        "--ps", type=positive, default=2, help="parameter servers for ps (default: 2)"
-    )
+    parser.add_argument("--ps", type=positive, help="parameter servers for ps (default: 2)")
     parser.add_argument(
         "--on",
         choices=("local", "ray"),

@@ -87,7 +87,7 @@ def _choose(text: str | None, found: list[AnnouncedCluster]) -> AnnouncedCluster
             "--cluster JSON or TF_CONFIG, and its key with STRATAGEM_CLUSTER_KEY."
         )
     number = int(text) if text.isdecimal() else owner_of(path_of(text))
-    for one in found:
+    for one in found if number else []:  # 0: no such name, or tasks that no process owns
         if number in (one.owner, *one.pids):
             return one
     raise ValueError(

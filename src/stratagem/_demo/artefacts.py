@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def draw_curves(
     lower.set_xlabel("seconds of training")
     for axes in (upper, lower):
         for (when, what), style in zip(marks, ("--", ":", "-.", "--"), strict=False):
-            caption = f"{when:.1f} s: {what}" if axes is lower else None
+            caption = textwrap.fill(f"{when:.1f} s: {what}", 60) if axes is lower else None
             axes.axvline(when, color="tab:red", linestyle=style, linewidth=1, label=caption)
         axes.grid(alpha=0.3)
     # Legends are outside the axes, where they cover no curve.

@@ -1,14 +1,16 @@
 """Demonstration: a minute of training on this machine, a killed worker and a killed parameter server.
 
 Steps: start a local cluster, train the click model asynchronously, kill a worker and watch it come back, kill a
-parameter server and watch its variables return from a checkpoint, compare the AUC with the best possible one, write the model as a plain PyTorch file, load that
-file in a process that cannot import Stratagem, draw the curves. Ctrl-C ends the training early; the files
-are written all the same.
+parameter server and watch its variables return from a checkpoint, compare the AUC with the best possible one,
+write the model as a plain PyTorch file, load that file in a process that cannot import Stratagem, draw the
+curves. Ctrl-C ends the training early; the files are written all the same.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +28,6 @@ from stratagem._checkpoint.manager import CheckpointManager
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
 from stratagem._cluster.coordinator.remote_values import RemoteValue, RemoteValueStatus
 from stratagem._cluster.launch.local_cluster import LocalCluster
-from stratagem._core.user_contexts import InputContext
 from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
@@ -90,6 +91,7 @@ def run_demo(options: DemoOptions) -> int:
     torch.manual_seed(0)
     plain = options.plain or config.environment("CI") is not None
     view = open_view(plain=plain)
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # fail before the training
     view.say(f"starting {options.workers} workers and {options.ps} parameter servers …")
     with LocalCluster(workers=options.workers, ps=options.ps) as cluster:
         # Tables are split into one shard per server; layers stay whole.
@@ -98,7 +100,16 @@ def run_demo(options: DemoOptions) -> int:
         with strategy, ClusterCoordinator(strategy) as coordinator:
             training = _Training(options, cluster, coordinator, view)
             progress = training.train()
-            training.write_files(Path(options.output))
+            try:
+                training.write_files(Path(options.output))
+            except KeyboardInterrupt:
+                if progress.interrupted:
+                    raise
+                progress.interrupted = True
+                view.say(
+                    "stopped by Ctrl-C; writing the files all the same (Ctrl-C again to skip) …"
+                )
+                training.write_files(Path(options.output))
     view.say("all processes have ended; only the files above are left")
     return INTERRUPTED if progress.interrupted else 0
 
@@ -146,13 +157,8 @@ class _Training:
 
     def train(self) -> Progress:
         """Train for about ``options.seconds``, or until Ctrl-C."""
-        world = self._world
-
-        def dataset_fn(context: InputContext) -> Dataset:
-            seed = 1_000_000 * (1 + context.input_pipeline_id)
-            return Dataset.from_generator(lambda: world.stream(BATCH, seed=seed))
-
-        iterators = iter(self._coordinator.create_per_worker_dataset(dataset_fn))
+        clicks = functools.partial(_endless_clicks, self._world)
+        iterators = iter(self._coordinator.create_per_worker_dataset(clicks))
         self._view.say("each worker draws its own clicks …")
         for _ in range(10 * self._options.workers):  # the first steps also set up the workers
             self._coordinator.schedule(self._step, args=(iterators,))
@@ -182,9 +188,10 @@ class _Training:
                     self._view.show(self._picture(monitor.view))
                     time.sleep(LOOK_EVERY_S)
                     self._collect()
+                self._coordinator.join(timeout_s=120)
             except KeyboardInterrupt:
                 progress.interrupted = True
-            self._coordinator.join(timeout_s=120)
+                self._coordinator.join(timeout_s=120)
             self._collect()
             self._view.show(self._picture(monitor.view, finished=True))
         if progress.interrupted:
@@ -293,7 +300,6 @@ class _Training:
         say(
             f"AUC on {ROWS_HELD_OUT:,} held-out rows: {reached:.4f} (best possible {self._best:.4f})"
         )
-        output.mkdir(parents=True, exist_ok=True)
         saved = save_model(self._model, output / "model.pt")
         say(f"wrote {saved}: an ordinary state_dict, {saved.stat().st_size / 1e6:.0f} MB")
         probability = predict_without_stratagem(
@@ -311,6 +317,11 @@ class _Training:
             path=output / "curves.png",
         )
         say(f"wrote {picture}" if picture else "no curves.png: matplotlib is not installed")
+
+
+def _endless_clicks(world: ClickWorld) -> Dataset:
+    """Return batches without end; a restarted worker, which begins again, draws other rows than before."""
+    return Dataset.from_generator(lambda: world.stream(BATCH, seed=secrets.randbits(48)))
 
 
 def _finished(values: list[RemoteValue]) -> list[RemoteValue]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TextIO, final
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -259,9 +260,10 @@ def draw(picture: Picture) -> Panel:
     curves = [curve for curve in picture.curves if curve.values]
     if curves:
         rows += [Text(), _beside([_chart(curve, picture.elapsed_s) for curve in curves])]
-    rows += [Text(), _beside([_workers(picture.cluster), _servers(picture.cluster)])]
-    rows += [Text(f"→ {one}", style="bold") for one in advise(picture.cluster)[:3]]
+    # Events come before the tables: a low terminal shows only the first rows.
     rows += [Text(note, style="yellow") for note in picture.notes[-_NOTES:]]
+    rows += [Text(), _workers(picture.cluster), Text(), _servers(picture.cluster)]
+    rows += [Text(f"→ {one}", style="bold") for one in advise(picture.cluster)[:3]]
     return Panel(Group(*rows), title=picture.title, border_style="cyan")
 
 
@@ -309,9 +311,7 @@ def _chart(curve: Curve, elapsed_s: float, *, width: int = 26) -> Text:
 
 
 def _workers(cluster: ClusterView) -> Table:
-    table = Table(title="workers", expand=True)
-    for column in ("name", "state", "steps", "steps/s", "restarts"):
-        table.add_column(column)
+    table = _table("worker", "state", "steps", "steps/s", "restarts")
     detailed = any(map(_time_use, cluster.workers))
     if detailed:
         table.add_column("time")
@@ -327,10 +327,15 @@ def _workers(cluster: ClusterView) -> Table:
     return table
 
 
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
 def _servers(cluster: ClusterView) -> Table:
-    table = Table(title="parameter servers", expand=True)
-    for column in ("name", "state", "memory", "updates", "per s", "busy", "refused"):
-        table.add_column(column)
+    table = _table("server", "state", "memory", "updates", "per s", "busy", "refused")
     for row in cluster.servers:
         table.add_row(
             row.name,

@@ -13,9 +13,12 @@ variables is gone, unless the coordinator restores them on another one (`restore
 from __future__ import annotations
 
 import enum
-from typing import final
+from typing import Final, final
 
 from typing_extensions import override
+
+SURVIVAL: Final = " A run survives the loss of a server with backups=1, or with a CheckpointManager that has saved."
+"""In the coordinator's error about a server that cannot be restored."""
 
 
 class Phase(enum.Enum):

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias, final
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._ps.client.connection_state import ConnectionState, Phase
+from stratagem._ps.client.connection_state import SURVIVAL, ConnectionState, Phase
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
@@ -463,8 +463,9 @@ class ServerConnection:
             if self._membership.instance
             else "create the strategy anew and restore the last checkpoint"
         )
+        hint = SURVIVAL if self._membership.is_owner and self.recovery is None else ""
         return ParameterServerLost(
-            f"parameter server {self.task} at {self.last_address!r} {reason}.{held} {advice}, {then}.",
+            f"parameter server {self.task} at {self.last_address!r} {reason}.{held} {advice}, {then}.{hint}",
             task=self.task,
             variables=names,
             identity=self._state.server,

@@ -66,6 +66,40 @@ def test_a_run_goes_on_with_another_number_of_servers(
         assert row == pytest.approx(unbroken[key], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, sg.optim.LazyAdam, sg.optim.RowWiseAdagrad])
+def test_a_table_in_one_piece_and_state_that_is_no_row(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """An optimizer's `step` of a table that is not divided is one number, however many rows are in use."""
+
+    def train_on(steps: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
+            with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+                with strategy.scope():
+                    table = sg.nn.DynamicEmbedding(4, max_rows=MAX_ROWS, seed=1)
+                    optimizer = kind(table.parameters(), lr=0.1)
+
+                def step(some: torch.Tensor) -> None:
+                    optimizer.zero_grad()
+                    table(some).pow(2).sum().backward()
+                    optimizer.step()
+
+                checkpoint = sg.Checkpoint(table=table, optimizer=optimizer)
+                with sg.CheckpointManager(checkpoint, tmp_path / str(len(ids))) as manager:
+                    for number in range(manager.restore_or_initialize(), steps):
+                        list(strategy.run_steps(step, [ids]))
+                        manager.save(number + 1, wait=True)
+                found: tuple[torch.Tensor, torch.Tensor] = table.export()
+                return found
+
+    train_on(2, POOL[:300])
+    resumed = train_on(4, POOL[:300])
+    unbroken = train_on(4, POOL[:301])
+    kept = torch.isin(unbroken[0], resumed[0])
+    assert torch.equal(resumed[0], unbroken[0][kept])
+    torch.testing.assert_close(resumed[1], unbroken[1][kept])
+
+
 def test_a_table_on_disk_continues_in_memory_and_back(tmp_path: Path) -> None:
     """Where rows are kept is no part of a checkpoint; full saves and deltas hold rows and optimizer state."""
     train(tmp_path / "a", 2, servers=2, full_every=4, on_disk=True)

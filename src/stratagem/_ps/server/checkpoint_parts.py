@@ -195,7 +195,8 @@ class SessionCheckpoints(Owner):
                 ids,
                 number,
             )
-            used = None if part.per_shard or ids is not None else self._used.get(part.variable)
+            of_rows = one.shape[:1] == cut.tensors[part.variable, 0, ""].shape[:1]
+            used = self._used.get(part.variable) if of_rows and ids is None else None
             parts += [whole] if used is None else [_range_of(whole, *each) for each in used]
         cut.begin_reading()
 

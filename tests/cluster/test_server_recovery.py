@@ -171,7 +171,9 @@ def test_a_server_that_cannot_be_restored_raises(tmp_path: Path) -> None:
                     manager.save(3, wait=True)
                     pid = cluster.pid("ps", 1)
                     cluster.kill_ps(1)
-                    match = "second.*not in the checkpoint" if how == "partial" else "second.*backups=1"
+                    match = (
+                        "second.*not in the checkpoint" if how == "partial" else "second.*backups=1"
+                    )
                     with pytest.raises(ParameterServerLost, match=match):
                         mine.run(coordinator, 50)
                     assert coordinator.recoveries == []

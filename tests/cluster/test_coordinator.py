@@ -37,6 +37,13 @@ def test_constructing_again_gives_the_same_object(coordinator: ClusterCoordinato
         ClusterCoordinator()  # type: ignore[call-arg]
 
 
+def test_a_per_worker_dataset_without_iter_is_refused(coordinator: ClusterCoordinator) -> None:
+    """The error names the iterators, which the function needs."""
+    dataset = coordinator.create_per_worker_dataset(lambda: [1, 2])
+    with pytest.raises(ValueError, match=r"iterators = iter\(dataset\)"):
+        coordinator.schedule(next, args=(dataset,))
+
+
 def test_any_callable_can_be_scheduled(coordinator: ClusterCoordinator) -> None:
     """CCO-10 as 13.4 has it: lambdas, closures, partials, methods, builtins, callables; nothing else."""
     offset = 10

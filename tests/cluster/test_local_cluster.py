@@ -253,6 +253,16 @@ def test_in_process_cluster_runs_the_same_roles_as_threads(connect: Any) -> None
             cluster.kill_worker(0)
         assert "worker:1 ready" in repr(cluster)
     assert repr(cluster) == "<LocalCluster [closed]>"
+    with pytest.raises(sg.errors.MisuseError, match="this cluster is closed"):
+        cluster.add_worker()
+
+
+def test_a_strategy_names_what_it_got_instead_of_a_resolver() -> None:
+    """The cluster itself and a dict of addresses are likely mistakes."""
+    with LocalCluster(workers=1, ps=1, in_process=True) as cluster:
+        for given in (cluster, {"worker": ["a:1"], "ps": ["b:1"]}):
+            with pytest.raises(TypeError, match=rf"a {type(given).__name__}: expected a resolver"):
+                sg.ParameterServerStrategy(given)
 
 
 def test_a_task_that_cannot_start_is_named_with_its_reason(

@@ -41,6 +41,25 @@ def searches(monkeypatch):
     return found
 
 
+def test_a_single_replica_refuses_the_model_of_several(several):
+    """A step would leave the parameters as they are: they get gradients from their own replicas only."""
+    with several.scope():
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    with sg.OneDeviceStrategy("cpu:0") as alone:
+        refused(alone, step, rf"belongs to {type(several).__name__}.*{SCOPE}", args=(X, Y))
+        plain = nn.Linear(4, 2)
+        before = plain.weight.detach().clone()
+        model, optimizer = plain, torch.optim.SGD(plain.parameters(), lr=0.1)
+        alone.run(step, args=(X, Y))
+    assert not torch.equal(plain.weight, before)
+
+
 @pytest.mark.parametrize("way", ["tensor", "autograd", "inputs", "edge"])
 def test_backward_in_run_of_a_model_made_outside_is_refused(way, several):
     """Whoever would step afterwards: the gradients would be R times too large."""

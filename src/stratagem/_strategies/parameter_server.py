@@ -431,13 +431,18 @@ def check_cluster(resolver: Any) -> Any:
 
     Raises:
         ValueError: it cannot; the message says which rule is broken.
-        TypeError: a task type without a task id.
+        TypeError: it is no resolver, or it has a task type without a task id.
         AttributeError: it is None.
     """
     if resolver is None:
         raise AttributeError(
             "cluster_resolver=None has no cluster_spec(): expected a resolver, such as "
             "sg.cluster_resolver.TFConfigClusterResolver() or the resolver of an sg.LocalCluster."
+        )
+    if not callable(getattr(resolver, "cluster_spec", None)):
+        raise TypeError(
+            f"cluster_resolver={resolver!r} is a {type(resolver).__name__}: expected a resolver, such as "
+            "cluster.resolver of an sg.LocalCluster, or sg.cluster_resolver.TFConfigClusterResolver()."
         )
     spec = resolver.cluster_spec()
     if not spec:

@@ -354,6 +354,14 @@ class PerWorkerDataset:
     def __iter__(self) -> PerWorkerValues:
         return self._coordinator._create_iterators(self._source)
 
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            f"{self!r} was captured by or passed to a scheduled function (or pickled). Pass its iterators "
+            "instead: iterators = iter(dataset), then schedule(step, args=(iterators,)); the function calls "
+            "next() on its own."
+        )
+
     @property
     def element_spec(self) -> object:
         """Shapes and types of an element, from the dataset built once on the coordinator."""

@@ -116,6 +116,7 @@ class LocalCluster(SupervisedCluster):
         """Start one more worker and return its index. A running coordinator uses it within a second.
 
         Raises:
+            MisuseError: the cluster is closed.
             StartupError: the worker was not ready within the cluster's `start_timeout_s`.
 
         Example:
@@ -124,6 +125,8 @@ class LocalCluster(SupervisedCluster):
             ...     cluster.add_worker(), cluster.add_worker()
             (1, 2)
         """
+        if self._closed:
+            raise MisuseError("add_worker: this cluster is closed. Start another sg.LocalCluster.")
         check_open_files(len(self._tasks.indices("worker")) + len(self._tasks.indices("ps")) + 1)
         index = self._tasks.free_index("worker")
         self._tasks.add(replace(self._order, index=index), self._start_timeout_s)

@@ -265,9 +265,11 @@ def _replicated(optimizer: Optimizer) -> list[ReplicatedParameter]:
 
 
 def _refuse_foreign(optimizer: Optimizer, replica: Replica) -> None:
-    """Refuse parameters of other strategies or of none: all replicas would train them at once."""
-    if replica.group.size == 1:
-        return
+    """Refuse parameters of other strategies or of none: all replicas would train them at once.
+
+    A single replica trains parameters of no strategy as plain PyTorch does.
+    """
+    several = replica.group.size > 1
     for number, group in enumerate(optimizer.param_groups):
         held = _by_replica(group)
         if held.belongs_to(replica.strategy):
@@ -277,7 +279,7 @@ def _refuse_foreign(optimizer: Optimizer, replica: Replica) -> None:
         ):
             if managed is None:
                 copies = replica.group.shared.get(("copies", replica.id), {})
-                foreign = parameter.grad is not None and id(parameter) not in copies
+                foreign = several and parameter.grad is not None and id(parameter) not in copies
             else:
                 own = managed.strategy is replica.strategy
                 foreign = isinstance(managed, ReplicatedParameter) and not own

@@ -119,6 +119,29 @@ def test_recurrent_modules_keep_their_class(two):
     assert not {id(w) for w in flat[0]} & {id(w) for w in flat[1]}
 
 
+def test_code_that_asks_for_the_type_of_a_module_finds_it(two):
+    """`type(m) == nn.GRU` in a function given to apply(), as programs that initialise weights write it."""
+
+    def initialise(module):
+        if type(module) == nn.GRU:  # noqa: E721 - as programs write it
+            for name in module._flat_weights_names:
+                nn.init.ones_(module._parameters[name])
+
+    with two.scope():
+        gru, lazy = nn.Sequential(nn.GRU(2, 3)).apply(initialise)[0], nn.LazyLinear(2)
+    assert all(bool((weight == 1).all()) for weight in gru.parameters())
+    for module, plain in ((gru, nn.GRU), (lazy, nn.LazyLinear)):
+        kind = type(module)
+        assert kind == plain
+        assert plain == kind
+        assert kind in (nn.LSTM, plain)
+        assert {plain: "found"}[kind] == "found"
+        assert {kind: "found"}[plain] == "found"
+        assert kind != nn.LSTM
+        copied = type(copy.deepcopy(module))
+        assert copied == plain
+
+
 def test_lazy_modules_are_initialised_once_with_pytorchs_numbers(two):
     torch.manual_seed(3)
     plain = nn.LazyLinear(2)

@@ -315,3 +315,41 @@ def test_attributes_that_a_step_sets_aside_come_back_in_every_replica(pair):
     found = train(pair)
     torch.testing.assert_close(found[0], plain[0])
     assert found[1:] == plain[1:] == (0, 0.1)
+
+
+class OfClass:
+    """A number in the class."""
+
+    gain = 1.0
+
+
+class InSlot:
+    """A number in a slot."""
+
+    __slots__ = ("gain",)
+
+    def __init__(self):
+        self.gain = 1.0
+
+
+@pytest.mark.parametrize("holder", [OfClass, InSlot()])
+def test_numbers_of_classes_and_in_slots_are_set_aside(pair, holder):
+    """Libraries keep numbers in classes (peft's configurations); a step sets one and brings it back."""
+
+    def program():
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch):
+            x, y = batch
+            before = holder.gain
+            holder.gain = 0.5
+            loss = holder.gain * F.mse_loss(model(x), y)
+            holder.gain = before
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        return model, step, lambda: holder.gain
+
+    assert_same(pair, program)

@@ -61,7 +61,8 @@ class Place:
     """Where a program keeps tensors: a dict, list, closure cell, or the attributes of an object.
 
     Args:
-        holder: the object that holds the tensors: a dict (also of attributes or globals), list, deque, tuple or cell.
+        holder: the object that holds the tensors: a dict (also of attributes or globals), list, deque, tuple or cell; for
+            numbers also a class, or an object with slots.
         keys: the keys of the tensors in a dict of attributes or globals; None: everything in the holder.
         path: the place in words, for errors.
         name: the variable or attribute by which code refers to it.
@@ -82,6 +83,8 @@ class Place:
         """Return what the place holds now."""
         holder = self.holder
         if self.keys is not None:
+            if not isinstance(holder, dict):
+                return [getattr(holder, key, None) for key in self.keys]
             return [holder.get(key) for key in self.keys]
         if isinstance(holder, types.CellType):
             try:

@@ -2,7 +2,7 @@
 
 When a strategy takes over the parameters of such a module, the module becomes an instance of a subclass made here (as
 ``torch.nn.utils.parametrize`` does it), with the same name. It pickles as its plain class, so that a saved model loads
-without Stratagem. The cases:
+without Stratagem, and equals its plain class: programs ask ``type(module) == nn.GRU``. The cases:
 
 - recurrent modules keep ``_flat_weights``, a list that C++ reads: it is made from the context's parameters at each call;
 - lazy modules create their parameters at the first call: the replicas wait for each other and one creates them;
@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from stratagem._core import sync_norm
 from stratagem._core.context import current_replica
@@ -74,9 +75,24 @@ def _special_class(plain: type[nn.Module], mixin: type[_Special]) -> type[nn.Mod
             # Below the user's class, whose own forward() may do more (timm's SyncBatchNormAct).
             own = () if plain is nn.SyncBatchNorm else (plain,)
             bases = (mixin, *own, _NormOverReplicas)
-        found = type(plain.__name__, bases, {**content, "_plain_class": plain})
+        kind = type("_EqualToPlain", (_EqualToPlain, type(plain)), {})
+        found = kind(plain.__name__, bases, {**content, "_plain_class": plain})
         _CLASSES[plain, mixin] = found
     return found
+
+
+class _EqualToPlain(type):
+    """Class of the special classes: ``==``, ``in`` and lookups in a dict find the plain class."""
+
+    _plain_class: type[nn.Module]
+
+    @override
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or getattr(other, "_plain_class", other) is cls._plain_class
+
+    @override
+    def __hash__(cls) -> int:
+        return hash(cls._plain_class)
 
 
 class _Special(nn.Module):

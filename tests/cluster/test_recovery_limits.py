@@ -14,7 +14,9 @@ from stratagem._ps.client.transfers import follow, read_stall_s
 from stratagem._wire import messages
 from stratagem.errors import CheckpointError, ParameterServerLost
 
-LOST = ParameterServerLost("it is gone", task="/job:ps/task:1", variables=("w",))
+LOST = ParameterServerLost(
+    "it is gone. Create the strategy anew.", task="/job:ps/task:1", variables=("w",)
+)
 
 
 class HungServers:
@@ -53,7 +55,7 @@ def servers(request: pytest.FixtureRequest) -> Iterator[HungServers]:
 
 
 def test_a_call_waits_for_a_recovery_only_while_it_makes_progress(
-    servers: HungServers, monkeypatch: pytest.MonkeyPatch
+    servers: HungServers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("STRATAGEM_SERVER_WAIT_S", "5.5" if servers._moves else "1.5")
     monkeypatch.setenv("STRATAGEM_WIRE_TIMEOUT_S", "0.1")
@@ -75,6 +77,8 @@ def test_a_call_waits_for_a_recovery_only_while_it_makes_progress(
         assert caught.value.variables == ("w",)
     servers.may_end.set()
     recoveries.close()
+    assert "/job:ps/task:1 was lost: its backup takes over, or it is restored" in caplog.text
+    assert "Create the strategy anew" not in caplog.text  # advice for a run that has ended
 
 
 def test_a_server_whose_disk_hangs_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

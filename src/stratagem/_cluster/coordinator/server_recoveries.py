@@ -57,8 +57,13 @@ class ServerRecoveries:
                 return True  # the server was restored while the error was on its way
             self._lost[error.task] = time.monotonic()
             self._locked_start()
-        # The text, not the error: a kept log record would keep frames, and so memory of servers.
-        _log.warning("%s; restoring it", str(error))
+        # Without the error's advice, and no error itself: a kept log record would keep frames, and so memory of servers.
+        why = "" if error.__cause__ is None else f" ({error.__cause__})"
+        _log.warning(
+            "%s was lost%s: its backup takes over, or it is restored when it is back",
+            error.task,
+            why,
+        )
         return True
 
     def repair_backups(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,27 @@ def test_from_servers_to_one_device_and_to_plain_pytorch(tmp_path: Path) -> None
     ids, rows = model[0].export()
     assert dict(zip(ids.tolist(), rows.tolist(), strict=True)) == expected
     assert int((optimizer.state[model[0].weight]["sum"] > 0).sum()) == len(expected)
+
+
+def test_a_full_table_goes_on_from_its_checkpoint_when_rows_may_leave(tmp_path: Path) -> None:
+    """As the error says; `max_rows` must stay the same."""
+
+    def table(**more: Any) -> tuple[nn.Module, sg.Checkpoint]:
+        made = sg.nn.DynamicEmbedding(4, seed=1, **more)
+        return made, sg.Checkpoint(table=made)
+
+    full, checkpoint = table(max_rows=20)
+    full(torch.arange(20))
+    with pytest.raises(
+        MemoryError, match=r"Let rows leave with evict='age'.*also after a checkpoint"
+    ):
+        full(torch.tensor([20]))
+    path = checkpoint.save(tmp_path / "full").path
+    with pytest.raises(sg.errors.CheckpointMismatch, match=r"table\.keys"):
+        table(max_rows=40)[1].restore(path)
+    leaving, checkpoint = table(max_rows=20, evict="age")
+    checkpoint.restore(path)
+    for _ in range(70):
+        leaving(torch.arange(10))
+    leaving(torch.arange(100, 110))
+    assert sorted(leaving.export()[0].tolist()) == [*range(10), *range(100, 110)]

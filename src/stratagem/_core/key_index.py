@@ -379,8 +379,9 @@ class KeyIndex:
         rule = self._rule
         if not rule.evict:
             raise MemoryError(
-                f"{self._name} is full: it was made for {rule.max_rows} rows. Raise max_rows, or let rows "
-                "leave with evict='age' or evict='count'"
+                f"{self._name} is full: it was made for {rule.max_rows} rows. Let rows leave with evict='age' or "
+                "evict='count', also after a checkpoint of this table was restored. Or begin a new run with a larger "
+                "max_rows: a checkpoint fits only a table with its own max_rows"
             )
         start = bucket * rule.bucket_rows
         part = self._keys[start : start + rule.bucket_rows]
@@ -388,7 +389,7 @@ class KeyIndex:
         if may_go.size < needed:
             raise MemoryError(
                 f"{self._name} is full, and too many of its rows were used in the last {PROTECTED} lookups to "
-                f"evict {needed} of {rule.bucket_rows}: raise max_rows, which is {rule.max_rows}"
+                f"evict {needed} of {rule.bucket_rows}: begin a new run with a larger max_rows, which is {rule.max_rows}"
             )
         order = (LAST_USE,) if rule.evict == "age" else (LAST_USE, COUNT)
         ranked = may_go[np.lexsort([part[may_go, column] for column in order])]

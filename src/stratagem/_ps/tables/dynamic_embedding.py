@@ -199,7 +199,7 @@ class DynamicEmbedding(DynamicTable):
     Args:
         dim: numbers in a row.
         max_rows: how many rows fit. Memory is used only by rows in use; on parameter servers that holds for
-            optimizer state, too.
+            optimizer state, too. Choose it large: a checkpoint fits only a table with the same `max_rows`.
         init: first values of a row: ``normal``, ``uniform`` or ``zeros``. They depend on the id and the seed alone.
         scale: standard deviation of ``normal``; ``uniform`` is from -`scale` to `scale`.
         seed: of the first values; drawn from torch's generator by default.

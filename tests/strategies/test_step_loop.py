@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem._strategies.step_loop import run_on_workers
 
 ROWS = torch.linspace(-1, 1, 22).reshape(11, 2)
 BATCHES = [(ROWS[i : i + 4], ROWS[i : i + 4].sum(1, keepdim=True)) for i in range(0, 11, 4)]
@@ -169,6 +170,34 @@ def test_an_error_in_a_step_reaches_the_loop_and_the_strategy_goes_on(served: An
     with pytest.raises(ValueError, match="three rows"):
         list(served.run_steps(step, [torch.ones(1), torch.ones(3), torch.ones(2)]))
     assert list(served.run_steps(step, [torch.ones(2)])) == [2]
+    assert f"{step.__qualname__} ({__file__}" in sg.ClusterCoordinator(served).errors[-1].function
+
+
+def test_the_loop_raises_the_error_for_which_a_batch_was_cancelled() -> None:
+    """A later batch has failed on another worker: its error counts, not the cancellation of this one."""
+
+    class Stopped:
+        """A coordinator whose queue was stopped by an error; it raises the error once."""
+
+        workers = (0,)
+        failed: Exception | None = ValueError("of a later batch")
+
+        def schedule(self, fn: Any, args: Any) -> Stopped:
+            return self
+
+        def get(self) -> Any:
+            raise sg.errors.ClosureCancelled("run_batch was cancelled")
+
+        def join(self) -> None:
+            if (error := self.failed) is not None:
+                self.failed = None
+                raise error
+
+    coordinator = Stopped()
+    with pytest.raises(ValueError, match="of a later batch"):
+        list(run_on_workers(coordinator, len, [torch.ones(1)], None))
+    with pytest.raises(sg.errors.ClosureCancelled):  # the program cancelled it
+        list(run_on_workers(coordinator, len, [torch.ones(1)], None))
 
 
 def test_results_that_are_not_numbers_come_per_replica() -> None:

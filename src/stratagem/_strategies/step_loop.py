@@ -16,7 +16,7 @@ import torch
 
 from stratagem._core import context, values
 from stratagem.config import InputOptions
-from stratagem.errors import EndOfData
+from stratagem.errors import ClosureCancelled, EndOfData
 
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
@@ -105,6 +105,9 @@ def run_on_workers(
             yield from waiting.popleft().get()
     except GeneratorExit:
         coordinator.join()
+        raise
+    except ClosureCancelled:
+        coordinator.join()  # raises the error of a later batch, for which this one was cancelled
         raise
     except Exception:
         # The failed closure is the error that counts; join() waits for the rest and repeats it.

@@ -11,6 +11,7 @@ before the first closure that names them.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 import weakref
@@ -378,6 +379,9 @@ def describe_function(function: object) -> str:
     if isinstance(function, types.MethodType):
         function = function.__func__
     if isinstance(function, types.FunctionType):
+        inner = inspect.unwrap(function)  # the step of run_steps, and decorated functions
+        if inner is not function:
+            return describe_function(inner)
         code = function.__code__
         return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
     return repr(function)

@@ -10,8 +10,9 @@ slowest of the three.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from stratagem import _faults as faults
 from stratagem._checkpoint import checksums
 from stratagem._checkpoint.block_plan import cut_rows
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
-from stratagem._checkpoint.torch_archive import ALIGNMENT, Archive, archive_of
+from stratagem._checkpoint.torch_archive import ALIGNMENT, archive_of
 from stratagem._owner import Owner
 
 PIECE_BYTES = 1 << 20
@@ -107,6 +108,27 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 @final
+class _Block:
+    """Rows ``low … high`` of a part, and their place in the file."""
+
+    def __init__(self, part: TensorPart, low: int, high: int, *, after: int) -> None:
+        self.part, self.low, self.high = part, low, high
+        has_rows = bool(part.shape) and not part.per_shard
+        self.archive = archive_of(part.dtype, (high - low, *part.shape[1:]) if has_rows else ())
+        begin = after + -after % ALIGNMENT
+        self.offset = begin + self.archive.data_offset
+        self.end = begin + self.archive.size
+        self.crc32 = 0
+
+
+def _ranges_of(part: TensorPart) -> list[tuple[int, int]]:
+    """Return the rows of the blocks of a part, as its `read` counts them."""
+    if part.per_shard:
+        return [(0, 1)]
+    return cut_rows(0 if part.ids is not None else part.start, part.rows, part.row_bytes)
+
+
+@final
 class BlockFileWriter(Owner):
     """One block file being written.
 
@@ -136,21 +158,28 @@ class BlockFileWriter(Owner):
         self._end += len(data)
         return begins, len(data)
 
-    def add(self, part: TensorPart) -> None:
-        """Write a part, in blocks."""
-        if part.per_shard:
-            offset, crc32 = self._archive(archive_of(part.dtype, ()), part, 0, 1)
-            self._note(part, offset, part.start, part.rows, crc32, None)
-            return
-        first = 0 if part.ids is not None else part.start
-        for low, high in cut_rows(first, part.rows, part.row_bytes):
-            ids = None
-            if part.ids is not None:
-                ids = self._write_ids(part.ids[low:high])
-            shape = (high - low, *part.shape[1:]) if part.shape else ()
-            offset, crc32 = self._archive(archive_of(part.dtype, shape), part, low, high)
-            start = part.start if part.ids is not None else low
-            self._note(part, offset, start, high - low, crc32, ids)
+    def add(self, *parts: TensorPart) -> None:
+        """Write parts, in blocks; those of several parts in turns, so that the same rows of all are read together."""
+        for turn in itertools.zip_longest(*(_ranges_of(part) for part in parts)):
+            opened: list[_Block] = []
+            for part, rows in zip(parts, turn, strict=True):
+                if rows is None:
+                    continue
+                end = opened[-1].end if opened else self._end
+                if part.ids is not None:
+                    ids = part_of("", part.ids[slice(*rows)])
+                    opened.append(_Block(ids, 0, ids.rows, after=end))
+                    end = opened[-1].end
+                opened.append(_Block(part, *rows, after=end))
+            self._write_rows(opened)
+            ids_of: StoredIds | None = None
+            for block in opened:
+                self._frame(block)
+                if not block.part.tensor:
+                    ids_of = StoredIds(block.offset, block.crc32)
+                else:
+                    self._note(block, ids_of)
+                    ids_of = None
 
     def finish(self, facts: Mapping[str, Any] = MappingProxyType({})) -> StoredFile:
         """Flush the file to disk; returns its size and checksum."""
@@ -169,45 +198,41 @@ class BlockFileWriter(Owner):
             self._threads.shutdown(wait=True)
             os.close(self._descriptor)
 
-    def _note(
-        self,
-        part: TensorPart,
-        offset: int,
-        start: int,
-        rows: int,
-        crc32: int,
-        ids: StoredIds | None,
-    ) -> None:
-        self.blocks.append(StoredBlock(part.tensor, self._name, offset, start, rows, crc32, ids))
+    def _note(self, block: _Block, ids: StoredIds | None) -> None:
+        part, start, rows = block.part, block.low, block.high - block.low
+        if part.per_shard:
+            start, rows = part.start, part.rows
+        elif ids is not None:
+            start = part.start
+        self.blocks.append(
+            StoredBlock(part.tensor, self._name, block.offset, start, rows, block.crc32, ids)
+        )
 
-    def _write_ids(self, ids: Tensor) -> StoredIds:
-        whole = part_of("", ids)
-        offset, crc32 = self._archive(archive_of(torch.int64, tuple(ids.shape)), whole, 0, len(ids))
-        return StoredIds(offset, crc32)
+    def _write_rows(self, blocks: Sequence[_Block]) -> None:
+        """Write rows, a piece of each block in turn."""
+        pieces = [
+            cut_rows(one.low, one.high - one.low, one.part.row_bytes, PIECE_BYTES) for one in blocks
+        ]
+        for turn in itertools.zip_longest(*pieces):
+            for block, rows in zip(blocks, turn, strict=True):
+                if rows is None:
+                    continue
+                piece = memory_of(block.part.read(*rows))
+                place = block.offset + (rows[0] - block.low) * block.part.row_bytes
+                # Rows may be longer than a piece.
+                for start in range(0, len(piece), PIECE_BYTES):
+                    part_of_piece = piece[start : start + PIECE_BYTES]
+                    block.crc32 = self._write_piece(part_of_piece, place + start, block.crc32)
 
-    def _archive(self, archive: Archive, part: TensorPart, low: int, high: int) -> tuple[int, int]:
-        """Write rows with their frame; returns where the rows begin, and their checksum."""
+    def _frame(self, block: _Block) -> None:
+        """Write what is around the rows of a block."""
         self._pad()
-        offset = self._end + archive.data_offset
-        crc32 = self._write_rows(part, low, high, offset)
-        before, after = archive.frame(crc32)
+        before, after = block.archive.frame(block.crc32)
         self._put(before, self._end)
-        self._put(after, offset + archive.data_bytes)
+        self._put(after, block.offset + block.archive.data_bytes)
         self._framed(before)
         self._framed(after)
-        self._end += archive.size
-        return offset, crc32
-
-    def _write_rows(self, part: TensorPart, low: int, high: int, offset: int) -> int:
-        crc32, size = 0, part.row_bytes
-        for first, last in cut_rows(low, high - low, size, PIECE_BYTES):
-            piece = memory_of(part.read(first, last))
-            place = offset + (first - low) * size
-            # Rows may be longer than a piece.
-            for start in range(0, len(piece), PIECE_BYTES):
-                part_of_piece = piece[start : start + PIECE_BYTES]
-                crc32 = self._write_piece(part_of_piece, place + start, crc32)
-        return crc32
+        self._end = block.end
 
     def _write_piece(self, piece: memoryview, place: int, crc32: int) -> int:
         if checksums.IS_FAST or len(piece) < PIECE_BYTES // 8:

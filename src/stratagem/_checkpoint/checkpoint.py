@@ -51,6 +51,7 @@ from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
 from stratagem._checkpoint.server_state import remote_tensors
 from stratagem._core.context import current_replica
+from stratagem._ps.client.transfers import Urgent, always
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem.errors import CheckpointCorrupt, CheckpointError, ContextError
@@ -317,11 +318,11 @@ class ObjectSnapshot:
             raise
 
     def write(
-        self, directory: CheckpointDirectory, order: SaveOrder, *, show: bool
+        self, place: CheckpointDirectory, order: SaveOrder, urgent: Urgent = always, *, show: bool
     ) -> SavedCheckpoint:
-        """Write a checkpoint and commit it; servers write their own rows."""
+        """Write a checkpoint and commit it; servers write their own rows, without rests if it is urgent."""
         try:
-            return self._write(directory, order, show=show)
+            return self._write(place, order, urgent, show=show)
         finally:
             self.discard()
 
@@ -338,15 +339,15 @@ class ObjectSnapshot:
         ]
 
     def _write(
-        self, directory: CheckpointDirectory, order: SaveOrder, *, show: bool
+        self, directory: CheckpointDirectory, order: SaveOrder, urgent: Urgent, *, show: bool
     ) -> SavedCheckpoint:
         parts = [part_of(name, tensor) for name, tensor in self.tensors.items()]
         for cut in self.cuts:
             parts += cut.local_parts(self.apart.elsewhere)
         local = LocalWriter(parts, aliases=self.aliases, blobs=self.apart.blobs())
-        writers = self._writers(local, changed_only=False)
+        writers = self._writers(local, urgent, changed_only=False)
         if self.deltas is not None and self.cuts and not order.final:
-            changes = self._writers(local, changed_only=True)
+            changes = self._writers(local, urgent, changed_only=True)
             parent = self.deltas.parent_of(
                 {name: one for writer in writers for name, one in writer.tensors.items()},
                 delta_bytes=sum(writer.bytes for writer in changes),
@@ -373,18 +374,17 @@ class ObjectSnapshot:
             )
         return saved
 
-    def _writers(self, local: PartWriter, *, changed_only: bool) -> list[PartWriter]:
-        writers = [local]
+    def _writers(self, own: PartWriter, urgent: Urgent, *, changed_only: bool) -> list[PartWriter]:
+        writers = [own]
         for cut in self.cuts:
-            writers += cut.writers(self.apart.elsewhere, changed_only=changed_only)
+            writers += cut.writers(self.apart.elsewhere, urgent, changed_only=changed_only)
         return writers
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors without those that are another's memory, and whose."""
     own: dict[str, Tensor] = {}
-    first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
+    first, aliases = dict[Any, str](), dict[str, str]()
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         other = first.setdefault(key, name) if tensor.numel() else name

@@ -215,13 +215,13 @@ class CheckpointManager(Owner):
             _log.warning("SIGTERM: saved step %d, ending", step)
             raise SystemExit(EXIT_CODE)
         self._raise_earlier_failure()
-        if self._running is not None and not self._running.done:
-            return None
-        if (self._rewinds and self._points.is_mixed) or self._is_behind:
-            return None
         since_s = time.monotonic() - self._last_time
         is_due = self._due.at(step=step, last_step=self._last_step, since_s=since_s)
-        if not is_due and not (self._saves_soon and self._due.is_ever):
+        if self._running is not None and not self._running.done:
+            self._running._urgent |= is_due  # the next save waits for it
+            return None
+        is_due |= self._saves_soon and self._due.is_ever
+        if not is_due or self._is_behind or (self._rewinds and self._points.is_mixed):
             return None
         return self.save(step, metrics)
 
@@ -272,7 +272,7 @@ class CheckpointManager(Owner):
     def _save_once(
         self, step: int, numbers: Mapping[str, float], *, wait: bool, final: bool
     ) -> SaveHandle:
-        handle = SaveHandle(step)
+        handle = SaveHandle(step, is_urgent=wait)
         number, job = self._serial + 1, self._job
         order = SaveOrder(step=step, serial=number, metrics=numbers, final=final, job=job)
         snapshot = ObjectSnapshot.take(
@@ -322,7 +322,7 @@ class CheckpointManager(Owner):
         self, snapshot: ObjectSnapshot, order: SaveOrder, handle: SaveHandle, *, show: bool = False
     ) -> None:
         try:
-            saved = snapshot.write(self._directory, order, show=show)
+            saved = snapshot.write(self._directory, order, handle._is_urgent, show=show)
         except ServerLostInSave as error:
             counters.counter("checkpoint.failed").add()
             _log.warning("the save of step %d was interrupted: %s", order.step, error)
@@ -468,7 +468,7 @@ class CheckpointManager(Owner):
             raise SystemExit(EXIT_CODE)
 
     def _finish_running(self) -> None:
-        if self._running is not None and not self._running._ended.wait(SAVE_LIMIT_S):
+        if self._running is not None and not self._running._wait(SAVE_LIMIT_S):
             raise CheckpointTimeout(
                 f"the save of step {self._running.step} has not ended after {SAVE_LIMIT_S:g} s."
             )

@@ -23,7 +23,7 @@ class SaveHandle:
         paused_s: seconds that the caller waited while the state was copied.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, is_urgent: bool = False) -> None:
         self.step = step
         self.paused_s = 0.0
         self._began = time.monotonic()
@@ -32,6 +32,7 @@ class SaveHandle:
         self._saved: SavedCheckpoint | None = None
         self._error: BaseException | None = None
         self._seen = False
+        self._urgent = is_urgent
 
     @property
     def done(self) -> bool:
@@ -60,7 +61,7 @@ class SaveHandle:
             CheckpointError: the save failed.
             CheckpointTimeout: it did not end within the limit; it goes on.
         """
-        if not self._ended.wait(timeout_s):
+        if not self._wait(timeout_s):
             raise CheckpointTimeout(
                 f"the save of step {self.step} has not ended after {self.seconds:.1f} s (the limit is "
                 f"{timeout_s:g} s). It continues: wait again, or check the disk."
@@ -70,6 +71,15 @@ class SaveHandle:
             raise self._error
         assert self._saved is not None
         return self._saved
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the save; return whether it has come."""
+        self._urgent = True
+        return self._ended.wait(timeout_s)
+
+    def _is_urgent(self) -> bool:
+        """Return whether somebody waits: parameter servers write without rests then."""
+        return self._urgent
 
     def _end(self, saved: SavedCheckpoint | None, error: BaseException | None) -> None:
         self._seconds = time.monotonic() - self._began

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -27,10 +27,11 @@ class ServerFiles:
         """Write a file and flush it; return its size, its checksum, and its blocks."""
         blocks = []
         with BlockFileWriter(path, progress) as file:
-            for part in parts:
+            for some in _together(parts):
                 first = len(file.blocks)
-                file.add(_tensor_part(part))
-                blocks += [_block_ref(part.part, one) for one in file.blocks[first:]]
+                file.add(*map(_tensor_part, some))
+                numbers = {part.tensor: part.part for part in some}
+                blocks += [_block_ref(numbers[one.tensor], one) for one in file.blocks[first:]]
             stored = file.finish()
         return stored.bytes, stored.crc32, blocks
 
@@ -65,6 +66,18 @@ class ServerFiles:
 def access_to(directories: Sequence[str]) -> CheckpointAccess:
     """Return the access of a server to checkpoints below these directories."""
     return CheckpointAccess(tuple(directories), ServerFiles())
+
+
+def _together(parts: Sequence[RowsToWrite]) -> Iterable[Sequence[RowsToWrite]]:
+    """Return parts by the rows that they have: the same rows of a variable and of its optimizer state.
+
+    A step changes these at the same time. Once they have been read, it need not copy any of them.
+    """
+    found: dict[tuple[int, ...], list[RowsToWrite]] = {}
+    for part in parts:
+        key = part.variable, part.start, part.rows, part.per_shard, part.ids is None
+        found.setdefault(key, []).append(part)
+    return found.values()
 
 
 def _block_ref(part: int, block: StoredBlock) -> BlockRef:

@@ -25,7 +25,7 @@ from stratagem._core.variables import Variable
 from stratagem._owner import Owner
 from stratagem._ps.client.remote_storage import RemoteStorage
 from stratagem._ps.client.server_connection import ServerConnection
-from stratagem._ps.client.transfers import follow
+from stratagem._ps.client.transfers import Urgent, always, follow
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
 from stratagem._ps.placement import Description
 from stratagem._ps.tables.sharded_variable import ShardedVariable
@@ -224,9 +224,14 @@ class ServerGroup(Owner):
         except LOSSES as error:
             raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
 
-    def follow(self, server: int, progress: Progress | None = None) -> messages.Transfer:
+    def follow(
+        self,
+        server: int,
+        progress: Progress | None = None,
+        urgent: Urgent = always,
+    ) -> messages.Transfer:
         """Wait until a server has written or read its rows; return its report (see `follow`)."""
-        return follow(self.connections[server], progress)
+        return follow(self.connections[server], progress, urgent=urgent)
 
     def keep(self, server: int) -> None:
         """Keep a connection on which nothing is under way for the next save."""

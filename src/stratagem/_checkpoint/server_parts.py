@@ -36,6 +36,7 @@ from stratagem._checkpoint.server_group import (
     strategies_of,
 )
 from stratagem._owner import Owner
+from stratagem._ps.client.transfers import Urgent
 from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
@@ -172,9 +173,19 @@ class ServerCut(Owner):
         return {server: made.cut for server, made in self._made.items()}
 
     def writers(
-        self, remote: Mapping[str, RemoteTensor], *, changed_only: bool = False
+        self,
+        remote: Mapping[str, RemoteTensor],
+        urgent: Urgent,
+        *,
+        changed_only: bool = False,
     ) -> list[ServerWriter]:
-        """Return one writer for every server that has rows of these tensors."""
+        """Return one writer for every server that has rows of these tensors.
+
+        Args:
+            remote: the tensors.
+            urgent: whether somebody waits for the save.
+            changed_only: leave out rows that were not changed.
+        """
         own = {name: one for name, one in remote.items() if one.servers is self.group}
         first: dict[Any, str] = {}
         aliases = {}
@@ -193,7 +204,8 @@ class ServerCut(Owner):
             if changed_only:
                 parts = [_only_changed(part, made, own[part.tensor]) for part in parts]
             if parts:
-                writers.append(ServerWriter(self.group, server, made, parts, own, aliases))
+                writer = ServerWriter(self.group, server, made, parts, own, aliases, urgent)
+                writers.append(writer)
         return writers
 
     def recovery_point(
@@ -263,8 +275,10 @@ class ServerWriter:
         parts: Sequence[PartRef],
         tensors: Mapping[str, RemoteTensor],
         aliases: Mapping[str, str],
+        urgent: Urgent,
     ) -> None:
         self._group = group
+        self._urgent = urgent
         self._server = server
         self._made = made
         self._parts = tuple(parts)
@@ -300,7 +314,7 @@ class ServerWriter:
                 cut=self._made.cut, path=str(path.resolve()), parts=self._parts
             )
             connection.request(order)
-            report = self._group.follow(self._server, progress)
+            report = self._group.follow(self._server, progress, self._urgent)
         except LOSSES as error:
             raise ServerLostInSave(f"{connection.task} did not write its rows: {error}") from error
         size = path.stat().st_size

@@ -451,7 +451,9 @@ class RestoreLedger(Message, frozen=True):
 
 
 class AskTransfer(Message, frozen=True):
-    """Ask how far WriteCut or ReadParts of this session has come."""
+    """Ask how far WriteCut or ReadParts of this session has come. `hurry`: somebody waits for it."""
+
+    hurry: bool = False
 
 
 class BlockRef(Record, frozen=True):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from stratagem import config
 from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._wire import messages
 from stratagem.errors import CheckpointCorrupt, CheckpointError
+
+Urgent: TypeAlias = Callable[[], bool]
+"""Returns whether somebody waits for a transfer: the server writes without rests then."""
 
 _FIRST_POLL_S: Final = 0.002
 _LONGEST_POLL_S: Final = 0.05
@@ -22,10 +25,16 @@ def read_stall_s() -> float:
     return 5 * config.wire_timeout_s()
 
 
+def always() -> bool:
+    """Return that somebody waits."""
+    return True
+
+
 def follow(
     connection: ServerConnection,
     progress: Callable[[int], None] | None = None,
     stall_s: float = math.inf,
+    urgent: Urgent = always,
 ) -> messages.Transfer:
     """Wait until a server has written or read its rows; return its report.
 
@@ -33,6 +42,7 @@ def follow(
         connection: to the server.
         progress: gets the number of bytes that were written or read since it was last called.
         stall_s: how long this number may be 0. To flush a file to disk may take any time.
+        urgent: whether somebody waits; asked again and again.
 
     Raises:
         CheckpointCorrupt: a file is missing or damaged.
@@ -41,7 +51,7 @@ def follow(
     pause_s, moved = _FIRST_POLL_S, 0
     moved_at = time.monotonic()
     while True:
-        answer = connection.request(messages.AskTransfer()).message
+        answer = connection.request(messages.AskTransfer(hurry=urgent())).message
         assert isinstance(answer, messages.Transfer)
         if progress is not None:
             progress(answer.moved - moved)

@@ -8,6 +8,7 @@ starter of the server provides: checkpoints are a higher layer.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from typing_extensions import override
 from stratagem import _faults as faults
 from stratagem._owner import Owner
 from stratagem._ps.server.cut import Cut, CutTensor
+from stratagem._ps.server.save_pace import SavePace
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.store_records import LedgerRecord
 from stratagem._ps.types import StateEntry
@@ -56,6 +58,14 @@ class RowsToWrite:
     ids: Tensor | None = None
     part: int = 0
     """Number of the part that the rows belong to."""
+    variable: int = 0
+    """Number of the variable that they belong to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        count = 1 if self.per_shard else self.rows if self.ids is None else len(self.ids)
+        return count * self.dtype.itemsize * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,7 @@ class SessionCheckpoints(Owner):
                 one.read if ids is None else _reader_of(one, ids),
                 ids,
                 number,
+                part.variable,
             )
             of_rows = one.shape[:1] == cut.tensors[part.variable, 0, ""].shape[:1]
             used = self._used.get(part.variable) if of_rows and ids is None else None
@@ -211,7 +222,8 @@ class SessionCheckpoints(Owner):
             finally:
                 cut.close()  # writes that wait go on
 
-        self._transfer = _Transfer(write, "server.in_block")
+        pace = SavePace(cut, sum(part.nbytes for part in parts))
+        self._transfer = _Transfer(write, "server.in_block", pace=pace)
 
     def end_cut(self) -> None:
         """Give up the cut, if there is one."""
@@ -265,9 +277,15 @@ class SessionCheckpoints(Owner):
             one.is_read_into = True
         self._transfer = _Transfer(read, "server.in_restore", dict.fromkeys(touched))
 
-    def progress(self) -> tuple[messages.Transfer, list[int]]:
-        """Return how far the transfer is, and the variables whose rows have just been read."""
+    def progress(self, *, hurry: bool = False) -> tuple[messages.Transfer, list[int]]:
+        """Return how far the transfer is, and the variables whose rows have just been read.
+
+        Args:
+            hurry: whether somebody waits for the transfer.
+        """
         transfer = self._transfer
+        if hurry and transfer is not None and transfer.pace is not None:
+            transfer.pace.hurries = True
         if transfer is None:
             return messages.Transfer(moved=0, done=True, failure="there is no transfer"), []
         if not transfer.is_done:
@@ -346,8 +364,10 @@ class _Transfer:
         work: Callable[[Callable[[int], None]], tuple[int, int, Sequence[messages.BlockRef]]],
         point: str,
         touched: dict[int, None] | None = None,
+        pace: SavePace | None = None,
     ) -> None:
         self.moved = 0
+        self.pace = pace
         self.touched = touched or {}
         self._work = work
         self._point = point
@@ -382,6 +402,8 @@ class _Transfer:
             faults.active.at(self._point)
         if self._given_up:
             raise CheckpointError("the coordinator gave the transfer up")
+        if self.pace is not None:
+            self.pace.rest(self.moved)
 
     def _run(self) -> None:
         try:

@@ -10,7 +10,9 @@ The working thread only appends copies to a list. The reading thread sorts them,
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, final
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._owner import Owner
-from stratagem._ps.rows import take_rows
+from stratagem._ps.rows import put_rows, sort_ids, take_rows
 
 LEAST_ASIDE_BYTES: Final = 32 << 20
 """Copies that are always allowed; a tenth of the tensors' bytes, if that is more."""
@@ -34,6 +36,9 @@ _MOST_BUCKETS: Final = 64
 
 _MERGE_AFTER: Final = 8
 """Copies of one range that are kept apart before they are sorted into one."""
+
+IDLE_S: Final = 1.0
+"""Nobody trains if no write has come for this long."""
 
 _LOOK_S: Final = 1.0
 """How often a write that waits looks whether the cut was closed."""
@@ -67,6 +72,8 @@ class Cut(Owner):
         self._changed = threading.Condition()
         self._is_read = False
         self._closed = False
+        self._written_at = -math.inf
+        self._waits = False  # a write does
         self.tensors = {key: CutTensor(self, tensor) for key, tensor in tensors.items()}
         self._by_variable: dict[int, list[CutTensor]] = {}
         for (variable, _, _), one in self.tensors.items():
@@ -79,15 +86,28 @@ class Cut(Owner):
             variable: the variable that is written; its optimizer state counts as written, too.
             ids: the rows, ascending and unique; None for all.
         """
+        self._written_at = time.monotonic()
         for one in self._by_variable.get(variable, ()):
             with self._changed:
                 while not self._closed and not one.locked_protect(ids, self._room()):
+                    self._waits = True
                     self._changed.wait(_LOOK_S)
+                self._waits = False
 
     def begin_reading(self) -> None:
         """Note that a thread reads now: writes may wait for it from now on."""
         with self._changed:
             self._is_read = True
+
+    @property
+    def is_trained(self) -> bool:
+        """True if writes come: the reading thread should leave them most of the processor."""
+        return time.monotonic() - self._written_at < IDLE_S
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if a write waits, or will soon: the reading thread should hurry."""
+        return self._waits or self._aside > self._limit * 3 // 4
 
     @property
     def most_aside_bytes(self) -> int:
@@ -255,11 +275,10 @@ class CutTensor:
 
     def _put_back(self, first: int, last: int, rows: Tensor) -> None:
         """Put copied rows back into `rows`, which are those from `first` to `last`."""
-        bounds = torch.tensor((first, last))
         for ids, values in self._copies_of(first, last):
-            low, high = torch.searchsorted(ids, bounds).tolist()
+            low, high = ids.numpy().searchsorted((first, last)).tolist()
             if low < high:
-                rows.index_copy_(0, ids[low:high] - first, values[low:high])
+                put_rows(rows, ids[low:high] - first, values[low:high])
 
     def _copies_of(self, first: int, last: int) -> Iterator[_Copies]:
         """Yield all copies of rows from `first` to `last`, and perhaps of others."""
@@ -318,5 +337,5 @@ class _Copies(NamedTuple):
 
 def _merged(copies: Sequence[_Copies]) -> _Copies:
     """Return copies of different rows as one."""
-    ids, order = torch.sort(torch.cat([one.ids for one in copies]))
-    return _Copies(ids, torch.cat([one.values for one in copies])[order])
+    found = sort_ids(torch.cat([one.ids for one in copies]))
+    return _Copies(found.unique, take_rows(torch.cat([one.values for one in copies]), found.order))

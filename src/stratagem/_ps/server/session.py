@@ -437,8 +437,8 @@ class Session:
         self.store.restore_ledger(ledger_from(message.ledger))
         return _OK
 
-    def _ask_transfer(self, _: messages.AskTransfer, __: Frame, ___: ClientMemory) -> Reply:
-        transfer, touched = self._checkpoints.progress()
+    def _ask_transfer(self, message: messages.AskTransfer, _: Frame, __: ClientMemory) -> Reply:
+        transfer, touched = self._checkpoints.progress(hurry=message.hurry)
         self._publish({variable: self.store.touch(variable) for variable in touched})
         return transfer, ()
 

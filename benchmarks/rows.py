@@ -278,6 +278,27 @@ TABLE = (
         checked=False,
         repetitions=3,
     ),
+    *(
+        Row(
+            name=f"{name}_recovery",
+            section=FAILURES,
+            title=f"steps lost to recovery while nothing fails: {title}",
+            unit="%",
+            better="less",
+            sides=(OURS,),
+            points=(point(CLUSTER, size, work=work_class, place="/dev/shm"),),
+            targets=(Target(against="most", factor=3),),
+            checked=False,
+            # Differences of three per cent must be visible: many short turns average out the noise.
+            repetitions=9,
+            seconds=2,
+        )
+        for name, title, work_class, size in (
+            ("empty", "empty step", "Empty", {}),
+            ("mlp", "MLP", "Mlp", MLP),
+            ("embedding", "embedding", "Embedding", EMBEDDING),
+        )
+    ),
     Row(
         name="server_recovery",
         section=FAILURES,

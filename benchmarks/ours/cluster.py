@@ -59,6 +59,7 @@ class ClusterWork(Work):
                 self.cluster.resolver,
                 variable_partitioner=self.partitioner(),
                 backups=size.get("backups", 0),
+                job=size.get("job"),
             )
             self.coordinator = sg.ClusterCoordinator(self.strategy)
             self.step, self.arguments = self.build()

@@ -14,7 +14,7 @@ from torch import nn
 from warm_start import Program
 
 import stratagem as sg
-from stratagem.errors import CheckpointMismatch, CheckpointTimeout
+from stratagem.errors import CheckpointError, CheckpointMismatch, CheckpointTimeout
 
 LIMIT_S = 150.0
 
@@ -183,3 +183,32 @@ def test_scalars_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         manager.save(7, final=True)
     sg.Evaluator(tmp_path, build, lambda model: {"auc": 0.5}, tensorboard=True).run()
     assert written == [str(tmp_path / "tensorboard"), ("evaluation/auc", 0.5, 7), "closed"]
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_the_evaluation(
+    tmp_path: Path,
+) -> None:
+    model = build()
+    with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path) as manager:
+        save(manager, model, 1, final=True)
+    # It can be read (there is none) and not be written; file modes would not stop a test that runs as root.
+    (tmp_path / "evaluations.jsonl").symlink_to(tmp_path / "absent" / "file")
+    evaluated: list[nn.Module] = []
+    evaluator = sg.Evaluator(tmp_path, build, lambda model: evaluated.append(model) or {})
+    with pytest.raises(
+        CheckpointError, match=r"evaluations\.jsonl: .*let it write to this directory"
+    ):
+        evaluator.run()
+    assert not evaluated
+
+
+def test_a_result_after_a_line_that_was_cut_off_counts(tmp_path: Path) -> None:
+    """The evaluator was killed while it wrote; the next one continues on a line of its own."""
+    model = build()
+    with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path, keep_best="bias") as manager:
+        save(manager, model, 1)
+        (tmp_path / "evaluations.jsonl").write_text('{"identity": "0", "st')
+        sg.Evaluator(tmp_path, build, bias, max_evaluations=1).run()
+        assert manager.best.step == 1
+    with pytest.raises(CheckpointTimeout):  # it knows that it has evaluated this one
+        sg.Evaluator(tmp_path, build, bias, poll_s=0.01, timeout_s=0.1).run()

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from stratagem._checkpoint.directory import CheckpointDirectory
 from stratagem._checkpoint.retention import KnownCheckpoint
+from stratagem.errors import CheckpointError
 
 NAME = "evaluations.jsonl"
 
@@ -36,11 +39,34 @@ class Evaluation:
     time: float
 
 
+@contextmanager
+def opened(directory: Path) -> Iterator[BinaryIO]:
+    """Open the file to append to it.
+
+    Raises:
+        CheckpointError: that is not possible.
+    """
+    path = directory / NAME
+    try:
+        with path.open("ab+") as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(
+            f"results of evaluations cannot be written to {path}: {error}. An evaluator writes them beside the "
+            "checkpoints, where the manager looks for the best one: let it write to this directory, and free "
+            "disk space if there is none."
+        ) from error
+
+
 def append(directory: Path, evaluation: Evaluation) -> None:
     """Add a line, on disk when this returns."""
     line = json.dumps(asdict(evaluation)) + "\n"
-    with (directory / NAME).open("a", encoding="utf-8") as file:
-        file.write(line)
+    with opened(directory) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # a line that was cut off by a crash
+                line = "\n" + line
+        file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -107,6 +107,7 @@ class Evaluator(Owner):
         Raises:
             CheckpointTimeout: no new checkpoint appeared within the limit.
             CheckpointMismatch: a checkpoint does not fit the objects of `build`.
+            CheckpointError: results cannot be written to the directory.
         """
         built = self._build()
         seen = {one.identity for one in evaluations.read(self._directory.path)}
@@ -147,6 +148,8 @@ class Evaluator(Owner):
 
     def _evaluated(self, built: Any, saved: SavedCheckpoint) -> Evaluation | None:
         began = time.monotonic()
+        with evaluations.opened(self._directory.path):
+            pass  # an evaluation whose result cannot be written is not begun
         try:
             objects = self._objects(built, saved)
             restore_objects(

@@ -7,7 +7,6 @@ share counters: `kept_numbers` gives each replica its own values.
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 import weakref
@@ -15,6 +14,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
 from typing_extensions import override
+
+from stratagem._core.instructions import instructions_of
 
 _ADDING: Final = frozenset({"+", "-", "+=", "-="})
 _SETUP: Final = frozenset({"__init__", "__new__", "__setstate__", "load_state_dict"})
@@ -43,8 +44,8 @@ def counted_names(code: types.CodeType) -> CountedNames:
     found: dict[str, set[str]] = {"ATTR": set(), "GLOBAL": set(), "DEREF": set()}
     loaded: set[tuple[str, str]] = set()
     adds = False
-    for one in dis.get_instructions(code):
-        if one.starts_line is not None and one.starts_line is not False:
+    for one in instructions_of(code):
+        if one.starts_line:
             loaded, adds = set(), False
         kind, _, place = one.opname.partition("_")
         if kind == "LOAD":

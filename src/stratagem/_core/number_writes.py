@@ -12,12 +12,13 @@ The bytecode is read: no code of the user runs.
 
 from __future__ import annotations
 
-import dis
 import functools
 import itertools
 import types
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
+
+from stratagem._core.instructions import Instruction, instructions_of
 
 LOCAL: Final = ""
 """Stands for local variables and for values without a name."""
@@ -34,12 +35,10 @@ _STORES: Final = {
     "STORE_DEREF": ("LOAD_DEREF",),
 }
 _NAMED: Final = frozenset(name for names in _STORES.values() for name in names) | {"LOAD_METHOD"}
-_CONSTANTS: Final = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _OUTER: Final = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 _PURE: Final = (
-    *_CONSTANTS, *_OUTER, "LOAD_ATTR", "BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "PUSH_NULL",
+    "LOAD_CONST", *_OUTER, "LOAD_ATTR", "BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "PUSH_NULL",
 )  # fmt: skip
-_SKIPPED: Final = ("CACHE", "COPY_FREE_VARS", "MAKE_CELL", "NOP", "RESUME")
 _ADDING: Final = ("+", "+=", "-", "-=")
 _ENDS: Final = ("STORE_", "POP_TOP", "POP_JUMP", "RETURN", "YIELD", "DELETE", "JUMP", "RAISE")
 _TEXT: Final = ("FORMAT_", "BUILD_STRING")
@@ -127,14 +126,14 @@ class _Found:
         self._is_inner = is_inner
         self._read: set[tuple[str, str]] = set()
         self._replaced: set[tuple[str, str]] = set()
-        instructions = [one for one in dis.get_instructions(code) if one.opname not in _SKIPPED]
+        instructions = instructions_of(code)
         self._loops = [
             (one.argval, one.offset) for one in instructions if "JUMP_BACKWARD" in one.opname
         ]
         for statement in _statements(instructions):
             self._visit(statement)
 
-    def _visit(self, statement: Sequence[dis.Instruction]) -> None:
+    def _visit(self, statement: Sequence[Instruction]) -> None:
         end = statement[-1]
         loads = [one for one in statement if one.opname in _NAMED]
         own: Hashable = ""
@@ -146,7 +145,7 @@ class _Found:
                 own = str(end.argval)
                 (self.attributes if end.opname == "STORE_ATTR" else self.variables).add(own)
                 self._note(own, statement, mine)
-            elif end.opname == "STORE_ATTR" and self._is_fixed(statement[:-2], statement[-2]):
+            elif end.opname == "STORE_ATTR" and self._is_fixed(statement[:-2], statement[-2:][0]):
                 self.fixed.add(str(end.argval))
         elif end.opname == "STORE_SUBSCR":
             own, own_key = self._item(statement) or ("", None)
@@ -164,7 +163,7 @@ class _Found:
             self._replaced.add(place)
 
     def _note(
-        self, own: str, statement: Sequence[dis.Instruction], mine: Sequence[dis.Instruction]
+        self, own: str, statement: Sequence[Instruction], mine: Sequence[Instruction]
     ) -> None:
         end = owner = statement[-1]
         if (
@@ -179,10 +178,10 @@ class _Found:
         if varies or self._in_loop(end):
             self.varying.add(own)
 
-    def _item(self, statement: Sequence[dis.Instruction]) -> tuple[str, Hashable] | None:
+    def _item(self, statement: Sequence[Instruction]) -> tuple[str, Hashable] | None:
         """Note a number in a dict or list that is computed from its own value; return its container and key."""
         names = [each.opname for each in statement]
-        added: Sequence[dis.Instruction] | None = None
+        added: Sequence[Instruction] | None = None
         if names.count("COPY") >= 2 and any(map(_is_augmented, statement)):
             start = names.index("COPY")
             place, body = statement[:start], statement[start + 3 :]  # after the load of the item
@@ -197,7 +196,7 @@ class _Found:
         else:  # the container and the key are loaded after the value
             place, body, container = statement[-3:-1], statement[:-3], statement[-3]
             same = (container.opname, container.argval)
-            operations = [one for one in body if one.opname == "BINARY_OP" and one.argrepr != "[]"]
+            operations = [one for one in body if one.opname == "BINARY_OP"]
             if not operations or same not in [(one.opname, one.argval) for one in body]:
                 return None
             last = operations[-1]
@@ -208,16 +207,16 @@ class _Found:
         kind: Kind = "varying" if varies or self._in_loop(statement[-1]) else "moved"
         if added is not None and varies:
             kind = "added"
-        key: Hashable = place[-1].argval if place[-1].opname in _CONSTANTS else ANY
+        key: Hashable = place[-1].argval if place[-1].opname == "LOAD_CONST" else ANY
         name = str(container.argval) if container.opname in _NAMED else LOCAL
         self.items.add((name, key, kind))
         return name, key
 
     def _varies(
         self,
-        owner: dis.Instruction,
-        body: Sequence[dis.Instruction],
-        added: Sequence[dis.Instruction] | None,
+        owner: Instruction,
+        body: Sequence[Instruction],
+        added: Sequence[Instruction] | None,
         ignored: set[str],
     ) -> bool:
         """Return whether a new value may depend on rows: what is added, or any local variable in the statement."""
@@ -226,22 +225,21 @@ class _Found:
         if owner.opname.startswith("LOAD_FAST"):
             ignored = {str(owner.argval), *ignored}
         for one in body:
-            names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
             is_local = one.opname.startswith("LOAD_FAST") or (
                 one.opname == "LOAD_DEREF" and self._is_inner
             )
-            if is_local and not ignored.union({"self"}).issuperset(names):
+            if is_local and one.argval not in {"self", *ignored}:
                 return True
         return False
 
-    def _in_loop(self, one: dis.Instruction) -> bool:
+    def _in_loop(self, one: Instruction) -> bool:
         return any(begin <= one.offset <= end for begin, end in self._loops)
 
-    def _is_fixed(self, operand: Sequence[dis.Instruction], owner: dis.Instruction) -> bool:
+    def _is_fixed(self, operand: Sequence[Instruction], owner: Instruction) -> bool:
         """Return whether a value depends on no rows: made of constants, globals and attributes of objects from outside."""
         for number, one in enumerate(operand):
             name = one.opname
-            if name.startswith("LOAD_FAST") and isinstance(one.argval, str):
+            if name.startswith("LOAD_FAST"):
                 after = operand[number + 1].opname if number + 1 < len(operand) else ""
                 known = one.argval == "self" or (
                     owner.opname.startswith("LOAD_FAST") and one.argval == owner.argval
@@ -253,7 +251,7 @@ class _Found:
         return bool(operand)
 
 
-def _is_augmented(one: dis.Instruction) -> bool:
+def _is_augmented(one: Instruction) -> bool:
     return one.opname == "BINARY_OP" and one.argrepr.endswith("=")
 
 
@@ -262,18 +260,18 @@ def key_name(key: Hashable) -> str:
     return f"[{key!r}]"
 
 
-def _keys(statement: Sequence[dis.Instruction]) -> Iterator[Any]:
+def _keys(statement: Sequence[Instruction]) -> Iterator[Any]:
     """Yield the constant keys of items that a statement reads."""
     for one, after in itertools.pairwise(statement):
-        if one.opname in _CONSTANTS and (after.opname == "BINARY_SUBSCR" or after.argrepr == "[]"):
+        if one.opname == "LOAD_CONST" and after.opname == "BINARY_SUBSCR":
             yield one.argval
 
 
-def _added(rest: Sequence[dis.Instruction]) -> list[dis.Instruction] | None:
+def _added(rest: Sequence[Instruction]) -> list[Instruction] | None:
     """Return what is added to a value, by the instructions after its load; None if it is not only added to."""
     height = 1  # of the stack, from the value upwards
     for number, one in enumerate(rest):
-        if one.opname == "BINARY_OP" and one.argrepr != "[]" and height <= 2:
+        if one.opname == "BINARY_OP" and height <= 2:
             after = [each.opname for each in rest[number + 1 : -1]]
             direct = all(
                 name in ("SWAP", "LOAD_DEREF", "LOAD_GLOBAL") or name.startswith("LOAD_FAST")
@@ -281,7 +279,7 @@ def _added(rest: Sequence[dis.Instruction]) -> list[dis.Instruction] | None:
             )
             adds = one.argrepr in _ADDING and direct and height == 2
             return list(rest[:number]) if adds else None
-        height += dis.stack_effect(one.opcode, one.arg)
+        height += one.effect
         if height < 1:
             return None
     return None
@@ -306,9 +304,9 @@ def _may_be_called(name: str) -> bool:
     return not name.startswith("__") or name == "__call__"
 
 
-def _statements(instructions: Sequence[dis.Instruction]) -> Iterator[list[dis.Instruction]]:
+def _statements(instructions: Sequence[Instruction]) -> Iterator[list[Instruction]]:
     """Yield groups of instructions that end where a value is stored, dropped, tested or returned."""
-    part: list[dis.Instruction] = []
+    part: list[Instruction] = []
     for one in instructions:
         part.append(one)
         if one.opname.startswith(_ENDS):
@@ -318,16 +316,15 @@ def _statements(instructions: Sequence[dis.Instruction]) -> Iterator[list[dis.In
         yield part
 
 
-def _is_log(statement: Sequence[dis.Instruction]) -> bool:
+def _is_log(statement: Sequence[Instruction]) -> bool:
     """Return whether a statement makes text, calls something that writes a log, or compares with a first value."""
     end = statement[-1].opname
     names = {str(one.argval) for one in statement if one.opname.startswith("LOAD_")}
     if any(one.opname.startswith(_TEXT) for one in statement):
         return True
-    if end.startswith("POP_JUMP"):
+    if end.startswith("POP_JUMP") and statement[-2:][0].opname != "COPY":  # not ``a == b and c``
         return "NONE" in end or any(
-            one.opname == "IS_OP"
-            or (one.opname == "COMPARE_OP" and "=" in one.argrepr[:2] and one.argrepr[0] in "=!")
+            one.opname == "IS_OP" or (one.opname == "COMPARE_OP" and one.argval in ("==", "!="))
             for one in statement
         )
     if end == "POP_TOP":

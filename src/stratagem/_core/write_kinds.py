@@ -15,12 +15,13 @@ value that the function names.
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
+
+from stratagem._core.instructions import Instruction, instructions_of
 
 Kind = Literal["moves", "adds", "grows", "sets", "binds"]
 Kinds = frozenset[Kind]
@@ -61,7 +62,7 @@ def writes_of(code: types.CodeType) -> Mapping[str, Kinds]:
         {'': ['adds', 'moves'], 'rows': ['adds']}
     """
     found: dict[str, set[Kind]] = {}
-    instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    instructions = instructions_of(code)
     loads = Counter(name for one in instructions for name in _loaded(one))
     for statement in _statements(instructions):
         for names, kind in _writes_in(statement, loads):
@@ -74,11 +75,11 @@ def writes_of(code: types.CodeType) -> Mapping[str, Kinds]:
     return {name: frozenset(kinds) for name, kinds in found.items()}
 
 
-def _statements(instructions: list[dis.Instruction]) -> Iterator[list[dis.Instruction]]:
+def _statements(instructions: Iterable[Instruction]) -> Iterator[list[Instruction]]:
     """Yield the instructions of each source line; long statements are split, which finds fewer double loads."""
-    part: list[dis.Instruction] = []
+    part: list[Instruction] = []
     for one in instructions:
-        if one.starts_line is not None and one.starts_line is not False and part:
+        if one.starts_line and part:
             yield part
             part = []
         part.append(one)
@@ -86,20 +87,20 @@ def _statements(instructions: list[dis.Instruction]) -> Iterator[list[dis.Instru
         yield part
 
 
-def _loaded(one: dis.Instruction) -> tuple[str, ...]:
+def _loaded(one: Instruction) -> tuple[str, ...]:
     """Return the names of the variables and attributes that an instruction loads."""
     kind, _, place = one.opname.partition("_")
     if kind != "LOAD" or not place.startswith(_NAMED):
         return ()
-    return one.argval if isinstance(one.argval, tuple) else (str(one.argval),)
+    return (str(one.argval),)
 
 
 def _writes_in(
-    statement: list[dis.Instruction], loads: Mapping[str, int]
+    statement: list[Instruction], loads: Mapping[str, int]
 ) -> Iterator[tuple[list[str], Kind]]:
     """Yield the names that a statement may write, and how."""
     here = Counter(name for one in statement for name in _loaded(one) if not _is_in_place(name))
-    before: dis.Instruction | None = None
+    before: Instruction | None = None
     augmented = ""
     for one in statement:
         name = str(one.argval)

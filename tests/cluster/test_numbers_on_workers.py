@@ -87,7 +87,8 @@ def warnings_of(
         for _ in range(3):
             coordinator.schedule(function)
             coordinator.join()
-    return [one.getMessage() for one in caplog.records if "stay on the worker" in one.getMessage()]
+    found = [one.getMessage() for one in caplog.records]
+    return [one for one in found if "stay on the worker" in one or "trains its own copies" in one]
 
 
 @pytest.mark.parametrize(("change", "place"), CHANGES, ids=lambda one: getattr(one, "__name__", ""))
@@ -161,3 +162,29 @@ def test_training_is_not_named(coordinator: sg.ClusterCoordinator, caplog: Any) 
         scheduler.step()
 
     assert warnings_of(coordinator, caplog, step) == []
+
+
+def test_tensors_that_a_function_trains_by_hand_are_named_once(
+    coordinator: sg.ClusterCoordinator, caplog: Any
+) -> None:
+    """The worker trains its copies; the tensors of the coordinator stay as they were."""
+    model = nn.Module()
+    model.weight, model.scale = torch.ones(3, requires_grad=True), torch.ones(3)
+    biases = [torch.ones(3, requires_grad=True)]
+    fixed = torch.ones(3, requires_grad=True)
+
+    def step() -> None:
+        (model.weight * model.scale + biases[0]).sum().backward()
+        with torch.no_grad():
+            for trained in (model.weight, biases[0]):
+                trained -= 0.1 * trained.grad
+
+    def read() -> float:
+        return float((fixed.detach() * 2).sum())
+
+    (found,) = warnings_of(coordinator, caplog, step)
+    assert "Module.weight" in found
+    assert "variable 'biases'" in found
+    assert "scale" not in found
+    assert torch.equal(model.weight, torch.ones(3))
+    assert warnings_of(coordinator, caplog, read) == []

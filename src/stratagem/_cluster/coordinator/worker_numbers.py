@@ -1,7 +1,8 @@
-"""A warning about Python numbers that a scheduled function changes and that stay on the worker.
+"""Warnings about Python numbers and trained tensors that a scheduled function changes and that stay on the worker.
 
 Integers in attributes, global and nonlocal variables are counters, which the coordinator keeps in step (`_core/counters.py`). Any
-other number that a function computes from its own value changes on the worker that runs the function.
+other number that a function computes from its own value changes on the worker that runs the function. So does a tensor that
+requires a gradient and belongs to no strategy, if the function updates it by hand; `torch.optim` optimizers of such tensors are refused.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
+
+from torch import Tensor
 
 from stratagem._core.counters import CounterSlot
 from stratagem._core.kept_search import Search
+from stratagem._core.managed import find_managed
 
 _log = logging.getLogger("stratagem.cluster")
 
@@ -41,6 +45,7 @@ class NumbersOnWorkers:
         if not isinstance(code, types.CodeType) or code in self._checked:
             return
         self._checked.add(code)
+        self._warn_of_tensors(function, inner)
         kept = {_place(owner, name) for owner, name in owners}
         found = [
             words
@@ -57,6 +62,36 @@ class NumbersOnWorkers:
                 "it as an argument, or keep it in a buffer or sg.Variable.",
                 getattr(inner, "__qualname__", function), ", ".join(found[:MOST_NAMED]), more,
             )  # fmt: skip
+
+    def _warn_of_tensors(self, function: Callable[..., object], inner: Any) -> None:
+        places = [place for place in Search(function).places if place.kinds]
+        found = {
+            one.path: None
+            for one in places
+            if any(map(_is_trained_copy, _tensors_of(one.values())))
+        }
+        if found:
+            _log.warning(
+                "%s writes to tensors that require a gradient and do not belong to the strategy: %s. The worker which runs "
+                "it trains its own copies, and the tensors here stay as they are. Make each an nn.Parameter of an "
+                "nn.Module that is created under strategy.scope().",
+                getattr(inner, "__qualname__", function), ", ".join([*found][:MOST_NAMED]),
+            )  # fmt: skip
+
+
+def _tensors_of(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield what a place holds, and what is in its lists and dicts."""
+    for value in values:
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _is_trained_copy(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and find_managed(value) is None
 
 
 def unwrapped(function: Any) -> Any:

@@ -55,7 +55,7 @@ class Injection:
 
     @property
     def fired(self) -> list[FiredFault]:
-        """What happened so far, in all processes, in order."""
+        """Faults that happened so far, in all processes, in order."""
         return _faults.read_fired(self._directory) if self._last is None else self._last
 
     def count(self, point: str = "*", *, action: str = "*", task: str = "*") -> int:

@@ -31,7 +31,10 @@ Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values are combined when a variable is written in a replica.
+    """Rule that combines the replicas' values when a variable is written in a replica.
+
+    SUM and MEAN combine all values; ONLY_FIRST_REPLICA takes that of replica 0. NONE combines nothing: central storage
+    refuses the write, and a mirrored variable's copies may then differ.
 
     Example:
         >>> import stratagem as sg

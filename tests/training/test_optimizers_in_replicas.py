@@ -1,9 +1,12 @@
 """Changes of an optimizer inside a step on replicas: settings change once per step, groups are refused (issue 20)."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import stratagem as sg
 from stratagem.errors import MisuseError, ReplicaError
@@ -158,3 +161,57 @@ def local(program):
         optimizer.step()
 
     return step
+
+
+def steps_of(program):
+    """Return what an optimizer's class and its hooks see of one step on two replicas."""
+    with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            made = program()
+        run(strategy, made.train)
+    return made
+
+
+def test_a_replaced_step_of_the_class_runs_once(monkeypatch):
+    """Libraries replace ``SGD.step`` by a wrapper with its attributes; it is called, not what it wraps."""
+    torch.optim.SGD(
+        [torch.zeros(1)]
+    )  # torch wraps the step of a class when its first optimizer is made
+    plain, calls = torch.optim.SGD.step, []
+
+    @functools.wraps(plain)
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    made = steps_of(Program)
+    assert calls == [made.optimizer]
+
+
+def test_hooks_of_every_step_run_once():
+    """Hooks of one optimizer and of all optimizers see the step on two replicas."""
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append("every"))
+    try:
+        steps_of(Program)
+    finally:
+        handle.remove()
+
+    class Hooked(Program):
+        def __init__(self):
+            super().__init__()
+            self.optimizer.register_step_pre_hook(lambda *_: seen.append("one"))
+
+    steps_of(Hooked)
+    assert seen == ["every", "one"]
+
+
+def test_the_profiler_sees_the_step():
+    """The annotation of a step, which is left out otherwise, is there while the profiler runs."""
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=every_thread
+    ) as found:
+        steps_of(Program)
+    assert "Optimizer.step#SGD.step" in {event.key for event in found.key_averages()}

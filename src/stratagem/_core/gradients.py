@@ -314,7 +314,7 @@ class _Aggregation:
         gradient in each of two threads hung inside torch, and a process crashed.
         """
         for leaves, grads in columns:
-            if not all(map(private_api.owns_memory, grads)):
+            if not private_api.own_memory(grads):
                 grads[:] = map(_in_own_memory, leaves, grads)
         results, *others = [grads for _, grads in columns]
         device = self._replicas[self.live[0]].device
@@ -402,7 +402,7 @@ def _in_own_memory(leaf: Leaf, grad: Tensor) -> Tensor:
     Autograd passes memory on: the gradients of ``p.unsqueeze(0) + q.unsqueeze(0)`` may share memory, the gradient of
     ``p.view(-1).backward(g)`` is the caller's `g`, those of stacked parameters lie in one block.
     """
-    if private_api.owns_memory(grad):
+    if private_api.own_memory([grad]):
         return grad
     copy = grad.clone()
     write_grad(leaf.tensor, copy)

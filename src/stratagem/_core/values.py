@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import numpy as np
 import torch
@@ -303,21 +303,21 @@ def row_counts(arguments: Sequence[PerReplica], size: int) -> tuple[int, ...] | 
     The row counts of a distributed dataset win; else the first tensors of rank ≥ 1 decide.
     """
     for value in arguments:
-        if value.rows is not None:
-            return value.rows
+        if value._rows is not None:
+            return value._rows
     for value in arguments:
-        found = [_first_with_rows(value.component(i)) for i in range(size)]
-        rows = [tensor.shape[0] for tensor in found if tensor is not None]
-        if len(rows) == size:
-            return tuple(rows)
+        rows = tuple(map(_count_rows, value.values[:size]))
+        if len(rows) == size and None not in rows:
+            return cast("tuple[int, ...]", rows)
     return None
 
 
-def _first_with_rows(component: Any) -> torch.Tensor | None:
-    if type(component) is torch.Tensor:
-        return component if component.ndim else None
-    found = (leaf for leaf in leaves(component) if isinstance(leaf, torch.Tensor) and leaf.ndim)
-    return next(found, None)
+def _count_rows(component: Any) -> int | None:
+    tensors = (component,) if type(component) is torch.Tensor else leaves(component)
+    for leaf in tensors:
+        if isinstance(leaf, torch.Tensor) and (shape := leaf.shape):
+            return shape[0]
+    return None
 
 
 def split(tree: Any, size: int, seen: list[PerReplica] | None = None) -> list[Any] | None:
@@ -331,6 +331,8 @@ def split(tree: Any, size: int, seen: list[PerReplica] | None = None) -> list[An
     if kind is PerReplica or kind is Mirrored:
         if seen is not None and kind is PerReplica:
             seen.append(tree)
+        if len(tree.values) == size:
+            return list(tree.values)
         return [tree.component(i) for i in range(size)]
     node = open_node(tree)
     if node is None:
@@ -377,7 +379,7 @@ def wrap(trees: Sequence[Any]) -> Any:
 
 def _combine(trees: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
     first = trees[0]
-    if type(first) is torch.Tensor:
+    if type(first) is torch.Tensor or all(tree is None for tree in trees):
         return leaf(trees)
     node = open_node(first)
     if node is None:

@@ -133,14 +133,15 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # Optimizers made in the replicas are several: the first one's keeps the state.
         first = brought[present[0]]
         assert first is not None
-        real = _real_step(first[0])
+        real: Callable[[], Any] = functools.partial(private_api.step_of(first[0]), first[0])
         if args or kwargs:
             given = [None if each is None else each[2] for each in brought]
             real = _real_step(first[0], *mean_arguments(given, group.row_weights))
         return [_step_central(group, first[0], parameters, lead, real)] * len(brought)
 
     for each in parameters:
-        each.resolve()  # a leaf that this run has not used may have the gradient of an earlier run
+        if me not in each.by_replica or each.by_replica[me].record is not replica.record:
+            each.resolve()  # not used in this run: it may have the gradient of an earlier one
     # A gradient set by hand was not aggregated yet. If one replica has one, all aggregate.
     own = [leaf for each in parameters if (leaf := each.by_replica.get(me)) is not None]
     by_hand = not gradients.are_aggregated(own)

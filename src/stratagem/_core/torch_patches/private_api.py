@@ -187,11 +187,16 @@ _storage_users: Callable[[int], int] = _find(
 )
 
 
-def owns_memory(tensor: Tensor) -> bool:
-    """Return whether no other tensor shares the memory of this one."""
-    storage = tensor.untyped_storage()
-    users = _storage_users(storage._cdata)  # the tensor, and `storage`
-    return users <= 2 and storage.nbytes() == tensor.nbytes
+_address_of: Callable[[Any], int] = operator.attrgetter("_cdata")
+_bytes_of: Callable[[Tensor], int] = cast("Any", Tensor.nbytes).__get__
+
+
+def own_memory(tensors: Sequence[Tensor]) -> bool:
+    """Return whether no other tensor shares the memory of any of these."""
+    storages = list(map(Tensor.untyped_storage, tensors))
+    users = map(_storage_users, map(_address_of, storages))  # a tensor, and its item of `storages`
+    sizes = map(torch.UntypedStorage.nbytes, storages)
+    return max(users, default=0) <= 2 and all(map(operator.eq, sizes, map(_bytes_of, tensors)))
 
 
 _passes = itertools.count(1)
@@ -292,6 +297,29 @@ def set_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
 def set_buffers(module: nn.Module, buffers: dict[str, Any]) -> None:
     """Replace the dict of `buffers_of`."""
     module._buffers = buffers
+
+
+_every_step: Sequence[Any] = [
+    _find(
+        f"torch.optim.optimizer._global_optimizer_{when}_hooks", "quick steps", instead={1: 0, 2: 0}
+    )
+    for when in ("pre", "post")
+]
+_annotated: Any = _find(
+    "torch.optim.Optimizer.profile_hook_step", "quick steps", instead=lambda step: step
+)(lambda optimizer: None).__code__
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the step of an optimizer's class; without torch's annotation for its profiler, if nothing would notice.
+
+    The annotation takes as long as the step of a small model. One hook for every step is ours.
+    """
+    step: Any = type(optimizer).step
+    is_noticed = profiling() or has_step_hooks(optimizer) or sum(map(len, _every_step)) > 1
+    if is_noticed or getattr(step, "__code__", None) is not _annotated:
+        return cast("Callable[..., Any]", step)
+    return cast("Callable[..., Any]", step.__wrapped__)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from stratagem._core.torch_patches.private_api import owns_memory
+from stratagem._core.torch_patches.private_api import own_memory
 from stratagem._ps.rows import sort_ids, sum_rows
 from stratagem._ps.tables.lookup_counts import count_lookup
 
@@ -250,6 +250,6 @@ class RowGradient:
 
 def _added(total: Tensor, ids: Tensor | None, values: Tensor) -> Tensor:
     """Add rows (`ids` None: all of them) to a whole gradient, in place unless that would be seen elsewhere."""
-    if total.requires_grad or values.requires_grad or not owns_memory(total):
+    if total.requires_grad or values.requires_grad or not own_memory([total]):
         return total + values if ids is None else total.index_add(0, ids, values)
     return total.add_(values) if ids is None else total.index_add_(0, ids, values)

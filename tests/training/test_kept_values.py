@@ -254,6 +254,27 @@ def test_each_replica_reads_what_it_has_written(pair):
     assert torch.equal(kept.last, X[4])
 
 
+class Reversible:
+    """Statistics of the rows, kept for the end of the same step, in attributes named as functions of torch (RevIN)."""
+
+    def normalise(self, x):
+        self.mean = torch.mean(x, dim=1, keepdim=True).detach()
+        self.norm = torch.linalg.norm(x, dim=1, keepdim=True).detach()
+        return (x - self.mean) / self.norm
+
+    def undo(self, x):
+        return x * self.norm + self.mean
+
+
+def test_an_attribute_named_as_a_function_of_a_module_is_not_computed_from_itself(pair):
+    kept = Reversible()
+    for _ in range(3):
+        back = pair.run(
+            lambda x: kept.undo(kept.normalise(x)), args=[sg.PerReplica([X[:4], X[4:]])]
+        )
+        torch.testing.assert_close(torch.cat(pair.local_results(back)), X)
+
+
 class Smoothing:
     """Keeps what it computed for a plot, under the name of a local variable (the annotated transformer)."""
 

@@ -11,10 +11,12 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 _log = logging.getLogger("stratagem.core")
+
+GLOBALS: Final = ("LOAD_GLOBAL", "LOAD_NAME")
 
 _NEWEST: Final = (3, 14)
 """The newest version of Python with which this was tried."""
@@ -139,3 +141,17 @@ def _without_comprehensions(instructions: Iterator[Instruction]) -> Iterator[Ins
             yield one
         if name == "END_ASYNC_FOR" or not hidden:
             own, hidden, end = set(), [], -1
+
+
+def attributes_of_globals(statement: Iterable[Instruction], left_out: Container[str]) -> set[int]:
+    """Return the offsets of loads of attributes of globals, such as modules (``torch.mean``), apart from these globals."""
+    found: set[int] = set()
+    is_global = False
+    for one in statement:
+        if one.opname in GLOBALS:
+            is_global = one.argval not in left_out
+        elif one.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            is_global = False
+        elif is_global:
+            found.add(one.offset)
+    return found

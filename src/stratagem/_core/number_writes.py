@@ -18,7 +18,12 @@ import types
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from stratagem._core.instructions import Instruction, instructions_of
+from stratagem._core.instructions import (
+    GLOBALS,
+    Instruction,
+    attributes_of_globals,
+    instructions_of,
+)
 
 LOCAL: Final = ""
 """Stands for local variables and for values without a name."""
@@ -35,7 +40,7 @@ _STORES: Final = {
     "STORE_DEREF": ("LOAD_DEREF",),
 }
 _NAMED: Final = frozenset(name for names in _STORES.values() for name in names) | {"LOAD_METHOD"}
-_OUTER: Final = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_OUTER: Final = (*GLOBALS, "LOAD_DEREF")
 _PURE: Final = (
     "LOAD_CONST", *_OUTER, "LOAD_ATTR", "BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "PUSH_NULL",
 )  # fmt: skip
@@ -130,17 +135,25 @@ class _Found:
         self._loops = [
             (one.argval, one.offset) for one in instructions if "JUMP_BACKWARD" in one.opname
         ]
+        # Globals whose attributes the code sets. Attributes of others (`torch.mean`) are none that it replaces.
+        self._changed = {
+            before.argval
+            for before, one in itertools.pairwise(instructions)
+            if one.opname == "STORE_ATTR" and before.opname in GLOBALS
+        }
         for statement in _statements(instructions):
             self._visit(statement)
 
     def _visit(self, statement: Sequence[Instruction]) -> None:
         end = statement[-1]
         loads = [one for one in statement if one.opname in _NAMED]
+        others = attributes_of_globals(statement, self._changed)
+        replaceable = [one for one in loads if one.offset not in others]
         own: Hashable = ""
         own_key: Hashable = None
         if end.opname in _STORES:
             names = _STORES[end.opname]
-            mine = [one for one in loads if one.opname in names and one.argval == end.argval]
+            mine = [one for one in replaceable if one.opname in names and one.argval == end.argval]
             if mine:
                 own = str(end.argval)
                 (self.attributes if end.opname == "STORE_ATTR" else self.variables).add(own)
@@ -153,7 +166,7 @@ class _Found:
             kept = self.returned if end.opname.startswith("RETURN") else self.used
             kept.update(str(one.argval) for one in loads if one.argval != own)
             kept.update(key_name(key) for key in _keys(statement) if key != own_key)
-            self._read.update((one.opname, str(one.argval)) for one in loads)
+            self._read.update((one.opname, str(one.argval)) for one in replaceable)
         if end.opname in _STORES:
             place = (end.opname, str(end.argval))
             if place not in self._replaced and any(

@@ -21,7 +21,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
-from stratagem._core.instructions import Instruction, instructions_of
+from stratagem._core.instructions import (
+    GLOBALS,
+    Instruction,
+    attributes_of_globals,
+    instructions_of,
+)
 
 Kind = Literal["moves", "adds", "grows", "sets", "binds"]
 Kinds = frozenset[Kind]
@@ -129,7 +134,10 @@ def _writes_in(
             augmented = ""
         elif one.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME"):
             read = one.opname.replace("STORE", "LOAD")  # a local variable may have the same name
-            if any(each.opname == read and each.argval == name for each in statement):
+            same = [each for each in statement if each.opname == read and each.argval == name]
+            owner = before.argval if before is not None and before.opname in GLOBALS else ""
+            others = attributes_of_globals(statement, (owner,))
+            if any(each.offset not in others for each in same):
                 yield [name], "moves"
             yield [name], "binds"
         elif one.opname in ("KW_NAMES", "CALL_KW", "LOAD_CONST") and _names_out(one.argval):

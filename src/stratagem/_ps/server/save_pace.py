@@ -14,8 +14,8 @@ from stratagem._ps.server.cut import Cut
 REST: Final = 11.0
 """Rest after a piece, as a multiple of the processor time that the piece took."""
 
-LONGEST_REST_S: Final = 0.05
-"""The thread looks this often whether it should go on without rests."""
+LONGEST_REST_S: Final = 0.012
+"""Longer rests would lengthen a save, and every step during a save makes copies, which the thread has to sort."""
 
 PACED_S: Final = 30.0
 """Rests are shortened if the file would take longer than this."""

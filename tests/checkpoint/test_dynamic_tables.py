@@ -150,3 +150,33 @@ def test_a_full_table_goes_on_from_its_checkpoint_when_rows_may_leave(tmp_path: 
         leaving(torch.arange(10))
     leaving(torch.arange(100, 110))
     assert sorted(leaving.export()[0].tolist()) == [*range(10), *range(100, 110)]
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_momentum_of_sparse_gradients_is_saved(tmp_path: Path, is_dynamic: bool) -> None:
+    """It is a sparse tensor on the servers, and a dense one in the checkpoint."""
+    found = []
+    for is_resumed in (False, True):
+        with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
+            with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+                torch.manual_seed(0)
+                with strategy.scope():
+                    table = nn.Embedding(500, 4, sparse=True)
+                    if is_dynamic:
+                        table = sg.nn.DynamicEmbedding(4, max_rows=500, seed=1)
+                    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+
+                def step(ids: torch.Tensor) -> None:
+                    optimizer.zero_grad()
+                    table(ids).pow(2).sum().backward()
+                    optimizer.step()
+
+                checkpoint = sg.Checkpoint(table=table, optimizer=optimizer)
+                if is_resumed:
+                    checkpoint.restore(tmp_path / "half")
+                else:
+                    list(strategy.run_steps(step, [torch.arange(100)] * 3))
+                    checkpoint.save(tmp_path / "half")
+                list(strategy.run_steps(step, [torch.arange(100)] * 3))
+                found.append(table(torch.arange(100)).detach())
+    assert torch.equal(*found)

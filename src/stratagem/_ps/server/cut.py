@@ -65,7 +65,7 @@ class Cut(Owner):
     """
 
     def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        total = sum(one.numel() * one.element_size() for one in tensors.values())
         self._limit = max(LEAST_ASIDE_BYTES, total // 10)
         self._aside = 0
         self._largest = 0

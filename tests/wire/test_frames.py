@@ -115,3 +115,23 @@ def test_a_buffer_that_is_not_there_is_an_error() -> None:
     for index in (-1, 1, 2**40):
         with pytest.raises(ProtocolError, match="names buffer"):
             frame.buffer(index)
+
+
+def test_memory_is_used_again_for_the_same_size_once_its_frame_is_done() -> None:
+    """An area is overwritten only after its receiver has said that nothing uses it."""
+    parser = FrameParser()
+
+    def receive(*buffers: bytes) -> RawFrame:
+        (found,) = feed(parser, b"".join(encode_frame(1, 1, b"", buffers)), 1 << 20)
+        return found
+
+    first = receive(b"a" * 100, b"b")
+    second = receive(b"c" * 100, b"d")
+    assert (bytes(first.buffer(0)), bytes(second.buffer(0))) == (b"a" * 100, b"c" * 100)
+    second.is_done = True
+    third = receive(b"e" * 100, b"f")
+    assert third.area is second.area
+    assert [bytes(third.buffer(index)) for index in (0, 1)] == [b"e" * 100, b"f"]
+    third.is_done = True
+    assert receive(b"g" * 300).area is not third.area
+    assert bytes(third.buffer(0)) == b"e" * 100

@@ -43,6 +43,9 @@ MAGIC = b"SG"
 MAX_BUFFERS = 1 << 16
 """Buffers in one frame: 16 times the variables of a very large model."""
 
+REUSED_BYTES = 1 << 22
+"""Largest area that a connection keeps for the next frame of the same size."""
+
 INPUT_BYTES = 1 << 16
 """Size of a connection's input buffer: frames up to this size cost one receive call."""
 
@@ -75,6 +78,9 @@ class RawFrame:
 
     starved_bytes: int = 0
     """Bytes of its buffers if there was no memory for them; they were discarded."""
+
+    is_done: bool = False
+    """Set by the receiver when nothing uses the area any more: the next frame of the same size may overwrite it."""
 
     def buffer(self, index: int) -> memoryview:
         """Return the memory of one buffer, writable; it stays valid while it is referenced.
@@ -149,6 +155,7 @@ class FrameParser:
         self._end = 0
         self._needed = PREFIX.size  # bytes of the head to be complete, counted from _start
         self._partial: RawFrame | None = None  # a frame whose area is being filled
+        self._last: RawFrame | None = None  # the last one with an area, if that may be used again
         self._missing = 0  # bytes of it yet to come
 
     @property
@@ -225,17 +232,20 @@ class FrameParser:
         total = 0
         for length in lengths:
             spans.append((total, length))
-            total += padded(length)
+            total += (length + ALIGNMENT - 1) & -ALIGNMENT
         if total > self._limits.frame_bytes:
             raise ProtocolError(
                 f"a frame announces {total} bytes of buffers; the limit is "
                 f"{self._limits.frame_bytes} bytes. Large tensors must be sent in pieces."
             )
         here = min(total, self._end - self._start)
+        last, self._last = self._last, None
         try:
-            area = allocate(total)
+            is_free = last is not None and last.is_done and len(last.area) == total
+            area = last.area if last is not None and is_free else allocate(total)
             area[:here] = self._view[self._start : self._start + here]
             frame = RawFrame(kind, call, message, area, tuple(spans))
+            self._last = frame if total <= REUSED_BYTES else None
         except (MemoryError, RuntimeError):  # the latter is how torch says it
             # `RawFrame.buffer` raises MemoryError, which is sent to the peer; the connection continues.
             frame = RawFrame(kind, call, message, _NOTHING, tuple(spans), starved_bytes=total)

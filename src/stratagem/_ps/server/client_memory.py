@@ -15,6 +15,7 @@ from torch import Tensor
 from stratagem._ps.server.stored_variable import StoredVariable
 from stratagem._ps.types import Gradient, JoinedGradient, WriteId
 from stratagem._wire import codec, messages, shm
+from stratagem._wire.frames import REUSED_BYTES, RawFrame
 from stratagem._wire.messages import Frame, SegmentRef, TensorRef
 from stratagem.errors import NotFoundError, ProtocolError
 
@@ -43,11 +44,15 @@ class PreparedWrite(NamedTuple):
         epoch: identifies the variables and optimizers of the session; after a change, it is another object.
         calls: what to do, in order; each takes the identity of the write.
         touched: the variables, by number.
+        raw: the frame in whose memory the calls find the message's buffers.
+        may_repeat: the calls do the same with new values in the same memory, and keep nothing of it.
     """
 
     epoch: object
     calls: Sequence[Callable[[WriteId], object]]
     touched: Mapping[int, Touched]
+    raw: RawFrame
+    may_repeat: bool
 
 
 @final
@@ -67,6 +72,7 @@ class ClientMemory:
         self._tensors: dict[TensorRef, Tensor] = {}
         self._writes: dict[bytes, PreparedWrite] = {}
         self._variables_kept = 0
+        self._last_write: tuple[bytes, PreparedWrite] | None = None  # with buffers
 
     @property
     def refs(self) -> tuple[SegmentRef, ...]:
@@ -128,13 +134,23 @@ class ClientMemory:
         )
         return joined.split()
 
-    def known_write(self, key: bytes, epoch: object) -> PreparedWrite | None:
-        """Return the write prepared for the same bytes in the same epoch."""
-        known = self._writes.get(key)
-        return known if known is not None and known.epoch is epoch else None
+    def known_write(self, key: bytes, epoch: object, raw: RawFrame) -> PreparedWrite | None:
+        """Return the write prepared for the same bytes in the same epoch, with its buffers in the same memory."""
+        if not raw.spans:
+            known = self._writes.get(key)
+            return known if known is not None and known.epoch is epoch else None
+        if self._last_write is None:
+            return None
+        last_key, known = self._last_write
+        is_same = known.raw.area is raw.area and known.raw.spans == raw.spans
+        return known if is_same and last_key == key and known.epoch is epoch else None
 
     def keep_write(self, key: bytes, write: PreparedWrite) -> None:
         """Keep a prepared write, if that is not too much."""
+        if write.raw.spans:
+            is_reused = write.may_repeat and len(write.raw.area) <= REUSED_BYTES
+            self._last_write = (key, write) if is_reused else None
+            return
         if len(key) > _LONGEST_WRITE_BYTES:
             return
         self._variables_kept += len(write.touched)
@@ -145,8 +161,7 @@ class ClientMemory:
 
     def rest(self) -> None:
         """Let the pages be their owner's alone until they are used again: nothing came for a while."""
-        self._writes.clear()
-        self._variables_kept = 0
+        self._forget_writes()
         for segment in self._segments.values():
             segment.rest()
 
@@ -160,5 +175,9 @@ class ClientMemory:
 
     def _forget_tensors(self) -> None:
         self._tensors.clear()
+        self._forget_writes()
+
+    def _forget_writes(self) -> None:
         self._writes.clear()
         self._variables_kept = 0
+        self._last_write = None

@@ -45,6 +45,8 @@ Reply: TypeAlias = tuple[Message, Sequence[Buffer]]
 
 _OK: Final[Reply] = (messages.Ok(), ())
 
+_NARROW: Final = frozenset(("bfloat16", "float16"))
+
 _FORWARDED: Final = frozenset(
     (
         messages.CreateVariables,
@@ -289,7 +291,7 @@ class Session:
             )
         if admission is Admission.DUPLICATE:
             versions = self.store.versions(touched)
-            return self._written(versions, frame, memory, duplicate=True)
+            return self._written(versions, frame, memory, prepared, duplicate=True)
         for _, segment, offset in touched.values():
             segment.begin_write(offset)
         try:
@@ -302,19 +304,24 @@ class Session:
                 segment.publish(offset, version)
         if faults.active is not None:
             faults.active.at("server.after_apply")
-        return self._written(versions, frame, memory)
+        return self._written(versions, frame, memory, prepared)
 
     def _written(
         self,
         versions: Mapping[int, int],
         frame: Frame,
         memory: ClientMemory,
+        prepared: PreparedWrite,
         *,
         duplicate: bool = False,
     ) -> Reply:
         """Answer a write; a reply that waits for the backup gets its values when it is sent."""
         reply = messages.Written(versions=versions, duplicate=duplicate)
-        return (reply, ()) if self.link is not None else self.with_values(reply, frame, memory)
+        if self.link is not None:
+            return reply, ()
+        answer = self.with_values(reply, frame, memory)
+        frame.raw.is_done = prepared.may_repeat
+        return answer
 
     def with_values(self, reply: Message, frame: Frame, memory: ClientMemory) -> Reply:
         """Return a reply, with the values that its write asks for; without them if that is not possible.
@@ -335,11 +342,10 @@ class Session:
         self, message: messages.Write, frame: Frame, memory: ClientMemory
     ) -> PreparedWrite:
         """Return what the write is to do: as the last time, if its bytes are the same."""
-        key = None if frame.raw.spans else bytes(message.operations)
-        if key is not None:
-            known = memory.known_write(key, self._epoch)
-            if known is not None:
-                return known
+        key = bytes(message.operations)
+        known = memory.known_write(key, self._epoch, frame.raw)
+        if known is not None:
+            return known
         operations = messages.decode_operations(message.operations)
         calls = [self._prepare(one, frame, memory) for one in operations]
         touched: dict[int, Touched] = {}
@@ -347,9 +353,9 @@ class Session:
             if number not in touched:
                 variable = self.store.find(number)  # raises if it is unknown
                 touched[number] = Touched(variable, *self._places[number][:2])
-        prepared = PreparedWrite(self._epoch, calls, touched)
-        if key is not None:
-            memory.keep_write(key, prepared)
+        may_repeat = not any(_keeps_values(one) for one in operations)
+        prepared = PreparedWrite(self._epoch, calls, touched, frame.raw, may_repeat)
+        memory.keep_write(key, prepared)
         return prepared
 
     def _prepare(
@@ -477,3 +483,10 @@ def _variables_of(operation: messages.Operation) -> list[int]:
         alone = [gradient.variable for gradient in operation.gradients]
         return [*alone, *(number for one in operation.joined for number in one.variables)]
     return [operation.variable]
+
+
+def _keeps_values(operation: messages.Operation) -> bool:
+    """Return whether what `Session._prepare` makes of an operation keeps values: of a held step, or converted ones."""
+    if not isinstance(operation, messages.Push):
+        return False
+    return operation.held or any(one.values.dtype in _NARROW for one in operation.gradients)

@@ -44,10 +44,13 @@ class ValueReplies:
         """Return what a client asks for: values that it does not have, and versions."""
         outgoing = Outgoing()
         found = []
+        versions = []
         size = 0
         for item in items:
-            value = self.store.read(item.variable)
-            if item.known >= 0 and item.known == self.store.version(item.variable):
+            stored = self.store.find(item.variable)
+            value = stored.tensor
+            versions.append(stored.version)
+            if item.known >= 0 and item.known == stored.version:
                 found.append(TensorRef(codec.dtype_name(value.dtype), tuple(value.shape)))
                 continue
             if item.ids is not None:
@@ -70,8 +73,7 @@ class ValueReplies:
             found.append(
                 self._whole(item.variable, value, outgoing) if whole else outgoing.add(value)
             )
-        versions = tuple(self.store.version(item.variable) for item in items)
-        return messages.Values(values=tuple(found), versions=versions), outgoing.buffers
+        return messages.Values(tuple(found), tuple(versions)), outgoing.buffers
 
     def _whole(self, variable: int, value: Tensor, outgoing: Outgoing) -> TensorRef:
         """Put the value of a variable beside the reply; its memory is looked up once."""

@@ -1,0 +1,64 @@
+"""Steps over sockets whose messages have the same bytes: servers use the received memory again, with the new values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import stratagem as sg
+
+BATCHES = torch.randn(5, 8, 6, generator=torch.Generator().manual_seed(2))
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
+
+
+@pytest.mark.parametrize("narrow", ["", "bfloat16"])
+@pytest.mark.parametrize("staleness", [None, 0])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    ],
+    ids=["sgd", "nesterov", "adagrad", "adam"],
+)
+def test_every_step_uses_its_own_gradients(
+    monkeypatch: pytest.MonkeyPatch, make: Any, staleness: int | None, narrow: str
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    monkeypatch.setenv("STRATAGEM_WIRE_DTYPE", narrow)
+    plain = build()
+    expected = make(plain.parameters())
+    for batch in BATCHES:
+        expected.zero_grad()
+        plain(batch).square().sum().backward()
+        for parameter in plain.parameters():
+            if narrow:
+                parameter.grad = parameter.grad.bfloat16().float()
+        expected.step()
+    with (
+        sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, staleness=staleness) as strategy,
+    ):
+        with strategy.scope():
+            model = build()
+            optimizer = make(model.parameters())
+        coordinator = sg.ClusterCoordinator(strategy)
+
+        def step(batch: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+
+        for batch in BATCHES:
+            coordinator.schedule(step, args=(batch,))
+        coordinator.join(timeout_s=120)
+        trained = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.testing.assert_close(trained, dict(plain.state_dict()), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,7 @@
-"""Steps over sockets whose messages have the same bytes: servers use the received memory again, with the new values."""
+"""Steps over sockets whose messages have the same bytes: servers use the received memory again, with the new values.
+
+Large gradients are sent from the tensors themselves.
+"""
 
 from __future__ import annotations
 
@@ -62,3 +65,51 @@ def test_every_step_uses_its_own_gradients(
         coordinator.join(timeout_s=120)
         trained = {key: value.clone() for key, value in model.state_dict().items()}
     torch.testing.assert_close(trained, dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strange", ["", "transposed", "kept", "doubled"])
+def test_large_gradients_are_sent_as_they_are_at_each_step(
+    monkeypatch: pytest.MonkeyPatch, strange: str
+) -> None:
+    """Also one in another order of dimensions, one that the function keeps, and one of two backward passes."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    batches = torch.randn(4, 3, 256, generator=torch.Generator().manual_seed(2))
+    kept: list[torch.Tensor] = []
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        for _ in range(2 if strange == "doubled" else 1):
+            model(batch).square().sum().backward()
+        if strange == "transposed":
+            model.weight.grad = model.weight.grad.t().contiguous().t()
+        gradient = model.weight.grad
+        optimizer.step()
+        if strange == "kept":
+            kept.append(gradient)
+            return [float(one.sum()) for one in kept]
+        return float(gradient.sum())
+
+    def build_large() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(256, 160)
+
+    plain = build_large()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    expected = [train(plain, optimizer, batch) for batch in batches]
+    kept.clear()
+    with (
+        sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver) as strategy,
+    ):
+        with strategy.scope():
+            model = build_large()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        coordinator = sg.ClusterCoordinator(strategy)
+
+        def step(batch: torch.Tensor) -> Any:
+            return train(model, optimizer, batch)
+
+        found = [coordinator.schedule(step, args=(batch,)).fetch() for batch in batches]
+        trained = model.weight.detach().clone()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(trained, plain.weight.detach())

@@ -163,7 +163,7 @@ class Outbox:
             self._writer, self._incarnation, connection.sequence, closure, nth
         )
         message = messages.Write(origin=write_id, operations=part.encoded(), read=read)
-        pending = Pending(message, part.buffers)
+        pending = Pending(message, part.buffers_now())
         if part.is_shared and not self.destinations[server].shares_memory:
             self._inline(server, pending)
         write = _Write(server, pending, self._closure, self.buffers.current)

@@ -6,6 +6,8 @@ Two kinds of memory, both owned by the client and mapped by the servers:
   writes are copied into the other one.
 - *Gradient slots*: each holds the gradient of one parameter for as long as the parameter exists.
   Large gradients stay in their slots (`GradientSlot.take`), so that sending them copies nothing.
+
+Large gradients for servers elsewhere are sent from where they are (`LentGradient`).
 """
 
 from __future__ import annotations
@@ -109,6 +111,23 @@ class GradientSlot:
     def holds(self, gradient: Tensor) -> bool:
         """Return whether a gradient of the slot's shape is the content of this memory."""
         return gradient.data_ptr() == self.address and gradient.is_contiguous()
+
+
+@final
+class LentGradient:
+    """Large gradient for a server that reads no shared memory: sent from the tensor that autograd made."""
+
+    __slots__ = ("ref", "view")
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.view = leaf
+        self.ref = TensorRef(codec.dtype_name(leaf.dtype), tuple(leaf.shape))
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of the present gradient."""
+        assert self.view.grad is not None
+        return codec.bytes_of(self.view.grad)
 
 
 @final

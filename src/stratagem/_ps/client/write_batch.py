@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._core.torch_patches import private_api
-from stratagem._ps.client.send_buffers import GradientSlot, SendBuffers
+from stratagem._ps.client.send_buffers import GradientSlot, LentGradient, SendBuffers
 from stratagem._ps.types import Gradient, JoinedGradient
 from stratagem._wire import codec, messages
 from stratagem._wire.frames import Buffer, padded
@@ -61,13 +61,15 @@ class ServerPart:
 
     Attributes:
         is_shared: operations name shared memory, which the server reads.
+        lent: gradients that are sent from where they are, by the numbers of their buffers.
     """
 
-    __slots__ = ("_encoded", "buffers", "is_shared", "nbytes", "operations")
+    __slots__ = ("_encoded", "buffers", "is_shared", "lent", "nbytes", "operations")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
+        self.lent: dict[int, LentGradient] = {}
         self.nbytes = 0
         self.is_shared = False
         self._encoded: messages.Operations | None = None
@@ -78,19 +80,28 @@ class ServerPart:
             self._encoded = messages.encode_operations(self.operations)
         return self._encoded
 
+    def buffers_now(self) -> list[Buffer]:
+        """Return the buffers to send, with the present bytes of lent gradients."""
+        if not self.lent:
+            return self.buffers
+        return [
+            self.lent[index].memory if index in self.lent else buffer
+            for index, buffer in enumerate(self.buffers)
+        ]
+
 
 class SlotGradient(NamedTuple):
-    """Dense gradient of a variable that lies in its slot."""
+    """Dense gradient of a variable that lies in its slot, or is lent."""
 
     variable: int
-    slot: GradientSlot
+    slot: GradientSlot | LentGradient
 
 
 @final
 class WriteBatch:
     """Operations of one step on any number of servers. Example: see `PsClient`.
 
-    Tensors given to it must not change until it is sent. A batch of gradients that all lie in slots may be
+    Tensors given to it must not change until it is sent. A batch of gradients that all lie in slots or are lent may be
     sent again and again.
 
     Args:
@@ -226,7 +237,13 @@ class WriteBatch:
         self.nbytes += size
         return part
 
-    def _slot_ref(self, server: int, part: ServerPart, slot: GradientSlot) -> TensorRef:
+    def _slot_ref(
+        self, server: int, part: ServerPart, slot: GradientSlot | LentGradient
+    ) -> TensorRef:
+        if isinstance(slot, LentGradient):
+            part.lent[len(part.buffers)] = slot
+            part.buffers.append(b"")
+            return TensorRef(slot.ref.dtype, slot.ref.shape, len(part.buffers) - 1)
         if self._destinations[server].shares_memory:
             part.is_shared = True
             return slot.ref

@@ -4,7 +4,7 @@ The gradient of a dense parameter has a slot in shared memory (`client/send_buff
 there as soon as autograd has accumulated it: ``parameter.grad`` then is a tensor over the slot, later backward
 passes add to it in place, and a step sends it without a copy. Small gradients are copied into their slots
 by the step, all in one call. Rows of tables, sparse gradients, shards and gradients that the user still holds
-from an earlier step are copied when they are sent.
+from an earlier step are copied when they are sent. Over connections a large gradient is sent from the tensor itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stratagem._core.torch_patches.numpy_views import plain_numpy, watch_numpy
 from stratagem._core.torch_patches.parameter_attributes import watch_data
 from stratagem._ps.client.remote_variable import RemoteVariable
-from stratagem._ps.client.send_buffers import GradientSlot
+from stratagem._ps.client.send_buffers import GradientSlot, LentGradient
 from stratagem._ps.client.write_batch import SlotGradient, WriteBatch
 from stratagem._ps.types import Gradient
 from stratagem._ps.worker.worker_copies import CopyMemory
@@ -100,7 +100,7 @@ class DenseParameter:
             None  # the value when the function asked for ``.data`` or ``.numpy()``
         )
         self.begin_closure()
-        self._slot: GradientSlot | None = None
+        self._slot: GradientSlot | LentGradient | None = None
         self._generation = -1
 
     def lay_over_memory(self) -> bool:
@@ -198,7 +198,7 @@ class DenseParameter:
 
     def keep_gradient_in_slot(self) -> None:
         """Move large gradients of the leaf into the slot whenever autograd has accumulated one."""
-        if self.leaf.nbytes < IN_PLACE_BYTES or self.slot() is None:
+        if self.leaf.nbytes < IN_PLACE_BYTES or not isinstance(self.slot(), GradientSlot):
             return
         reference = weakref.ref(self)  # the leaf, which this object holds, holds the hook
 
@@ -212,21 +212,26 @@ class DenseParameter:
         self.leaf.register_post_accumulate_grad_hook(accumulated)
         self.leaf.requires_grad_(needed)
 
-    def slot(self) -> GradientSlot | None:
-        """Return the slot of the gradient; None if the variable is cut."""
+    def slot(self) -> GradientSlot | LentGradient | None:
+        """Return the slot of the gradient, or how it is lent; None if the variable is cut."""
         outbox = self.remote.client.outbox
         if self._slot is None or self._generation != outbox.buffers.generation:
             places = self.remote.places
             if len(places) > 1 or not self.leaf.numel():
                 return None
-            dtype = outbox.destinations[places[0].server].dtype_of(self.leaf.dtype)
-            self._slot = outbox.buffers.new_slot(tuple(self.leaf.shape), dtype)
+            there = outbox.destinations[places[0].server]
+            dtype = there.dtype_of(self.leaf.dtype)
+            is_plain = dtype is self.leaf.dtype and self.leaf.is_contiguous()
+            if self.leaf.nbytes >= IN_PLACE_BYTES and is_plain and not there.shares_memory:
+                self._slot = LentGradient(self.leaf)
+            else:
+                self._slot = outbox.buffers.new_slot(tuple(self.leaf.shape), dtype)
             self._generation = outbox.buffers.generation
         return self._slot
 
     def _move_into_slot(self) -> None:
         grad, slot = self.leaf.grad, self.slot()
-        if grad is None or slot is None or slot.holds(grad):
+        if grad is None or not isinstance(slot, GradientSlot) or slot.holds(grad):
             return
         if slot.is_free and slot.view.dtype is grad.dtype and self.fits(grad):
             into = slot.take()
@@ -244,15 +249,15 @@ class DenseParameter:
     def leave_slot(self) -> None:
         """Copy the gradient out of the slot, which is not used again: a server may still read it."""
         slot, grad = self._slot, self.leaf.grad
-        if slot is not None and grad is not None and slot.holds(grad):
+        if isinstance(slot, GradientSlot) and grad is not None and slot.holds(grad):
             self.leaf.grad = grad.clone()
         self._slot = None
 
     def release(self) -> None:
         """Give the slot back: the parameter is gone."""
-        if self._slot is not None:
+        if isinstance(self._slot, GradientSlot):
             self.remote.client.outbox.buffers.free_slot(self._slot)
-            self._slot = None
+        self._slot = None
 
     def gradients(self) -> Iterator[tuple[int, Gradient | SlotGradient]]:
         """Yield each server's part of the leaf's gradient."""
@@ -261,7 +266,7 @@ class DenseParameter:
         if grad.is_sparse:
             grad = grad.coalesce()
             yield from row_gradients(self.remote, grad.indices()[0], grad.values(), sparse=True)
-        elif self._slot is not None and self._slot.holds(grad):
+        elif isinstance(self._slot, GradientSlot) and self._slot.holds(grad):
             yield places[0].server, SlotGradient(places[0].variable, self._slot)
         else:
             for place, part in zip(places, self.remote.cut(grad), strict=True):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from stratagem._core.torch_patches import private_api
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.client.send_buffers import LentGradient
 from stratagem._ps.client.write_batch import ServerPart, SlotGradient, WriteBatch
 from stratagem._ps.optimizer_settings import Settings, is_known_class
 from stratagem._ps.tables.table_parameter import TableParameter
@@ -170,7 +171,7 @@ class StepBuilder:
         return found
 
     def _bring_into_slots(self, optimizer: Optimizer) -> list[int] | None:
-        """Copy gradients into their slots; return the parameters' ids, or None if one has no slot."""
+        """Copy gradients into their slots; return the parameters' ids, or None if one has no slot and cannot be lent."""
         key: list[int] = []
         to: list[Tensor] = []
         source: list[Tensor] = []
@@ -186,7 +187,10 @@ class StepBuilder:
                 if slot is None or grad.layout is not torch.strided:
                     return None
                 key.append(id(parameter))
-                if not slot.holds(grad):
+                if isinstance(slot, LentGradient):
+                    if not grad.is_contiguous() or grad.dtype is not parameter.dtype:
+                        return None
+                elif not slot.holds(grad):
                     if not slot.is_free or grad.dtype is not parameter.dtype:
                         return None
                     to.append(slot.view)

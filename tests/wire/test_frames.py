@@ -12,8 +12,10 @@ from stratagem._wire.frames import (
     ALIGNMENT,
     INPUT_BYTES,
     KINDS,
+    REPLY,
     FrameParser,
     Limits,
+    Placing,
     RawFrame,
     encode_frame,
 )
@@ -135,3 +137,32 @@ def test_memory_is_used_again_for_the_same_size_once_its_frame_is_done() -> None
     third.is_done = True
     assert receive(b"g" * 300).area is not third.area
     assert bytes(third.buffer(0)) == b"e" * 100
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 70_000, 4099])
+def test_large_buffers_of_a_reply_are_received_where_its_caller_wants_them(piece: int) -> None:
+    """Also between other frames, with padding, with an empty buffer, and with one that has no place."""
+    sent = [bytes([65 + number]) * length for number, length in enumerate((300_001, 0, 90_000, 7))]
+    places = [bytearray(len(one)) for one in sent]
+    wanted = [None if n == 2 else memoryview(one) for n, one in enumerate(places)]
+    parser = FrameParser()
+    parser.places[7] = lambda message: Placing(wanted, message)
+    other = b"".join(encode_frame(REPLY, 8, b"other", [b"x" * 300_000]))
+    reply = b"".join(encode_frame(REPLY, 7, b"reply", sent))
+    frames = feed(parser, other + reply + other, piece)
+    assert [one.message for one in frames] == [b"other", b"reply", b"other"]
+    assert [bytes(frames[1].buffer(index)) for index in range(4)] == sent
+    assert frames[1].buffer(0) is wanted[0]
+    assert [bytes(one) for n, one in enumerate(places) if n != 2] == [sent[0], sent[1], sent[3]]
+    assert bytes(places[2]) == bytes(90_000)
+    assert [bytes(one.buffer(0)) for one in (frames[0], frames[2])] == [b"x" * 300_000] * 2
+    assert parser.is_between_frames
+
+
+@pytest.mark.parametrize("places", [[], [bytearray(299_999)], [bytearray(300_000)] * 2])
+def test_places_that_do_not_fit_are_not_used(places: list[bytearray]) -> None:
+    parser = FrameParser()
+    parser.places[7] = lambda message: Placing([memoryview(one) for one in places], message)
+    (frame,) = feed(parser, b"".join(encode_frame(REPLY, 7, b"", [b"a" * 300_000])), 1 << 20)
+    assert bytes(frame.buffer(0)) == b"a" * 300_000
+    assert not any(any(one) for one in places)

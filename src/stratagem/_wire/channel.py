@@ -28,7 +28,7 @@ from stratagem import config
 from stratagem._owner import Owner
 from stratagem._wire import frames, messages
 from stratagem._wire.failures import exception_from
-from stratagem._wire.frames import Buffer, Limits
+from stratagem._wire.frames import Buffer, Limits, Place
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.round_trip import RoundTrip
 from stratagem._wire.stream import FrameStream, wait_for
@@ -105,15 +105,19 @@ class Channel(Owner):
         *,
         timeout_s: float | None = None,
         later: bool = False,
+        place: Place | None = None,
     ) -> int:
         """Send a request without waiting for its reply; return the number to `collect` it by.
 
-        With `later` it is queued: the next message, `collect` or `flush` sends it.
+        With `later` it is queued: the next message, `collect` or `flush` sends it. `place` says where large buffers of
+        the reply are received; it is called by the thread that reads.
         """
         with self._lock:
             self._next_call = self._next_call % 0xFFFFFFFF + 1
             call = self._next_call
             self._awaited.add(call)
+            if place is not None:
+                self._stream.parser.places[call] = place
         try:
             if later:
                 self.enqueue(frames.REQUEST, call, message, buffers)
@@ -121,7 +125,7 @@ class Channel(Owner):
                 self._send(frames.REQUEST, call, message, buffers, timeout_s)
         except BaseException:  # Ctrl-C too: there is no caller to collect it
             with self._lock:
-                self._awaited.discard(call)
+                self._forget(call)
             raise
         return call
 
@@ -139,7 +143,7 @@ class Channel(Owner):
             frame = self._await(lambda: self._replies.pop(call, None), deadline)
         finally:
             with self._lock:
-                self._awaited.discard(call)
+                self._forget(call)
         if frame is None:
             raise DeadlineExceeded(
                 f"{self.peer} did not reply within the limit: it is overloaded, hangs, or is unreachable"
@@ -373,6 +377,10 @@ class Channel(Owner):
                 self._read_arrived()
             finally:
                 self._end_reading()
+
+    def _forget(self, call: int) -> None:
+        self._awaited.discard(call)
+        self._stream.parser.places.pop(call, None)
 
     def _end_reading(self) -> None:
         with self._lock:

@@ -23,9 +23,9 @@ instructions, so that tensors use the memory without a copy.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -45,6 +45,9 @@ MAX_BUFFERS = 1 << 16
 
 REUSED_BYTES = 1 << 22
 """Largest area that a connection keeps for the next frame of the same size."""
+
+PLACED_BYTES = 1 << 16
+"""Mean size of buffers from which they are received in memory of their own: each costs a receive call."""
 
 INPUT_BYTES = 1 << 16
 """Size of a connection's input buffer: frames up to this size cost one receive call."""
@@ -79,6 +82,12 @@ class RawFrame:
     starved_bytes: int = 0
     """Bytes of its buffers if there was no memory for them; they were discarded."""
 
+    places: tuple[memoryview, ...] = ()
+    """Where its buffers were received, if not in the area."""
+
+    decoded: object = None
+    """Its message, if that was decoded to find the places."""
+
     is_done: bool = False
     """Set by the receiver when nothing uses the area any more: the next frame of the same size may overwrite it."""
 
@@ -97,8 +106,21 @@ class RawFrame:
             raise ProtocolError(
                 f"the message names buffer {index!r}, but its frame has {len(self.spans)} buffers"
             )
+        if self.places:
+            return self.places[index]
         offset, length = self.spans[index]
         return self.area[offset : offset + length]
+
+
+class Placing(NamedTuple):
+    """Where the buffers of one reply go, None for new memory; and the reply, decoded."""
+
+    places: Sequence[memoryview | None]
+    message: object
+
+
+Place: TypeAlias = Callable[[bytes], Placing | None]
+"""Finds places for the buffers of a reply, given the bytes of its message; None: one new area for all."""
 
 
 def padded(length: int) -> int:
@@ -131,6 +153,13 @@ def allocate(length: int) -> memoryview:
 _NOTHING = memoryview(b"")
 
 
+def _fits(places: Sequence[memoryview | None], lengths: Sequence[int]) -> bool:
+    pairs = zip(places, lengths, strict=False)
+    return len(places) == len(lengths) and all(
+        one is None or len(one) == length for one, length in pairs
+    )
+
+
 class FrameParser:
     """Parser of the frames of one connection.
 
@@ -157,6 +186,9 @@ class FrameParser:
         self._partial: RawFrame | None = None  # a frame whose area is being filled
         self._last: RawFrame | None = None  # the last one with an area, if that may be used again
         self._missing = 0  # bytes of it yet to come
+        self._rest: list[memoryview] = []  # of its places: where these go, the last one first
+        self.places: dict[int, Place] = {}
+        """By call: what finds the places of its reply."""
 
     @property
     def is_between_frames(self) -> bool:
@@ -166,6 +198,8 @@ class FrameParser:
     def space(self) -> memoryview:
         """Return the memory for the next bytes; never empty."""
         if self._partial is not None:
+            if self._rest:
+                return self._rest[-1]
             if self._partial.starved_bytes:  # discarded
                 return self._view[: self._missing]
             return self._partial.area[-self._missing :]
@@ -181,6 +215,10 @@ class FrameParser:
         """Note that `count` bytes were put into `space()`."""
         if self._partial is not None:
             self._missing -= count
+            if self._rest:
+                rest = self._rest.pop()[count:]
+                if rest:
+                    self._rest.append(rest)
         else:
             self._end += count
 
@@ -239,6 +277,13 @@ class FrameParser:
                 f"{self._limits.frame_bytes} bytes. Large tensors must be sent in pieces."
             )
         here = min(total, self._end - self._start)
+        place = self.places.get(call) if kind == REPLY else None
+        if place is not None and total >= PLACED_BYTES * len(lengths):
+            placing = place(message)
+            if placing is not None and _fits(placing.places, lengths):
+                return self._begin_places(
+                    RawFrame(kind, call, message, _NOTHING, tuple(spans)), placing, total, here
+                )
         last, self._last = self._last, None
         try:
             is_free = last is not None and last.is_done and len(last.area) == total
@@ -255,6 +300,28 @@ class FrameParser:
         self._partial = frame
         self._missing = total - here
         return None
+
+    def _begin_places(
+        self, frame: RawFrame, placing: Placing, total: int, here: int
+    ) -> RawFrame | None:
+        """Receive each buffer in its own memory."""
+        pairs = zip(placing.places, frame.spans, strict=True)
+        frame.places = tuple(allocate(span[1]) if one is None else one for one, span in pairs)
+        frame.decoded = placing.message
+        self._partial, self._missing = frame, total
+        for one, (_, length) in zip(reversed(frame.places), reversed(frame.spans), strict=True):
+            if length % ALIGNMENT:
+                self._rest.append(memoryview(bytearray(-length % ALIGNMENT)))
+            if length:
+                self._rest.append(one)
+        end = self._start + here
+        while self._start < end:
+            space = self._rest[-1]
+            count = min(len(space), end - self._start)
+            space[:count] = self._view[self._start : self._start + count]
+            self._start += count
+            self.advance(count)
+        return self.next_frame()
 
     def _replace_input(self, size: int) -> None:
         kept = self._end - self._start

@@ -92,4 +92,6 @@ class Frame:
 
 def decode_frame(raw: RawFrame) -> Frame:
     """Decode the message of a received frame; ProtocolError if there is none."""
-    return Frame(raw.kind, raw.call, decode(raw.message), raw)
+    known = raw.decoded
+    message = known if isinstance(known, Message) else decode(raw.message)
+    return Frame(raw.kind, raw.call, message, raw)

@@ -93,7 +93,7 @@ class FrameStream:
             self._send_pieces, self._decrypted = sock.send_pieces, sock.pending
         self.outgoing: deque[Buffer] = deque()
         self.outgoing_bytes = 0
-        self._parser = FrameParser(limits)
+        self.parser = FrameParser(limits)
 
     def append(self, kind: int, call: int, message: Message, buffers: Sequence[Buffer]) -> None:
         """Queue a frame; its buffers must not change until they are sent."""
@@ -158,13 +158,13 @@ class FrameStream:
         full = False
         try:
             while not found or (full and self._decrypted()):
-                space = self._parser.space()
+                space = self.parser.space()
                 count = self._read_into(space)
                 if count < 0:
                     break
                 full = count == len(space)
-                self._parser.advance(count)
-                while (raw := self._parser.next_frame()) is not None:
+                self.parser.advance(count)
+                while (raw := self.parser.next_frame()) is not None:
                     found.append(messages.decode_frame(raw))
                 if not full:
                     break
@@ -185,6 +185,6 @@ class FrameStream:
         except OSError as error:
             raise ConnectionLost(f"the connection to {self.peer} broke: {error}") from error
         if count == 0:
-            how = "" if self._parser.is_between_frames else " in the middle of a message"
+            how = "" if self.parser.is_between_frames else " in the middle of a message"
             raise ConnectionLost(f"{self.peer} closed the connection{how}")
         return count

@@ -22,7 +22,13 @@ from typing_extensions import override
 
 from stratagem._ps.client.send_buffers import SendBuffers
 from stratagem._ps.client.server_connection import Pending, ServerConnection
-from stratagem._ps.client.value_reads import Newer, narrow_dtype, newer_values
+from stratagem._ps.client.value_reads import (
+    Newer,
+    PlaceOfRead,
+    narrow_dtype,
+    newer_values,
+    place_values,
+)
 from stratagem._ps.client.write_batch import Destination, ServerPart, WriteBatch
 from stratagem._ps.inline_write import inline_write
 from stratagem._wire import messages
@@ -132,9 +138,12 @@ class Outbox:
         return WriteBatch(buffers, self.destinations)
 
     def send(
-        self, batch: WriteBatch, reads: Mapping[int, Sequence[ReadItem]] | None = None
+        self,
+        batch: WriteBatch,
+        reads: Mapping[int, Sequence[ReadItem]] | None = None,
+        place: PlaceOfRead | None = None,
     ) -> None:
-        """Send a batch to its servers. `reads`, by server: read these after the write."""
+        """Send a batch to its servers. `reads`, by server: read these after the write, into memory that `place` finds."""
         batch.copy_in()
         gathered = self._gathers and batch.nbytes <= GATHERED_BYTES
         self._has_gathered |= gathered
@@ -144,7 +153,7 @@ class Outbox:
                 self._announce(server)
             for nth, part in enumerate(parts, first):
                 read = reads.get(server, ()) if reads and part is parts[-1] else ()
-                self._send_one(server, part, nth, tuple(read), gathered=gathered)
+                self._send_one(server, part, nth, tuple(read), place, gathered=gathered)
             self._next_nth = max(self._next_nth, first + len(parts))
 
     def _send_one(
@@ -153,6 +162,7 @@ class Outbox:
         part: ServerPart,
         nth: int,
         read: tuple[ReadItem, ...],
+        place: PlaceOfRead | None,
         *,
         gathered: bool,
     ) -> None:
@@ -164,6 +174,8 @@ class Outbox:
         )
         message = messages.Write(origin=write_id, operations=part.encoded(), read=read)
         pending = Pending(message, part.buffers_now())
+        if place is not None and read:
+            pending.place = functools.partial(place_values, place, server, read)
         if part.is_shared and not self.destinations[server].shares_memory:
             self._inline(server, pending)
         write = _Write(server, pending, self._closure, self.buffers.current)

@@ -290,12 +290,15 @@ class PsClient(Owner):
             return self.outbox.batch()
 
     def send(
-        self, batch: WriteBatch, reads: Mapping[int, Sequence[messages.ReadItem]] | None = None
+        self,
+        batch: WriteBatch,
+        reads: value_reads.Reads = None,
+        place: value_reads.PlaceOfRead | None = None,
     ) -> None:
         """Send a batch and return; `wait_for_writes` waits. `reads`, by server: go into `Outbox.values`."""
         with self._lock:
             if not self.discards_writes:
-                self.outbox.send(batch, reads)
+                self.outbox.send(batch, reads, place)
 
     def wait_for_writes(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
         """Wait until every write is acknowledged.

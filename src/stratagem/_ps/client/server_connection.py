@@ -21,7 +21,7 @@ from stratagem._ps.client.connection_state import SURVIVAL, ConnectionState, Pha
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
-from stratagem._wire.frames import Buffer, Limits
+from stratagem._wire.frames import Buffer, Limits, Place
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.messages import Frame, Message
 from stratagem._wire.round_trip import answer_limit_s
@@ -101,6 +101,12 @@ class Pending:
     was_repeated: bool = False
     failure: str = ""
     """Why no reply will come."""
+    place: Place | None = None  # of large buffers of the reply
+
+    def begin(self, channel: Channel, *, later: bool = False) -> None:
+        """Send it."""
+        given = self.message, self.buffers
+        self.call = channel.begin(*given, later=later, place=self.place)
 
 
 @final
@@ -192,7 +198,7 @@ class ServerConnection:
         if pending.failure:  # found out while connecting again; `collect` raises it
             return
         try:
-            pending.call = channel.begin(pending.message, pending.buffers, later=later)
+            pending.begin(channel, later=later)
         except ConnectionLost as error:
             self._reconnect(error, time.monotonic() + self._timeout_s)
         except DeadlineExceeded as error:
@@ -345,9 +351,7 @@ class ServerConnection:
         ask(self._membership.entry())
         self.welcome = welcome
         self.frame_bytes = welcome.frame_bytes
-        if (
-            self.announced
-        ):  # requests may refer to the memory; some may be released since it was announced
+        if self.announced:  # requests may refer to the memory; some may be released since
             refs = self.segments()
             try:
                 ask(messages.OpenSegments(segments=refs))
@@ -399,7 +403,7 @@ class ServerConnection:
                 if pending.failure:
                     continue
                 pending.was_repeated = True
-                pending.call = self._channel.begin(pending.message, pending.buffers)
+                pending.begin(self._channel)
         except CoordinatorReplaced as error:
             self._state.broken(str(error))
             self._drop_requests()

@@ -13,6 +13,7 @@ from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.server_connection import Pending, ServerConnection
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
+from stratagem._wire.frames import Placing
 from stratagem._wire.messages import Frame
 
 _Reads = dict[int, list[tuple[int, messages.ReadItem]]]
@@ -73,6 +74,27 @@ Known = Sequence[tuple[ShardLocation, int]]
 
 Newer = tuple[memoryview | None, int]
 """The bytes of a value that differs from the one a client has, or None; and its version."""
+
+
+PlaceOfRead = Callable[[int, int], memoryview | None]
+"""Returns the memory for the new value of a variable, by server and variable; None: new memory."""
+
+Reads = Mapping[int, Sequence[messages.ReadItem]] | None
+"""What to read, by server."""
+
+
+def place_values(
+    place: PlaceOfRead, server: int, read: Sequence[messages.ReadItem], message: bytes
+) -> Placing | None:
+    """Find the memory of the values that come with the answer to a write."""
+    reply = messages.decode(message)
+    if not isinstance(reply, messages.Written) or reply.values is None:
+        return None
+    pairs = zip(reply.values.values, read, strict=False)
+    sent = [(ref.buffer, item.variable) for ref, item in pairs if ref.buffer >= 0]
+    if [buffer for buffer, _ in sent] != list(range(len(sent))):
+        return None
+    return Placing([place(server, variable) for _, variable in sent], reply)
 
 
 def newer_items(wanted: Known) -> dict[int, list[messages.ReadItem]]:

@@ -66,6 +66,7 @@ class DenseParameter:
         "_before",
         "_data",
         "_generation",
+        "_is_received",
         "_memory",
         "_probe",
         "_slot",
@@ -93,6 +94,7 @@ class DenseParameter:
         watch_numpy(self)
         self.version = self.leaf._version
         self._memory: CopyMemory | None = None
+        self._is_received = False  # parts of a new value are in the memory, perhaps not all
         self._probe: Any = None
         self._start = b""
         self._trained: bool | None = None
@@ -112,6 +114,7 @@ class DenseParameter:
         watch_numpy(self)
         self._address = self._data.data_ptr()
         self._memory = self._probe = self._trained = None
+        self._is_received = False
         self.begin_closure()
         return self.is_live
 
@@ -132,15 +135,27 @@ class DenseParameter:
     def take(self, parts: Sequence[memoryview | None]) -> None:
         """Take over new values of the servers, one for each shard that has changed."""
         written = self.is_written(thorough=False) and self.is_changed()
-        if self._memory is None:
-            self._memory = CopyMemory(self.remote, self._data)
         # Counts a version of the leaf if the dimensions have another order.
-        self._memory.fill(parts)
+        self._copy_memory().fill(parts)
+        self._is_received = False
         self.version = -1 if written else self.leaf._version  # -1: written until `undo_write`
         if self._before is not None:
             self._before = None if written else self.leaf.detach().clone()
         if self._probe is not None:
             self._start = self._probe.tobytes()
+
+    def memory(self, shard: int) -> memoryview | None:
+        """Return where a shard's new value may be received, unless the function wrote the leaf."""
+        parts = self._copy_memory().parts
+        if not parts or self.is_written(thorough=False):
+            return None
+        self._is_received = True
+        return parts[shard]
+
+    def _copy_memory(self) -> CopyMemory:
+        if self._memory is None:
+            self._memory = CopyMemory(self.remote, self._data)
+        return self._memory
 
     def _numbers_to_compare(self) -> Any:
         """Return an array over the copy that shows whether it was written: writes through ``.data`` count no version."""
@@ -156,6 +171,8 @@ class DenseParameter:
             return True
         if self._before is not None:
             return True
+        if self._is_received:  # its numbers differ for this reason
+            return False
         if self._probe is not None:
             return bool(self._probe.tobytes() != self._start)
         mapped = self.remote.mapped if thorough else None

@@ -60,6 +60,9 @@ class WorkerBuffer:
         self._memory.fill(parts)
         self._note()
 
+    def memory(self, shard: int) -> None:
+        """Let `take` copy new values: layers write buffers themselves."""
+
     def take_back(self) -> None:
         """Discard what a failed function wrote: the next refresh reads the server's value."""
         if self._replacement is not None or self.is_changed():

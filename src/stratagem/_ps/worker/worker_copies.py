@@ -40,6 +40,9 @@ class WorkerCopy(Protocol):
     def take(self, parts: Sequence[memoryview | None]) -> None:
         """Take over the bytes of new values, one for each shard that has changed."""
 
+    def memory(self, shard: int) -> memoryview | None:
+        """Return where the bytes of a shard may be received, which `take` then gets; None if it is to copy them."""
+
 
 @final
 class CopyMemory:
@@ -50,11 +53,11 @@ class CopyMemory:
         target: the copy.
     """
 
-    __slots__ = ("_parts", "_target")
+    __slots__ = ("_target", "parts")
 
     def __init__(self, remote: RemoteVariable, target: Tensor) -> None:
         self._target = None if target.is_contiguous() else target
-        self._parts = [codec.bytes_of(one) for one in remote.cut(target) if self._target is None]
+        self.parts = [codec.bytes_of(one) for one in remote.cut(target) if self._target is None]
 
     def fill(self, parts: Sequence[memoryview | None]) -> None:
         """Overwrite the shards that are given."""
@@ -64,8 +67,8 @@ class CopyMemory:
                     given = torch.frombuffer(part, dtype=self._target.dtype)
                     self._target.copy_(given.view(self._target.shape))
             return
-        for target, part in zip(self._parts, parts, strict=True):
-            if part is not None:
+        for target, part in zip(self.parts, parts, strict=True):
+            if part is not None and part is not target:  # else it was received there
                 target[:] = part
 
 
@@ -76,7 +79,10 @@ class WorkerCopies:
     def __init__(self, client: PsClient) -> None:
         self._client = client
         self._copies: list[WorkerCopy] = []
+        self._by_place: dict[tuple[int, int], tuple[WorkerCopy, int]] = {}  # with the shard
         self._deleted: list[WorkerCopy] = []
+        self.is_receiving = False
+        """True if copies may hold parts of new values, until `refresh` has all of them."""
         self._asked_at = -math.inf  # no later than the last read of all copies
         self._received_at = -math.inf
         self._sent = 0  # writes sent before it
@@ -87,14 +93,19 @@ class WorkerCopies:
     def add(self, copy: WorkerCopy) -> None:
         """Keep a copy up to date from now on."""
         self._copies.append(copy)  # its value has just been read
+        for shard, place in enumerate(copy.remote.places):
+            self._by_place[place.server, place.variable] = copy, shard
 
     def remove(self, copy: WorkerCopy) -> None:
         """Forget a copy."""
         self._copies = [one for one in self._copies if one is not copy]
+        for place in copy.remote.places:
+            self._by_place.pop((place.server, place.variable), None)
 
     def clear(self) -> None:
         """Forget all copies."""
         self._copies.clear()
+        self._by_place.clear()
 
     def are_fresh(self, arrived: float) -> bool:
         """Return whether the last refresh serves a closure that arrived at this time.
@@ -122,6 +133,7 @@ class WorkerCopies:
         """
         asked = time.perf_counter() if asked is None else asked
         self._update(dict(known or {}))
+        self.is_receiving = False
         self._asked_at, self._sent = asked, self._client.outbox.sent
         self._received_at = time.perf_counter()
 
@@ -158,6 +170,20 @@ class WorkerCopies:
                 wanted += _places([copy])
         return newer_items(wanted)
 
+    def place(self, server: int, variable: int) -> memoryview | None:
+        """Return where the new value of a variable is received; None: `refresh` copies it.
+
+        Until `refresh` has got the whole value, the copy counts as one that has no value of any version.
+        """
+        known = self._by_place.get((server, variable))
+        if known is None or known[0].remote.mapped is not None or not known[0].is_refreshable:
+            return None
+        memory = known[0].memory(known[1])
+        if memory is not None:
+            known[0].remote.forget_seen()
+            self.is_receiving = True
+        return memory
+
     def _remove_deleted(self, copies: Sequence[WorkerCopy]) -> list[WorkerCopy]:
         """Forget the copies whose variables the coordinator has deleted; return the others.
 
@@ -193,7 +219,12 @@ def _places(copies: Sequence[WorkerCopy]) -> list[tuple[ShardLocation, int]]:
 
 
 def _is_known(copy: WorkerCopy, found: Mapping[tuple[int, int], Newer]) -> bool:
-    return all((place.server, place.variable) in found for place in copy.remote.places)
+    """Return whether the answers hold the copy's newest value, or the copy has it."""
+    for place, seen in zip(copy.remote.places, copy.remote.seen, strict=True):
+        newer = found.get((place.server, place.variable))
+        if newer is None or (newer[0] is None and seen < 0):
+            return False
+    return True
 
 
 def _take(copy: WorkerCopy, found: Mapping[tuple[int, int], Newer]) -> None:

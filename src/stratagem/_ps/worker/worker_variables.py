@@ -74,6 +74,7 @@ class WorkerVariables:
         self.client = client
         self._dense: dict[int, DenseParameter] = {}  # id(leaf)
         self._copies = WorkerCopies(client)
+        self._failed_step: BaseException | None = None  # of the present closure
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
         self._buffers: list[WorkerBuffer] = []
         self._by_tensor: dict[int, WorkerBuffer] = {}
@@ -203,6 +204,7 @@ class WorkerVariables:
 
     def _begin_closure(self, arrived: float) -> None:
         self.wrappers.begin()
+        self._failed_step = None
         for _, remote in self._tables.values():
             remote.keys.clocks.clear()  # of lookups without a step
         if self._round is not None:
@@ -236,6 +238,8 @@ class WorkerVariables:
             for buffer in self._buffers:
                 buffer.put_back()
             unknown = self.new_buffers.take_back()
+        if succeeded and self._failed_step is not None and self._copies.is_receiving:
+            raise self._failed_step  # the function went on with parts of new values
         if written and succeeded:
             raise self._written.refusal(written[0])
         if unknown is not None and succeeded:
@@ -290,10 +294,11 @@ class WorkerVariables:
             try:
                 client.outbox.values.clear()
                 asked = time.perf_counter()
-                client.send(step.batch, self._copies.reads())
+                client.send(step.batch, self._copies.reads(), self._copies.place)
                 with self._acknowledge_time.measure():
                     versions = client.wait_for_writes()
-            except BaseException:
+            except BaseException as error:
+                self._failed_step = error
                 if generation != buffers.generation or not client.outbox.is_idle:
                     self._leave_slots()
                 raise

@@ -32,6 +32,7 @@ from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.server_replacement import ServerReplacement
 from stratagem._ps.client.session_end import end_session
 from stratagem._ps.client.shard_holders import Failover, ShardHolders, connections_of
+from stratagem._ps.client.value_reads import Placer, Reads
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.optimizer_settings import sequences_as_tuples
@@ -289,12 +290,7 @@ class PsClient(Owner):
         with self._lock:
             return self.outbox.batch()
 
-    def send(
-        self,
-        batch: WriteBatch,
-        reads: value_reads.Reads = None,
-        place: value_reads.PlaceOfRead | None = None,
-    ) -> None:
+    def send(self, batch: WriteBatch, reads: Reads = None, place: Placer = None) -> None:
         """Send a batch and return; `wait_for_writes` waits. `reads`, by server: go into `Outbox.values`."""
         with self._lock:
             if not self.discards_writes:

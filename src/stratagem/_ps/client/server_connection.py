@@ -70,9 +70,7 @@ class Membership:
 
     def entry(self) -> Message:
         """Return the message by which a connection enters the session; a ping if it enters none."""
-        if not self.session:
-            return messages.Ping()
-        if self.is_owner:
+        if self.session and self.is_owner:
             return messages.OpenSession(
                 session=self.session,
                 lease_s=self.lease_s,
@@ -99,14 +97,12 @@ class Pending:
     buffers: Sequence[Buffer]
     call: int = 0
     was_repeated: bool = False
-    failure: str = ""
-    """Why no reply will come."""
+    failure: str = ""  # why no reply will come
     place: Place | None = None  # of large buffers of the reply
 
     def begin(self, channel: Channel, *, later: bool = False) -> None:
         """Send it."""
-        given = self.message, self.buffers
-        self.call = channel.begin(*given, later=later, place=self.place)
+        self.call = channel.begin(self.message, self.buffers, later=later, place=self.place)
 
 
 @final

@@ -79,6 +79,7 @@ Newer = tuple[memoryview | None, int]
 PlaceOfRead = Callable[[int, int], memoryview | None]
 """Returns the memory for the new value of a variable, by server and variable; None: new memory."""
 
+Placer = PlaceOfRead | None
 Reads = Mapping[int, Sequence[messages.ReadItem]] | None
 """What to read, by server."""
 

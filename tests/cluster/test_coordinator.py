@@ -511,7 +511,7 @@ def test_workers_have_random_numbers_of_their_own(coordinator: ClusterCoordinato
 
 
 def test_closing_cancels_and_the_cluster_serves_the_next(
-    cluster: LocalCluster, connect: Any, gate: Gate
+    cluster: LocalCluster, connect: Any, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After close() every call says so, waiters are released, and another coordinator works."""
     first = connect(cluster)
@@ -519,6 +519,7 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
     gate.wait_for_arrival(2)
     first.close()
     first.close()
+    assert caplog.text.count("Call join() first if their results count") == 1
     gate.open()
     with pytest.raises(ClosureCancelled, match="closed"):
         values[-1].fetch()
@@ -528,6 +529,9 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
         first.join()
     second = connect(cluster)
     assert second.schedule(lambda: "next").fetch(timeout_s=120) == "next"
+    second.join()
+    second.close()
+    assert caplog.text.count("Call join() first if their results count") == 1
 
 
 def test_many_small_closures_all_finish_in_whatever_order(coordinator: ClusterCoordinator) -> None:

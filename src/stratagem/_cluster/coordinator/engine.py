@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -126,10 +127,17 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+            unfinished = "" if self.queue.idle else repr(self.queue)
             self.closures.cancel_all(
                 ClosureCancelled("the coordinator was closed before this closure was done.")
             )
             self.changed.notify_all()
+        if unfinished and sys.exc_info()[0] is None:
+            _log.warning(
+                "closed before all scheduled functions had finished (%s): the others are cancelled. Call join() "
+                "first if their results count",
+                unfinished,
+            )
         self.recoveries.close()
         self.result_condition.run_callbacks()
         close_links([*self.links.values(), *self._released_links], self.options.close_timeout_s)

@@ -29,6 +29,11 @@ class Holder:
         self.counts = {"n": 0, "limit": 5}
         self.listed = [0, 1]
         self.space = types.SimpleNamespace(calls=0)
+        self.mean = torch.zeros(2)
+        self.shadow = [torch.zeros(2)]
+        self.by_name = {"w": torch.zeros(2)}
+        self.hidden = torch.zeros(2)
+        self.constant = torch.ones(2)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,29 @@ def by_helper(holder: Any) -> None:
     in_dict(holder)
 
 
+def running_mean(holder: Any) -> None:
+    holder.mean.mul_(0.9).add_(holder.constant, alpha=0.1)
+
+
+def moving_average(holder: Any) -> None:
+    for average in holder.shadow:
+        average.sub_(0.1 * (average - 1))
+
+
+def average_by_name(holder: Any) -> None:
+    for name, value in (("w", 1.0),):
+        holder.by_name[name] = 0.9 * holder.by_name[name] + 0.1 * value
+
+
+def recurrent_state(holder: Any) -> None:
+    holder.hidden = torch.tanh(holder.hidden + holder.constant)
+
+
 CHANGES = [
+    (running_mean, "the tensor in the step → Holder.mean"),
+    (moving_average, "Holder.shadow"),
+    (average_by_name, "Holder.by_name"),
+    (recurrent_state, "Holder.hidden"),
     (in_dict, "Holder.counts['n']"),
     (in_list, "Holder.listed[1]"),
     (temperature, "Holder.tau"),
@@ -98,6 +125,7 @@ def test_a_number_that_stays_on_the_worker_is_named_once(
     (found,) = warnings_of(coordinator, caplog, functools.partial(change, Holder()))
     assert place in found
     assert "limit" not in found
+    assert "constant" not in found
 
 
 def test_counters_that_move_everywhere_are_not_named(
@@ -146,6 +174,27 @@ def test_counters_of_a_partial_function_move_on_the_coordinator(
     assert warnings_of(coordinator, caplog, functools.partial(count, holder)) == []
     assert warnings_of(coordinator, caplog, functools.partial(in_namespace, holder)) == []
     assert (holder.steps, holder.space.calls) == (3, 3)
+
+
+def test_tensors_that_are_read_or_sent_are_not_named(
+    coordinator: sg.ClusterCoordinator, caplog: Any
+) -> None:
+    """Constants, a list of parameters, and a tensor that every call makes again."""
+    with coordinator.strategy.scope():
+        model = nn.Linear(2, 1)
+    weights, listed, noise = torch.ones(2), list(model.parameters()), torch.zeros(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> torch.Tensor:
+        noise.normal_()
+        x = weights.clone()
+        x.mul_(2).add_(noise)
+        optimizer.zero_grad()
+        (model(x).sum() + sum(one.square().sum() for one in listed)).backward()
+        optimizer.step()
+        return x
+
+    assert warnings_of(coordinator, caplog, step) == []
 
 
 def test_training_is_not_named(coordinator: sg.ClusterCoordinator, caplog: Any) -> None:

@@ -70,14 +70,15 @@ class Place:
     Attributes:
         kinds: how the code that was found writes it; empty: no code that was found does.
         by_memory: whether code may write it through ``.data``, which counts no version.
+        is_moved: whether code that names it computes its tensors from their own values.
     """
 
-    __slots__ = ("by_memory", "holder", "keys", "kinds", "name", "path")
+    __slots__ = ("by_memory", "holder", "is_moved", "keys", "kinds", "name", "path")
 
     def __init__(self, holder: Any, keys: tuple[str, ...] | None, path: str, name: str) -> None:
         self.holder, self.keys, self.path, self.name = holder, keys, path, name
         self.kinds: Kinds = frozenset()
-        self.by_memory = False
+        self.by_memory = self.is_moved = False
 
     def values(self) -> list[Any]:
         """Return what the place holds now."""
@@ -158,6 +159,10 @@ class Search:
             found = [table.get(place.name, table.get(LOCAL, frozenset()))
                      for names, table in writing if place.name in names]  # fmt: skip
             place.kinds = frozenset().union(*found) or anything - {"binds"}
+            is_cell = isinstance(place.holder, types.CellType)
+            holds = not (is_cell or place.keys) or any(map(holds_tensors, place.values()))
+            named = found if holds else [table.get(place.name, ()) for _, table in writing]
+            place.is_moved = any("moves" in kinds for kinds in named)
             place.by_memory = any("data" in names for names, _ in writing if place.name in names)
         self._keep_what_moves()
         self._todo.clear()

@@ -107,10 +107,13 @@ def _writes_in(
     here = Counter(name for one in statement for name in _loaded(one) if not _is_in_place(name))
     before: Instruction | None = None
     augmented = ""
+    receiver: tuple[str, ...] = ()
     for one in statement:
         name = str(one.argval)
         if one.opname in ("LOAD_METHOD", "LOAD_ATTR") and _is_in_place(name):
-            receiver = () if before is None else _loaded(before)
+            # ``s.mul_(0.9).add_(x)`` writes `s` twice.
+            if before is None or not before.opname.startswith("CALL"):
+                receiver = () if before is None else _loaded(before)
             names = [receiver[-1]] if receiver and not name.startswith("_foreach_") else [*here]
             if name in _SETTING:
                 again = any(here[each] > 1 for each in names)

@@ -1,7 +1,7 @@
-"""Warnings about Python numbers and trained tensors that a scheduled function changes and that stay on the worker.
+"""Warnings about Python numbers and tensors that a scheduled function changes and that stay on the worker.
 
 Integers in attributes, global and nonlocal variables are counters, which the coordinator keeps in step (`_core/counters.py`). Any
-other number that a function computes from its own value changes on the worker that runs the function. So does a tensor that
+other number or plain tensor that a function computes from its own value changes on the worker that runs the function. So does a tensor that
 requires a gradient and belongs to no strategy, if the function updates it by hand; `torch.optim` optimizers of such tensors are refused.
 """
 
@@ -14,16 +14,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem._core.counters import CounterSlot
-from stratagem._core.kept_search import Search
+from stratagem._core.kept_search import Place, Search
 from stratagem._core.managed import find_managed
 
 _log = logging.getLogger("stratagem.cluster")
 
 MOST_NAMED: Final = 8
-"""Numbers that one warning names."""
+"""Places that one warning names."""
 
 
 @final
@@ -34,7 +34,7 @@ class NumbersOnWorkers:
         self._checked: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 
     def warn(self, function: Callable[..., object], owners: Sequence[tuple[Any, str]]) -> None:
-        """Warn, once for each function, about numbers that only a worker will see.
+        """Warn, once for each function, about values that only a worker will see.
 
         Args:
             function: the function, when it is packed.
@@ -45,7 +45,8 @@ class NumbersOnWorkers:
         if not isinstance(code, types.CodeType) or code in self._checked:
             return
         self._checked.add(code)
-        self._warn_of_tensors(function, inner)
+        places = Search(function).places
+        self._warn_of_tensors(function, inner, places)
         kept = {_place(owner, name) for owner, name in owners}
         found = [
             words
@@ -53,22 +54,28 @@ class NumbersOnWorkers:
             for key, words in numbers.places().items()
             if (id(numbers.holder), key) not in kept and (id(numbers.holder), "") not in kept
         ]
+        found += dict.fromkeys(
+            f"the tensor in {place.path}"
+            for place in places
+            if place.is_moved and any(map(_is_plain, _tensors_of(place.values())))
+        )
         if found:
             more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
             _log.warning(
-                "%s changes numbers that stay on the worker which runs it: %s%s. The coordinator and other workers do not "
+                "%s changes values that stay on the worker which runs it: %s%s. The coordinator and other workers do not "
                 "see the change, and it is lost with the worker. Only integers in attributes, global and nonlocal "
-                "variables move everywhere. Return the number from the function and add it up on the coordinator, pass "
-                "it as an argument, or keep it in a buffer or sg.Variable.",
+                "variables move everywhere. Return the value from the function and add it up on the coordinator, pass it as "
+                "an argument, or keep it in a buffer, a frozen copy of the model (moving averages) or an sg.Variable.",
                 getattr(inner, "__qualname__", function), ", ".join(found[:MOST_NAMED]), more,
             )  # fmt: skip
 
-    def _warn_of_tensors(self, function: Callable[..., object], inner: Any) -> None:
-        places = [place for place in Search(function).places if place.kinds]
+    def _warn_of_tensors(
+        self, function: Callable[..., object], inner: Any, places: Sequence[Place]
+    ) -> None:
         found = {
             one.path: None
             for one in places
-            if any(map(_is_trained_copy, _tensors_of(one.values())))
+            if one.kinds and any(map(_is_trained_copy, _tensors_of(one.values())))
         }
         if found:
             _log.warning(
@@ -92,6 +99,15 @@ def _tensors_of(values: Sequence[Any]) -> Iterator[Any]:
 
 def _is_trained_copy(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and find_managed(value) is None
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and not value.requires_grad
+        and not isinstance(value, nn.Parameter)
+        and find_managed(value) is None
+    )
 
 
 def unwrapped(function: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from stratagem._checkpoint import block_file, block_plan
 from stratagem._checkpoint.block_reader import BlockReader, check_frames
 from stratagem._checkpoint.directory import chain_of
 from stratagem._ps.partition import shard_sizes
+from stratagem.errors import CheckpointError
 
 DTYPES = [
     torch.float32,
@@ -231,3 +233,11 @@ def test_a_number_per_shard_restores_exactly_or_as_the_largest(tmp_path: Path) -
     assert float(written.read_by_torch(saved.path, {"step": torch.tensor(0.0)})["step"]) == 9.0
     saved.verify()
     check_frames(saved.path, saved.manifest)
+
+
+def test_a_tensor_with_fewer_rows_than_announced_is_not_saved(tmp_path: Path) -> None:
+    """A file that could not be restored is worse than a save that fails."""
+    part = dataclasses.replace(block_file.part_of("w", torch.ones(3, 2)), rows=4)
+    with block_file.BlockFileWriter(tmp_path / "file", lambda count: None) as writer:
+        with pytest.raises(CheckpointError, match=r"rows 0 to 4 of 'w' have 24 bytes, expected 32"):
+            writer.add(part)

@@ -28,6 +28,7 @@ from stratagem._checkpoint.block_plan import cut_rows
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
 from stratagem._checkpoint.torch_archive import ALIGNMENT, archive_of
 from stratagem._owner import Owner
+from stratagem.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
 """Bytes per write: small enough that the checksum finds the piece in the cache and that a step waits
@@ -218,6 +219,12 @@ class BlockFileWriter(Owner):
                 if rows is None:
                     continue
                 piece = memory_of(block.part.read(*rows))
+                expected = (rows[1] - rows[0]) * block.part.row_bytes
+                if len(piece) != expected:
+                    raise CheckpointError(
+                        f"rows {rows[0]} to {rows[1]} of {block.part.tensor!r} have {len(piece)} bytes, expected {expected}. "
+                        "Nothing was saved; this is a defect of Stratagem: please report it."
+                    )
                 place = block.offset + (rows[0] - block.low) * block.part.row_bytes
                 # Rows may be longer than a piece.
                 for start in range(0, len(piece), PIECE_BYTES):

@@ -238,8 +238,8 @@ class WorkerVariables:
             for buffer in self._buffers:
                 buffer.put_back()
             unknown = self.new_buffers.take_back()
-        if succeeded and self._failed_step is not None and self._copies.is_receiving:
-            raise self._failed_step  # the function went on with parts of new values
+        if succeeded and self._failed_step is not None:
+            raise self._failed_step  # the function went on as if the step had been made
         if written and succeeded:
             raise self._written.refusal(written[0])
         if unknown is not None and succeeded:
@@ -298,7 +298,9 @@ class WorkerVariables:
                 with self._acknowledge_time.measure():
                     versions = client.wait_for_writes()
             except BaseException as error:
-                self._failed_step = error
+                # Gradients may be sent again from tensors that the function changes, and copies may hold parts of new values.
+                if self._copies.is_receiving or not client.outbox.is_idle:
+                    self._failed_step = error
                 if generation != buffers.generation or not client.outbox.is_idle:
                     self._leave_slots()
                 raise

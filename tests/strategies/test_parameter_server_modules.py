@@ -263,6 +263,32 @@ def test_a_buffer_assigned_to_by_a_function_that_fails_stays(alone: sg.ClusterCo
     assert run(alone, lambda: model.mean.shape) == (3,)
 
 
+@pytest.mark.parametrize("wide", [3, 1 << 17], ids=["small", "large"])
+def test_a_buffer_that_a_function_resizes_raises_an_error_and_stays(
+    alone: sg.ClusterCoordinator, wide: int
+) -> None:
+    """Observers of quantization find the number of channels in their first forward pass."""
+    with alone.strategy.scope():
+        model = Counting(wide)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def observe() -> None:
+        model.mean.resize_(wide + 1)
+        model.mean.fill_(1.0)
+        optimizer.zero_grad()
+        model.inner(rows(0)).sum().backward()
+        optimizer.step()
+
+    alone.schedule(observe)
+    with pytest.raises(ValueError, match=r"buffer 'mean' was given .* one forward pass on the"):
+        alone.join(timeout_s=WAIT_S)
+    model.mean.fill_(0.5)
+    assert run(alone, lambda: (tuple(model.mean.shape), float(model.mean.sum()))) == (
+        (wide,),
+        wide / 2,
+    )
+
+
 def test_swapping_buffers_for_one_call_writes_nothing(coordinator: sg.ClusterCoordinator) -> None:
     with coordinator.strategy.scope():
         norm = nn.BatchNorm1d(3)

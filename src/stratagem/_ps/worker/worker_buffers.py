@@ -24,6 +24,7 @@ class WorkerBuffer:
         "_memory",
         "_replacement",
         "_sent_version",
+        "_stored",
         "counts",
         "remote",
         "start",
@@ -39,6 +40,7 @@ class WorkerBuffer:
         self.remote = remote
         self.counts = counts
         self.tensor = remote.read()
+        self._stored = self.tensor.shape, self.tensor.dtype
         self.version = self.tensor._version
         # Batch normalisation writes its statistics without counting a version, so that small
         # buffers are compared by value.
@@ -56,7 +58,8 @@ class WorkerBuffer:
         normalisation does, and new values of other workers are no mistake of the function.
         """
         if self._memory is None:
-            self._memory = CopyMemory(self.remote, self.tensor.data)
+            self._check_form(self.tensor)
+            self._memory = CopyMemory(self.remote, self.tensor.data)  # torch resizes it no more
         self._memory.fill(parts)
         self._note()
 
@@ -67,6 +70,8 @@ class WorkerBuffer:
         """Discard what a failed function wrote: the next refresh reads the server's value."""
         if self._replacement is not None or self.is_changed():
             self.remote.forget_seen()
+        if self.tensor.shape != self._stored[0]:  # a layer resized it in place
+            self.tensor.data = self.tensor.new_zeros(self._stored[0])
         self.put_back()
 
     def put(self, tensor: Tensor, buffers: dict[str, Tensor | None], name: str) -> None:
@@ -96,12 +101,7 @@ class WorkerBuffer:
     def add_change(self, batch: WriteBatch) -> None:
         """Add the change to a batch: a counter's increase, any other buffer's new value."""
         current = self.tensor if self._replacement is None else self._replacement[0].detach()
-        if not _are_alike(current, self.tensor):
-            raise ValueError(
-                f"buffer {self.remote.name!r} was given {tuple(current.shape)} {current.dtype} inside "
-                f"a scheduled function, but is stored on a parameter server as "
-                f"{tuple(self.tensor.shape)} {self.tensor.dtype}: expected the same."
-            )
+        self._check_form(current)
         if self.counts and self.start is not None:
             self.remote.add_assign(batch, "add", current - self.start)
         else:
@@ -112,6 +112,16 @@ class WorkerBuffer:
         self._sent_version = version_of(current)
         if self.start is not None:
             self.start.copy_(current)
+
+    def _check_form(self, tensor: Tensor) -> None:
+        shape, dtype = self._stored
+        if (tensor.shape, tensor.dtype) != self._stored:
+            raise ValueError(
+                f"buffer {self.remote.name!r} was given {tuple(tensor.shape)} {tensor.dtype} inside "
+                f"a scheduled function, but is stored on a parameter server as {tuple(shape)} {dtype}: expected the "
+                "same. If its layer finds the size in its first forward pass, as observers of quantization do, "
+                "make one forward pass on the coordinator before the first schedule()."
+            )
 
     def _note(self) -> None:
         self.version = self.tensor._version

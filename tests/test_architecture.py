@@ -327,6 +327,18 @@ def test_no_file_is_too_long() -> None:
     assert too_long == {}, f"split these into files of at most {MOST_LINES} lines"
 
 
+def test_one_small_mechanism_finds_changes() -> None:
+    """It answers "has this changed since workers saw it", for functions, modules and optimizers."""
+    files = (
+        "_core/fingerprints.py",
+        "_core/same_code.py",
+        "_core/torch_patches/change_notes.py",
+        "_ps/coordinator/change_tracking.py",
+    )
+    lines = [(SOURCE / name).read_text(encoding="utf-8").count("\n") for name in files]
+    assert sum(lines) <= 900
+
+
 def test_no_two_modules_and_no_two_classes_share_a_name() -> None:
     """A name in a traceback or a search result means one thing."""
     modules = collections.Counter(path.stem for path in FILES if path.name != "__init__.py")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from stratagem._core import torch_patches
 from stratagem._core.torch_patches.numpy_views import plain_numpy, watch_numpy
 
 
@@ -23,6 +24,7 @@ class Watcher:
 def test_memory_that_the_parameter_has_left_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tensors get it: an array over them is no write of the parameter."""
     monkeypatch.setattr(torch.Tensor, "numpy", plain_numpy)
+    monkeypatch.setattr(torch_patches, "_installed", set())
     watcher = Watcher()
     watch_numpy(watcher)
     watcher.leaf.detach()[1:].numpy()

@@ -76,6 +76,19 @@ def counted_attributes(kind: type[Any]) -> frozenset[str]:
     )
 
 
+def attributes_counted_by(function: Any) -> frozenset[str]:
+    """Return the names of attributes that a function increases, also inside partials and wrappers (`run_steps`)."""
+    found: frozenset[str] = frozenset()
+    while function is not None:
+        if isinstance(function, functools.partial):
+            function = function.func
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if isinstance(code, types.CodeType):
+            found |= counted_names(code).attributes
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
 Owner = Any
 """An object with the attribute, or a function with the global variable or closure variable."""
 

@@ -21,9 +21,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stratagem._core.counters import counted_attributes, counted_in, counted_names, is_counter
+from stratagem._core import counters
 from stratagem._core.installed import is_installed
-from stratagem._core.same_code import PLAIN, WRAPPED, SameCode, is_derived, names_of
+from stratagem._core.same_code import (
+    PLAIN,
+    WRAPPED,
+    Missing,
+    SameCode,
+    names_of,
+    parts_of,
+    places_of,
+)
 from stratagem._core.torch_patches.private_api import version_of
 
 MOST_VALUES: Final = 256
@@ -36,7 +44,6 @@ _WIDTH: Final = 256
 """Words in a part."""
 
 _CONTAINERS: Final = frozenset({tuple, list, set, frozenset, dict, OrderedDict})
-_MISSING: Final = "missing"
 
 Digest = Callable[[Any], tuple[Hashable, Sequence[Any]]]
 """Returns a digest of what an object pickles to, and the managed objects that it leads to."""
@@ -115,19 +122,6 @@ class Fingerprint:
         counters: owner and name of each counter.
         managed: the managed objects that `root` leads to; the caller clears the list before it keeps the fingerprint.
         can_change: whether a part of `root` can change while `root` remains the same object.
-
-    Example:
-        >>> rates = [0.1]
-        >>> def scaled(x):
-        ...     return x * rates[0]
-        >>> def look():
-        ...     return Fingerprint(scaled, lambda obj: None, lambda obj: (repr(obj), ()))
-        >>> before = look()
-        >>> before == look()
-        True
-        >>> rates[0] = 0.2
-        >>> before == look()
-        False
     """
 
     __slots__ = (
@@ -158,17 +152,7 @@ class Fingerprint:
         self.managed: list[Any] = []
         self.counters: list[tuple[Any, str]] = []
         self._find_counters = find_counters
-        self._attributes: frozenset[str] = frozenset()
-        inner = root
-        while (
-            find_counters and inner is not None
-        ):  # the function in wrappers, as `run_steps` has one
-            if isinstance(inner, functools.partial):
-                inner = inner.func
-            code = getattr(getattr(inner, "__func__", inner), "__code__", None)
-            if isinstance(code, types.CodeType):
-                self._attributes |= counted_names(code).attributes
-            inner = getattr(inner, "__wrapped__", None)
+        self._attributes = counters.attributes_counted_by(root) if find_counters else frozenset()
         self.can_change = False
         self._token_of = token_of
         self._digest = digest
@@ -198,7 +182,7 @@ class Fingerprint:
         try:
             self._tokens = [(weakref.ref(one), self._token_of(one)) for one in self.managed]
             self._same = SameCode(root, self._todo)
-        except (TypeError, ValueError):  # no weak reference is possible; a variable has no value
+        except TypeError:  # no weak reference is possible
             return
 
     def managed_if_same(self, root: Any) -> list[Any] | None:
@@ -266,8 +250,8 @@ class Fingerprint:
         self._numbers[id(value)] = len(self._numbers)
         held = vars(value)
         if self._find_counters:
-            names = self._attributes | counted_attributes(kind)  # type: ignore[arg-type]
-            counted = {name for name in names if is_counter(held.get(name))}
+            names = self._attributes | counters.counted_attributes(kind)  # type: ignore[arg-type]
+            counted = {name for name in names if counters.is_counter(held.get(name))}
             if counted:
                 self.counters += [(value, name) for name in sorted(counted)]
                 held = {name: one for name, one in held.items() if name not in counted}
@@ -305,34 +289,22 @@ class Fingerprint:
         """Return the fingerprint of a function, of a class, or of these names in a module."""
         if type(value) is types.FunctionType:
             return self._function(value)
-        if isinstance(value, types.ModuleType):
-            held = vars(value)
-            return Identity(value), *[(one, self._part(held[one])) for one in names if one in held]
-        bases = [base for base in value.__mro__ if not is_installed(base.__module__)]
-        members = [(name, one) for base in bases for name, one in vars(base).items()]
-        kept = [(name, one) for name, one in members if not is_derived(name, type(one))]
-        return Identity(value), *[(name, self._part(one)) for name, one in kept]
+        places = [(vars(place), own) for place, own in places_of(value, names)]
+        found = [(one, self._part(held[one])) for held, own in places for one in own if one in held]
+        return Identity(value), *found
 
     def _function(self, function: types.FunctionType) -> Hashable:
-        found: list[Hashable] = [function.__code__]
-        names, held = names_of(function.__code__), function.__globals__
-        counted: set[str] = set()
-        if self._find_counters:
-            counters = list(counted_in(function))
-            self.counters += counters
-            counted = {name for _, name in counters}
-            names = tuple(name for name in names if name not in counted) if counted else names
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
-            if name in counted:
-                continue
-            try:
-                found.append(self._part(cell.cell_contents, names))
-            except ValueError:  # the variable has no value yet
-                found.append(_MISSING)
-        found += [(name, self._part(held[name], names)) for name in names if name in held]
-        others = function.__defaults__, function.__kwdefaults__, function.__dict__
-        return *found, *[self._part(one) for one in others if one]
+        parts, names = parts_of(function), names_of(function.__code__)
+        found = list(counters.counted_in(function)) if self._find_counters else ()
+        if found:
+            self.counters += found
+            counted = {name for _, name in found}
+            cells = function.__code__.co_freevars
+            before = len(parts) - len(names) - len(cells)
+            labels = (*[""] * before, *names, *cells)
+            parts = [one for name, one in zip(labels, parts, strict=True) if name not in counted]
+            names = tuple(name for name in names if name not in counted)
+        return tuple([None if one is Missing else self._part(one, names) for one in parts])
 
     def _packed(self, value: Any) -> Hashable:
         self.can_change, self._is_fixed = True, False

@@ -1,4 +1,4 @@
-"""A quick check that functions and classes are the same as at an earlier time, and refer to the same objects.
+"""References of functions and classes to other objects, and a quick check that they are unchanged.
 
 A fingerprint (`fingerprints.py`) walks through everything that a function leads to. `SameCode` only reads what functions
 refer to and compares identities: a few microseconds, mostly in C. It is for functions whose parts are all
@@ -36,8 +36,8 @@ WRAPPED: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
 """Types of objects around functions: what they lead to."""
 
 
-class _Missing:
-    """Stands for a global variable that does not exist."""
+class Missing:
+    """Stands for a variable without a value."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -50,13 +50,46 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def is_derived(name: str, kind: type[Any]) -> bool:
+def _is_derived(name: str, kind: type[Any]) -> bool:
     """Return whether a class member is a slot, or derived from other members by Python or a decorator."""
     if kind is types.FunctionType or kind in WRAPPED:
         return False
     if "__get__" in vars(kind) and is_installed(kind.__module__):
         return True
     return (name[:1] == name[-1:] == "_") or name in ("_abc_impl", "_field_defaults")
+
+
+def places_of(value: Any, names: Sequence[str]) -> list[tuple[Any, Sequence[str]]]:
+    """Return the user's classes that a class is made of, each with the names of its members.
+
+    Of a function or a module: itself, with the names that were asked for.
+    """
+    if not isinstance(value, type):
+        return [(value, names)]
+    bases = [base for base in value.__mro__ if not is_installed(base.__module__)]
+    return [
+        (base, [name for name, one in vars(base).items() if not _is_derived(name, type(one))])
+        for base in bases
+    ]
+
+
+def parts_of(function: types.FunctionType) -> list[object]:
+    """Return what a function refers to: code, default arguments, attributes, globals, closure variables."""
+    code, held, cells = function.__code__, function.__globals__, function.__closure__
+    parts: list[object]
+    parts = [code, function.__defaults__, function.__kwdefaults__, function.__dict__ or None]
+    parts += map(held.get, names_of(code), repeat(Missing))
+    try:
+        return [*parts, *[cell.cell_contents for cell in cells]] if cells else parts
+    except ValueError:  # one of the variables has no value yet
+        return [*parts, *map(_contents_of, cells or ())]
+
+
+def _contents_of(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return Missing
 
 
 @final
@@ -69,16 +102,6 @@ class SameCode:
 
     Raises:
         TypeError: an object cannot be compared by identity without keeping it alive.
-
-    Example:
-        >>> def scaled(x):
-        ...     return x * scaled.rate
-        >>> same = SameCode(scaled, [(scaled, ())])
-        >>> same.holds_for(scaled)
-        True
-        >>> scaled.rate = 2
-        >>> same.holds_for(scaled)
-        False
     """
 
     __slots__ = ("_gone", "_ids", "_kept", "_places")
@@ -90,16 +113,9 @@ class SameCode:
         self._ids = self._keep(root if type(root) is tuple else (root,))
         self._places: list[tuple[weakref.ref[Any], Sequence[str], tuple[int, ...]]] = []
         for value, names in visited:
-            if isinstance(value, type):
-                for base in [one for one in value.__mro__ if not is_installed(one.__module__)]:
-                    held = vars(base).items()
-                    self._add(base, tuple(k for k, one in held if not is_derived(k, type(one))))
-            else:
-                self._add(value, names)
-
-    def _add(self, value: Any, names: Sequence[str]) -> None:
-        reference = weakref.ref(value, self._gone.append)
-        self._places.append((reference, names, self._keep(_parts(value, names))))
+            for place, own in places_of(value, names):
+                reference = weakref.ref(place, self._gone.append)
+                self._places.append((reference, own, self._keep(_parts(place, own))))
 
     def _keep(self, parts: Sequence[object]) -> tuple[int, ...]:
         for one in parts:
@@ -114,12 +130,7 @@ class SameCode:
             return False
         for reference, names, ids in self._places:
             value = reference()
-            if value is None:
-                return False
-            try:
-                if tuple(map(id, _parts(value, names))) != ids:
-                    return False
-            except ValueError:  # a closure variable has no value any more
+            if value is None or tuple(map(id, _parts(value, names))) != ids:
                 return False
         return not self._gone
 
@@ -130,12 +141,8 @@ def _is_immutable(value: object) -> bool:
 
 def _parts(value: Any, names: Sequence[str]) -> list[object]:
     """Return what a function refers to, or the members of these names of a class or module."""
-    parts: list[object]
     if type(value) is types.FunctionType:
-        code, held, cells = value.__code__, value.__globals__, value.__closure__
-        parts = [code, value.__defaults__, value.__kwdefaults__, value.__dict__ or None]
-        parts += map(held.get, names_of(code), repeat(_Missing))
-        return [*parts, *[cell.cell_contents for cell in cells]] if cells else parts
+        return parts_of(value)
     members = vars(value)
-    parts = [*map(members.get, names, repeat(_Missing))]
+    parts = [*map(members.get, names, repeat(Missing))]
     return [*value.__mro__, *members, *parts] if isinstance(value, type) else parts

@@ -15,8 +15,8 @@ every patched function does what torch's does.
 | REPLICAS | `grad_scaler` | ``GradScaler.unscale_``, ``step``, ``update`` | stages per replica | 0.2 µs per call | `NotImplementedError` at the scaler's first use in a replica |
 | RANDOM | `random_streams` | kernels on an unused dispatch key; ``torch.random.default_generator`` | a random stream per replica | 60 ms once; 5 µs per random operator in a replica | `NotImplementedError` with several replicas |
 | CHANGES | `parameter_attributes` | as above | writes through ``data`` on the coordinator reach the servers | 0.2 µs per access | public names |
-| – | `numpy_views` | ``Tensor.numpy``, in a process of workers | writes of functions through arrays are noticed | 0.5 µs per call | public names |
 | CHANGES | `change_notes` | ``nn.Module.__setattr__``, ``__delattr__``; ``RemovableHandle.__init__``, ``remove`` | changes of modules are sent to workers | 0.7 µs per attribute set | public names |
+| ARRAYS | `numpy_views` | ``Tensor.numpy`` | writes of functions through arrays are noticed | 0.5 µs per call | public names |
 
 `private_api` looks every private name up once. Names with a replacement cost speed only; the others raise
 `NotImplementedError` with the name at their first use. ``stratagem doctor`` lists what is missing. `compiling` is no patch: it
@@ -36,6 +36,8 @@ RANDOM: Final = "random"
 """Patches for code with random streams of its own: several replicas, input functions."""
 CHANGES: Final = "changes"
 """Patches for a process that coordinates workers."""
+ARRAYS: Final = "arrays"
+"""Patches for a process of workers."""
 
 _installed: set[str] = set()
 _installing = threading.Lock()
@@ -57,6 +59,7 @@ def _apply(group: str) -> None:
         change_notes,
         grad_scaler,
         module_members,
+        numpy_views,
         optimizer_step,
         parameter_attributes,
         random_streams,
@@ -68,6 +71,7 @@ def _apply(group: str) -> None:
         REPLICAS: (autograd_engine, parameter_attributes, schedulers, grad_scaler),
         RANDOM: (random_streams,),
         CHANGES: (change_notes, parameter_attributes),
+        ARRAYS: (numpy_views,),
     }
     for module in modules[group]:
         module.apply_patch()

@@ -40,13 +40,6 @@ class ChangeWatch:
         keys: by id, the key under which changes of an object are noted. Once the object is gone, its id
             may belong to another: so a noted key is a reason to compare, no more.
         touched: keys of objects that changed.
-
-    Example:
-        >>> layer, watch = nn.Dropout(0.5), ChangeWatch()
-        >>> watch.keys[id(layer)] = "layer"
-        >>> layer.p = 0.25
-        >>> watch.take(), watch.take()
-        (['layer'], [])
     """
 
     __slots__ = ("__weakref__", "keys", "touched")

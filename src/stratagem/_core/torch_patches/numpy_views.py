@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from stratagem._core import torch_patches
 from stratagem._core.torch_patches.parameter_attributes import DataWatcher
 
 plain_numpy: Final[Any] = torch.Tensor.numpy
@@ -24,11 +25,15 @@ _WATCHERS: weakref.WeakValueDictionary[int, DataWatcher] = weakref.WeakValueDict
 
 def watch_numpy(watcher: DataWatcher) -> None:
     """Tell a watcher whenever code gets an array over the memory that its parameter has now."""
-    kind: Any = torch.Tensor
-    if kind.numpy is plain_numpy:
-        _numpy.__doc__ = plain_numpy.__doc__
-        kind.numpy = _numpy
+    torch_patches.install(torch_patches.ARRAYS)
     _WATCHERS[watcher.leaf.untyped_storage().data_ptr()] = watcher
+
+
+def apply_patch() -> None:
+    """Replace ``Tensor.numpy``."""
+    kind: Any = torch.Tensor
+    _numpy.__doc__ = plain_numpy.__doc__
+    kind.numpy = _numpy
 
 
 def _numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Check that files with secrets belong to this user and are readable by nobody else."""
+"""Check that files with secrets belong to this user and are not readable by others."""
 
 from __future__ import annotations
 

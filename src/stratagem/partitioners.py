@@ -1,4 +1,4 @@
-"""How variables are cut into shards: the public names.
+"""Partitioners, which cut variables into shards: the public names.
 
 Example:
     >>> import torch, stratagem as sg

@@ -31,7 +31,7 @@ class KnownCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """When a save is due.
+    """Rule for the steps at which a save is due.
 
     Attributes:
         every_s: after so many seconds since the last one, or None.

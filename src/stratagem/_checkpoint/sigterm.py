@@ -35,7 +35,7 @@ class SigtermNote(Owner):
             here = note()
             if here is not None:
                 here._note()
-            else:  # the manager was dropped without close(): nobody would save
+            else:  # the manager was dropped without close(): nothing would save
                 signal.signal(number, before)
                 signal.raise_signal(number)
 

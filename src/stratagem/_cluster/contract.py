@@ -116,7 +116,7 @@ class StrategyOnCoordinator(Protocol):
 
     @property
     def staleness(self) -> int | None:
-        """How many updates of others a closure may miss; None: any number."""
+        """Number of updates of others that a closure may miss; None: any number."""
 
     def describe(self, obj: object) -> Hashable | None:
         """Return the token of an object of the strategy, None for any other object."""

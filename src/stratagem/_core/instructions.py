@@ -31,7 +31,7 @@ _AFTER_FOR: Final = "POP_TOP" if sys.version_info[:2] == (3, 13) else "POP_ITER"
 _LOOP: Final = (
     "COPY", "FOR_ITER", "JUMP", "LIST_APPEND", "MAP_ADD", "POP_JUMP", "POP_TOP", "SET_ADD", "STORE_FAST", "SWAP",
 )  # fmt: skip
-"""What a comprehension is made of, apart from the values that it computes."""
+"""Instructions of a comprehension, apart from the values that it computes."""
 
 
 class Instruction(NamedTuple):

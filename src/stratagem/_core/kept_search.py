@@ -58,7 +58,7 @@ _OF_BATCHES: Final = (Tensor, list, tuple, dict, np.ndarray)
 
 @final
 class Place:
-    """Where a program keeps tensors: a dict, list, closure cell, or the attributes of an object.
+    """Place in which a program keeps tensors: a dict, list, closure cell, or the attributes of an object.
 
     Args:
         holder: the object that holds the tensors: a dict (also of attributes or globals), list, deque, tuple or cell; for

@@ -2,7 +2,7 @@
 
 A table has a fixed number of *buckets*, each with the same number of rows. A key belongs to one bucket, by its hash. So the
 row of a key does not depend on how many servers share the buckets. Within a bucket, rows are used in the order in
-which keys come: rows that nobody needs yet are never touched and take no memory.
+which keys come: rows without a key are never touched and take no memory.
 
 The array of keys has one row of three numbers for each row of the table: key, last use, count. A count of 0 is a row that
 was never used, a negative one a free row. Pure: NumPy only.

@@ -21,7 +21,7 @@ from stratagem.errors import WrongArgumentType
 
 
 class ReduceOp(enum.Enum):
-    """How components are combined.
+    """Operation that combines components.
 
     Example:
         >>> import stratagem as sg

@@ -122,7 +122,7 @@ class Rendezvous:
 
     @property
     def timeout_s(self) -> float:
-        """How long a replica waits for the others."""
+        """Seconds that a replica waits for the others."""
         if self._timeout_s is None:
             self._timeout_s = min(config.replica_timeout_s(), _thread.TIMEOUT_MAX)
         return self._timeout_s

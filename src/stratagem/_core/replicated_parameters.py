@@ -184,7 +184,7 @@ class ReplicatedParameter(ManagedParameter):
     )  # fmt: skip
 
     has_rows: ClassVar[bool] = False
-    """Whether it is a table, whose gradient consists of rows."""
+    """True for a table, whose gradient consists of rows."""
 
     def __init__(self, central: nn.Parameter, strategy: StrategyHooks, name: str = "") -> None:
         super().__init__(central)

@@ -55,7 +55,7 @@ class VariableAggregation(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are synchronized.
+    """Time at which the copies of a variable are synchronized.
 
     Example:
         >>> import stratagem as sg
@@ -219,12 +219,12 @@ class Variable(Convertible):
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How the replicas' writes are combined."""
+        """Rule by which the replicas' writes are combined."""
         return self._request.aggregation
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When copies are synchronized."""
+        """Time at which copies are synchronized."""
         return self._request.synchronization
 
     @property

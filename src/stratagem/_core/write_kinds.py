@@ -1,4 +1,4 @@
-"""How code writes values that it finds elsewhere: in attributes, closure variables, globals, lists and dicts.
+"""Writes of code to values that it finds elsewhere: in attributes, closure variables, globals, lists and dicts.
 
 Replicas share what their function keeps between steps. `kept_values` gives each replica its own value of it, and asks
 here what the program means by a write:

@@ -36,7 +36,7 @@ _WORTHWHILE_S = 300e-6
 
 @dataclass(frozen=True)
 class DistributionPlan:
-    """How the steps of a pipeline become distributed values.
+    """Rule by which the steps of a pipeline become distributed values.
 
     Attributes:
         kind: a step is one element to "split", R "consecutive" ones, or one per pipeline "side_by_side".

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """How the workers of a cluster share a dataset.
+    """Rule by which the workers of a cluster share a dataset.
 
     Example:
         >>> import stratagem as sg
@@ -38,7 +38,7 @@ SHARD_HINT = -1
 
 @dataclass(frozen=True, kw_only=True)
 class DistributeOptions:
-    """How a dataset is distributed.
+    """Options for the distribution of a dataset.
 
     Attributes:
         auto_shard_policy: how workers share the dataset.

@@ -29,7 +29,7 @@ from stratagem.errors import DataError
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """What a worker needs to build the model.
+    """Data from which a worker builds the model.
 
     Attributes:
         packed: the model as data.

@@ -190,7 +190,7 @@ class OptimizerOnServers:
 
     @property
     def iterations(self) -> int:
-        """How many steps have finished."""
+        """Number of steps that have finished."""
         return int(self._optimizer._iterations)
 
     def restored(self, iterations: int) -> None:

@@ -1,1 +1,1 @@
-"""What the live page, the report, Prometheus and ``stratagem top`` show about a cluster."""
+"""Figures of a cluster for the live page, the report, Prometheus and ``stratagem top``."""

@@ -1,4 +1,4 @@
-"""Says in words what limits the throughput of a cluster, and what to try.
+"""Advice in words: what limits the throughput of a cluster, and what to try.
 
 Pure: a function of a `ClusterView`. Every rule compares measured figures with a limit that is named here.
 """

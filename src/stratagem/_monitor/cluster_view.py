@@ -1,4 +1,4 @@
-"""What happens in a cluster, in rates and shares: plain data, made by `ClusterHistory`.
+"""Activity of a cluster in rates and shares: plain data, made by `ClusterHistory`.
 
 The terminal, the page, the report, Prometheus and the advice all read a `ClusterView`.
 """

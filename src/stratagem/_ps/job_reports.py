@@ -19,7 +19,7 @@ SEEN_S: Final = 1.0
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where a server's variables are: in the process `holder`, with a complete backup in `backup`.
+    """Place of a server's variables: in the process `holder`, with a complete backup in `backup`.
 
     `is_orphan`: the primary is gone, and the holder has the backup, which must be promoted.
     """
@@ -32,7 +32,7 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class JobState:
-    """What all servers together know about a job.
+    """State of a job, from the reports of all servers.
 
     Attributes:
         epoch: the largest epoch.

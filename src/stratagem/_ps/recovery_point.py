@@ -1,4 +1,4 @@
-"""What a lost parameter server is restored from: the rows of the last checkpoint, and the writes it contains."""
+"""Recovery point of a lost parameter server: the rows of the last checkpoint, and the writes it contains."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """Which writes were applied: see `server/ledger.py`."""
+    """Writes that were applied: see `server/ledger.py`."""
 
     last: dict[str, tuple[int, int]]
     """Worker → incarnation and number of its last write."""

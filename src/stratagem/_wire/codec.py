@@ -85,7 +85,7 @@ def dtype_from(name: str) -> torch.dtype:
 
 
 class HasBuffers(Protocol):
-    """Where received buffers are looked up: a `messages.Frame`."""
+    """Source of received buffers: a `messages.Frame`."""
 
     def buffer(self, index: int) -> memoryview:
         """Memory of one buffer."""

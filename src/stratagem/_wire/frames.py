@@ -83,7 +83,7 @@ class RawFrame:
     """Bytes of its buffers if there was no memory for them; they were discarded."""
 
     places: tuple[memoryview, ...] = ()
-    """Where its buffers were received, if not in the area."""
+    """Memory that its buffers were received in, if not in the area."""
 
     decoded: object = None
     """Its message, if that was decoded to find the places."""

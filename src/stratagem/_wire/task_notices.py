@@ -25,7 +25,7 @@ _LINK: Final = f"/memfd:{_NAME} "
 
 @dataclass(frozen=True, kw_only=True)
 class TaskNotice:
-    """Where a task listens, and how to talk to it."""
+    """Address of a task, and what a connection to it needs."""
 
     pid: int
     job: str

@@ -43,7 +43,7 @@ class BoundedStaleness:
 
     @property
     def may_start(self) -> int:
-        """How many closures may start now."""
+        """Number of closures that may start now."""
         oldest = next(iter(self._running.values()), self._ended)
         return max(0, self._limit + 1 - (self._ended - oldest) - len(self._running))
 

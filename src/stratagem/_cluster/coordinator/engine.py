@@ -377,7 +377,7 @@ class Engine:
             self.result_condition.run_callbacks()
 
     def _send_closures(self, link: WorkerLink) -> None:
-        # Once: whoever queues a closure after `take` calls this function, too, and waits for `sending`.
+        # Once: a thread that queues a closure after `take` calls this function, too, and waits for `sending`.
         with link.sending:
             with self.lock:
                 was_full = self.queue.full

@@ -1,4 +1,4 @@
-"""Which closures were lost with which workers: one that is lost several times in a row is probably the cause."""
+"""Record of closures that were lost with their workers: one that is lost several times in a row is probably the cause."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MAX_WINDOW: Final = 64
 @final
 @dataclass(slots=True)
 class QueueWorker:
-    """What the queue knows about one worker."""
+    """State of one worker in the queue."""
 
     incarnation: int = 0
     up: bool = False

@@ -48,7 +48,7 @@ def refuse_in_callback(what: str) -> None:
 
 @final
 class ResultCondition:
-    """What threads that wait for results share with the engine. The lock guards every attribute.
+    """State that threads which wait for results share with the engine. The lock guards every attribute.
 
     Attributes:
         waiting_for_values: threads that every result must wake, such as those inside `RemoteValue.get`.

@@ -101,7 +101,7 @@ class HeldLease(NamedTuple):
 
     @property
     def part(self) -> tuple[int, ...] | None:
-        """What a worker has to open; None for a dataset in one part, which all workers open."""
+        """The part that a worker has to open; None for a dataset in one part, which all workers open."""
         if len(self.dataset._dataset.parts) == 1:
             return None
         return self.dataset._resource, self.lease.epoch, self.lease.part
@@ -161,7 +161,7 @@ class SharedDataset:
 
     @property
     def ledger(self) -> InputLedger:
-        """Which elements were trained, repeated and lost."""
+        """Account of the elements that were trained, repeated and lost."""
         with self._engine.lock:
             ledger = self._ledger
             return InputLedger(

@@ -24,7 +24,7 @@ class WorkerStatus:
     connected: bool
     """True if it receives closures."""
     incarnation: int
-    """How many sessions it has had with this coordinator: above 1, it was lost and came back."""
+    """Number of its sessions with this coordinator: above 1, it was lost and came back."""
     address: str = ""
     draining: bool = False
     """True if it is leaving: it finishes the closure that it runs and gets no more."""

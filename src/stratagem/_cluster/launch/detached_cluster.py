@@ -201,7 +201,7 @@ def _start(name: str, workers: int, ps: int, timeout_s: float) -> None:
             what = f"was not ready within {timeout_s:g} s" if late else "ended while it started"
             raise StartupError(f"cluster {name!r} {what}. Its last lines ({log}):{shown}")
         time.sleep(_LOOK_S / 2)
-    # It is nobody's child from now on: this process need not wait for its end.
+    # The thread reaps the process when it ends, so that it leaves no zombie.
     threading.Thread(target=process.wait, name="stratagem-detached-wait", daemon=True).start()
 
 

@@ -247,7 +247,7 @@ class JobConnection(Owner):
             )
 
     def server_lost(self, server: int) -> None:
-        """Note that a server is about to be restored: until then nobody may adopt what it has of the job."""
+        """Note that a server is about to be restored: until then no coordinator may adopt its part of the job."""
         with self._changed:
             self._is_complete[server], self._known[server] = False, 0
 

@@ -24,7 +24,7 @@ from stratagem._wire.round_trip import attempt_limit_s
 
 @final
 class ServerReplacement:
-    """What the client of the coordinator knows about its servers, to set another one up in the same way."""
+    """Record of a server's state in the client of the coordinator, to set another server up in the same way."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which process has each shard of a session with backups, and how a worker finds it after a loss.
+"""Processes that hold the shards of a session with backups; a worker finds them after a loss.
 
 Without backups, server number i is process number i. With backups, process j may have taken the shard of server i over.
 """

@@ -81,7 +81,7 @@ PlaceOfRead = Callable[[int, int], memoryview | None]
 
 Placer = PlaceOfRead | None
 Reads = Mapping[int, Sequence[messages.ReadItem]] | None
-"""What to read, by server."""
+"""Values to read, by server."""
 
 
 def place_values(

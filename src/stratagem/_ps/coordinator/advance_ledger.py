@@ -31,7 +31,7 @@ REPORTS: Final = 64
 
 
 class _Progress:
-    """What one incarnation of a worker has reported and received."""
+    """Advances that one incarnation of a worker has reported and received."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -44,7 +44,7 @@ class _Progress:
 class AdvanceLedger:
     """States of the coordinator's objects that scheduled functions advance.
 
-    The methods may be called in any thread. Whoever reads these objects to compare them holds `lock`.
+    The methods may be called in any thread. A thread that reads these objects to compare them holds `lock`.
 
     Args:
         object_of: returns the object of a token, None if it is gone.

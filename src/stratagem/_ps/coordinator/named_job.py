@@ -78,7 +78,7 @@ class NamedJob(Owner):
 
     @property
     def shards(self) -> tuple[ShardPlace, ...]:
-        """Where the variables of a live job with backups are."""
+        """Holders of the variables of a live job with backups."""
         return self._state.shards if self._state.is_live else ()
 
     def check_backups(self, backups: int) -> None:

@@ -62,7 +62,7 @@ class BackupLink:
         self.failure = ""
         self.is_deposed = False
         self.backup_at = ""
-        """Where the backup is, once it is complete."""
+        """Address of the backup, once it is complete."""
         self.sends_at_once = True
         """True if messages are sent when they are forwarded; else by the next `pump`, together."""
         self.heard_at = time.monotonic()

@@ -38,7 +38,7 @@ _MERGE_AFTER: Final = 8
 """Copies of one range that are kept apart before they are sorted into one."""
 
 IDLE_S: Final = 1.0
-"""Nobody trains if no write has come for this long."""
+"""Training has paused if no write has come for this long."""
 
 _LOOK_S: Final = 1.0
 """How often a write that waits looks whether the cut was closed."""

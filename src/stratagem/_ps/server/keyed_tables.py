@@ -22,7 +22,7 @@ from stratagem.errors import NotFoundError
 
 
 class TableStore(Protocol):
-    """What dynamic tables need of the store."""
+    """Part of the store that dynamic tables need."""
 
     @property
     def is_watched(self) -> bool:

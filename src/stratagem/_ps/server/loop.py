@@ -222,7 +222,7 @@ class ParameterServer(Owner):
 
     @property
     def session_count(self) -> int:
-        """How many strategies have variables here."""
+        """Number of strategies that have variables here."""
         return len(self._sessions)
 
     @override

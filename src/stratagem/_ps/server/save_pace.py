@@ -1,7 +1,7 @@
 """Pace of the thread that writes a cut to a file while a server is trained.
 
 Writing takes processor time, and on a host whose cores all train, every millisecond of it is taken from the steps. So
-the thread works in small pieces and rests after each. It does not rest when nobody trains or when somebody waits for the save.
+the thread works in small pieces and rests after each. It does not rest if no step comes or if a program waits for the save.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class KeyedPart:
 
     @property
     def rows_at(self) -> Description | None:
-        """Where the rows are, of the part with the keys."""
+        """Place of the rows of the part with the keys."""
         return None if self._rows is None else self._rows._place
 
     def note_place(self, place: Description) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem._strategies.parameter_server import check_cluster
+from stratagem._strategies.parameter_server_arguments import check_cluster
 from stratagem.cluster_resolver import SimpleClusterResolver
 
 WORKERS = (1, 4)

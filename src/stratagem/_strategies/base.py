@@ -68,6 +68,7 @@ class Strategy(Owner):
     _spread: ClassVar[bool] = False
     _between_graph: ClassVar[bool] = False
     _parallel_replicas = False
+    _devices: tuple[Device, ...]
 
     def __init__(self, *, gradient_aggregation: GradientAggregation = "mean") -> None:
         if gradient_aggregation not in ("mean", "sum"):
@@ -310,9 +311,9 @@ class Strategy(Owner):
     # -------------------------------------------------------------- hooks
 
     @property
-    @abstractmethod
     def _compute_devices(self) -> tuple[Device, ...]:
         """Devices of the replicas, one entry per replica."""
+        return self._devices
 
     @property
     @abstractmethod

@@ -76,11 +76,6 @@ class CentralStorageStrategy(Strategy):
 
     @property
     @override
-    def _compute_devices(self) -> tuple[devices.Device, ...]:
-        return self._devices
-
-    @property
-    @override
     def _parameter_names(self) -> tuple[str, ...]:
         return (self._parameter_name,)
 

@@ -52,11 +52,6 @@ class MirroredStrategy(Strategy):
 
     @property
     @override
-    def _compute_devices(self) -> tuple[devices.Device, ...]:
-        return self._devices
-
-    @property
-    @override
     def _parameter_names(self) -> tuple[str, ...]:
         return tuple(each.name for each in self._devices)
 

@@ -21,11 +21,6 @@ class SingleDevice(SingleReplica):
 
     @property
     @override
-    def _compute_devices(self) -> tuple[devices.Device, ...]:
-        return self._devices
-
-    @property
-    @override
     def _parameter_names(self) -> tuple[str, ...]:
         return (self._device.name,)
 

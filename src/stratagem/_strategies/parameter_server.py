@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._core import context, devices, reduction
+from stratagem._core import devices, reduction
 from stratagem._core.user_contexts import InputContext
 from stratagem._core.variables import Variable, VariableRequest
 from stratagem._data import distribute
@@ -36,19 +36,19 @@ from stratagem._ps.placement import device_name
 from stratagem._ps.worker.worker_objects import PsWorkerSetup
 from stratagem._strategies import step_loop
 from stratagem._strategies.base import GradientAggregation, Strategy
-from stratagem._strategies.job_session import check_job, join_job
-from stratagem._strategies.server_session import (
+from stratagem._strategies.parameter_server_arguments import (
     check_backups,
+    check_cluster,
+    check_job,
     check_staleness,
-    connect_servers,
-    server_addresses,
+    worker_device_names,
 )
+from stratagem._strategies.server_session import connect_servers, join_job, server_addresses
+from stratagem._strategies.unbuilt_dataset import UnbuiltDataset
 from stratagem._strategies.worker_strategy import WorkerStrategy, caching, reduce_nest
 from stratagem._wire.cluster_key import cluster_key
 
 _log = logging.getLogger("stratagem.ps")
-
-_JOBS = ("chief", "worker", "evaluator", "ps")
 
 
 @final
@@ -121,7 +121,7 @@ class ParameterServerStrategy(Strategy):
             (f"/job:ps/task:{index}", spec.task_address("ps", index))
             for index in spec.task_indices("ps")
         )
-        self._device_names = _worker_device_names(cluster_resolver, worker_devices)
+        self._device_names = worker_device_names(cluster_resolver, worker_devices)
         self._named = {} if job is None else {"job": job, "job_lease_s": job_lease_s}
         self._backups = backups
         self._staleness = staleness
@@ -377,115 +377,3 @@ def _server_address(resolver: Any, index: int, known: str) -> str:
         return str(resolver.cluster_spec().task_address("ps", index))
     except Exception:  # noqa: BLE001 - resolvers are users' classes and ask other services
         return known
-
-
-class UnbuiltDataset:
-    """A distributed dataset that only workers can build.
-
-    Give it to ``coordinator.create_per_worker_dataset``. On a worker, calling it builds that worker's share: of a
-    dataset by its auto-shard policy, of a dataset function by its `InputContext`.
-    """
-
-    def __init__(
-        self, build: Callable[..., Any], source: Any, options: config.InputOptions | None
-    ) -> None:
-        self._build = build
-        self.source = source
-        self._options = options
-
-    def with_source(self, source: Any) -> UnbuiltDataset:
-        """Return the same over another source."""
-        return UnbuiltDataset(self._build, source, self._options)
-
-    def __call__(self, worker: InputContext) -> Any:
-        """Build the share of one worker, for the devices of its strategy."""
-        return self._build(
-            self.source,
-            [device.torch_device for device in context.get_strategy()._compute_devices],
-            self._options,
-            num_input_pipelines=worker.num_input_pipelines,
-            input_pipeline_id=worker.input_pipeline_id,
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError(f"{self._what()} cannot be iterated here. {_HAND_IT_ON}")
-
-    @property
-    def cardinality(self) -> int:
-        """Raise: the size is known when a worker has built the dataset."""
-        raise ValueError(f"{self._what()} has no known size here. {_HAND_IT_ON}")
-
-    def _what(self) -> str:
-        return f"a dataset made by strategy.{self._build.__name__}() under parameter servers"
-
-    @override
-    def __repr__(self) -> str:
-        return f"<UnbuiltDataset of {self.source!r}>"
-
-
-_HAND_IT_ON = "Give it to coordinator.create_per_worker_dataset(), which builds it on every worker."
-
-
-def check_cluster(resolver: Any) -> Any:
-    """Return the resolver's cluster, if a parameter-server strategy can use it.
-
-    Raises:
-        ValueError: it cannot; the message says which rule is broken.
-        TypeError: it is no resolver, or it has a task type without a task id.
-        AttributeError: it is None.
-    """
-    if resolver is None:
-        raise AttributeError(
-            "cluster_resolver=None has no cluster_spec(): expected a resolver, such as "
-            "sg.cluster_resolver.TFConfigClusterResolver() or the resolver of an sg.LocalCluster."
-        )
-    if not callable(getattr(resolver, "cluster_spec", None)):
-        raise TypeError(
-            f"cluster_resolver={resolver!r} is a {type(resolver).__name__}: expected a resolver, such as "
-            "cluster.resolver of an sg.LocalCluster, or sg.cluster_resolver.TFConfigClusterResolver()."
-        )
-    spec = resolver.cluster_spec()
-    if not spec:
-        raise ValueError(
-            "the cluster spec is empty: expected jobs 'worker' and 'ps' with an address per task. "
-            "Set TF_CONFIG, or use sg.LocalCluster."
-        )
-    unknown = [job for job in spec.jobs if job not in _JOBS]
-    if unknown:
-        raise ValueError(f"unknown job {unknown[0]!r} in the cluster: expected {', '.join(_JOBS)}.")
-    task_type, task_id = resolver.task_type, resolver.task_id
-    if task_type is not None and task_type not in _JOBS:
-        raise ValueError(f"task_type={task_type!r} is not known: expected {', '.join(_JOBS)}.")
-    if task_type is not None and task_type != "evaluator" and task_type not in spec.jobs:
-        raise ValueError(f"task_type={task_type!r} is no job of the cluster: {spec.jobs!r}.")
-    for job in ("chief", "evaluator"):
-        if job in spec.jobs and spec.num_tasks(job) > 1:
-            raise ValueError(
-                f"the cluster has {spec.num_tasks(job)} tasks of {job!r}: expected one."
-            )
-    if task_type is not None:
-        if task_id is None:
-            raise TypeError(f"task_type={task_type!r} without a task_id: expected its number.")
-        if task_type in spec.jobs and task_id not in spec.task_indices(task_type):
-            raise ValueError(
-                f"task_id={task_id!r} of {task_type!r} is not in the cluster, which has the tasks "
-                f"{', '.join(map(str, spec.task_indices(task_type)))} of it."
-            )
-    for job, what in (("ps", "parameter server"), ("worker", "worker")):
-        if job not in spec.jobs or spec.num_tasks(job) == 0:
-            raise ValueError(f"the cluster has no {what}: expected at least one task of {job!r}.")
-    return spec
-
-
-def _worker_device_names(resolver: Any, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the devices each worker computes on, relative to the worker."""
-    if given is not None:
-        if isinstance(given, str) or not given:
-            raise ValueError(
-                f"worker_devices={given!r}: expected a list of at least one device, such as "
-                '["cpu:0", "cpu:1"].'
-            )
-        return tuple(given)
-    found = resolver.num_accelerators() if resolver.task_type == "worker" else {}
-    gpus = int(found.get("GPU", 0))
-    return tuple(f"gpu:{index}" for index in range(gpus)) or ("cpu:0",)

@@ -1,13 +1,17 @@
-"""The connections of a parameter-server strategy to its servers, with backups or without."""
+"""The session of a parameter-server strategy, and its connections to the servers, with backups or without."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from stratagem import config
+from stratagem._ps.client.job_connection import JobConnection
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.server_connection import Membership, ServerConnection
 from stratagem._ps.client.server_replacement import promotion
@@ -15,36 +19,40 @@ from stratagem._ps.client.shard_holders import ShardHolders
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._ps.coordinator.server_backups import ServerBackups
+from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.round_trip import attempt_limit_s
 
 
-def check_backups(backups: object, servers: int) -> None:
-    """Raise if a number of backups cannot be kept."""
-    if isinstance(backups, bool) or not isinstance(backups, int) or backups < 0:
-        raise ValueError(f"backups={backups!r}: expected 0 or 1.")
-    if backups > 1:
-        raise ValueError(f"backups={backups}: expected 0 or 1, since a server has one backup.")
-    if backups and servers < 2:
-        raise ValueError(
-            f"backups={backups} with one parameter server: a backup is on another server. Start two servers "
-            "or more, or use backups=0."
-        )
-
-
-def check_staleness(staleness: object, backups: int) -> None:
-    """Raise if the limit of the staleness is no such number."""
-    if staleness is None:
-        return
-    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-        raise ValueError(
-            f"staleness={staleness!r}: expected 0 for synchronous rounds; 1 or more, the number of other workers' "
-            "updates that a function may miss; or None for no limit."
-        )
-    if staleness == 0 and backups:
-        raise ValueError(
-            f"staleness=0 with backups={backups}: backups do not hold the gradients of a round. Use staleness=1 or "
-            "more, or save checkpoints (CheckpointManager) instead of backups."
-        )
+def join_job(
+    job: str | None,
+    lease_s: float | None,
+    servers: Sequence[tuple[str, Callable[[], str]]],
+    key: ClusterKey | None,
+) -> tuple[Membership, NamedJob | None]:
+    """Return the session to open: one of its own, or that of a named job, which is claimed."""
+    task = "/job:chief/task:0"
+    if job is None:
+        session, lease_s = secrets.token_hex(8), config.session_lease_s()
+        return Membership(session=session, task=task, is_owner=True, lease_s=lease_s, key=key), None
+    connection = JobConnection(
+        job,
+        servers,
+        key=key,
+        lease_s=config.job_lease_s() if lease_s is None else lease_s,
+        limit_s=config.job_limit_s(),
+        wait_s=config.server_wait_s(),
+        seed=torch.initial_seed(),
+    )
+    membership = Membership(
+        session=connection.session,
+        task=task,
+        is_owner=True,
+        lease_s=connection.lease_s,
+        key=key,
+        instance=connection.instance,
+        epoch=connection.epoch,
+    )
+    return membership, NamedJob(connection)
 
 
 def connect_servers(

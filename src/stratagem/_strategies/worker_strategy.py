@@ -52,11 +52,6 @@ class WorkerStrategy(Strategy):
 
     @property
     @override
-    def _compute_devices(self) -> tuple[devices.Device, ...]:
-        return self._devices
-
-    @property
-    @override
     def _parameter_names(self) -> tuple[str, ...]:
         return tuple(device_name(task) for task, _ in self._setup.servers)
 

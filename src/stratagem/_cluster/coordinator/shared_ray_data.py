@@ -25,7 +25,7 @@ def share_ray_data(source: object) -> tuple[object, Callable[[], None] | None]:
         return source, None
     from stratagem._data.dataset import Dataset, as_dataset
     from stratagem._data.ray_source import is_ray_data, share_node
-    from stratagem._strategies.parameter_server import UnbuiltDataset
+    from stratagem._strategies.unbuilt_dataset import UnbuiltDataset
 
     inner = source.source if isinstance(source, UnbuiltDataset) else source
     if not isinstance(inner, Dataset) and not is_ray_data(inner):

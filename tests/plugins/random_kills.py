@@ -35,7 +35,7 @@ from waiting import wait_until
 
 import stratagem as sg
 from stratagem._checkpoint.directory import CheckpointDirectory
-from stratagem._cluster.launch.cluster_file import ClusterFile, ClusterFileResolver
+from stratagem._cluster.launch.cluster_file import ClusterFile, resolver_of
 
 STEPS = 600
 EVERY_STEPS = 40
@@ -55,7 +55,7 @@ PROGRESS_S = 15.0
 def train(cluster: Path, folder: Path, mode: str, name: str) -> None:
     """Run one coordinator of a round to its end, and write what it found."""
     options = sg.config.ClusterOptions(poison_limit=10_000, restart_pause_s=0.05)
-    strategy = sg.ParameterServerStrategy(ClusterFileResolver(cluster), job=folder.name)
+    strategy = sg.ParameterServerStrategy(resolver_of(cluster), job=folder.name)
     with strategy, sg.ClusterCoordinator(strategy, options=options) as coordinator:
         mine = ConservedRun(strategy, name, pause_s=STEP_S)
         with sg.CheckpointManager(

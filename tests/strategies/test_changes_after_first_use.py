@@ -10,48 +10,17 @@ import copy
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from scheduling import WAIT_S, run
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import stratagem as sg
 
 pytestmark = pytest.mark.process
-
-WAIT_S = 150.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[sg.LocalCluster]:
-    with sg.LocalCluster(workers=1, ps=2) as made:
-        yield made
-
-
-@pytest.fixture(params=["one replica", "two replicas"])
-def coordinator(
-    request: pytest.FixtureRequest, cluster: sg.LocalCluster
-) -> Iterator[sg.ClusterCoordinator]:
-    devices = ["cpu:0", "cpu:1"] if request.param == "two replicas" else None
-    strategy = sg.ParameterServerStrategy(cluster.resolver, worker_devices=devices)
-    with sg.ClusterCoordinator(strategy) as made:
-        yield made
-
-
-@pytest.fixture
-def alone(cluster: sg.LocalCluster) -> Iterator[sg.ClusterCoordinator]:
-    strategy = sg.ParameterServerStrategy(cluster.resolver)
-    with sg.ClusterCoordinator(strategy) as made:
-        yield made
-
-
-def run(coordinator: sg.ClusterCoordinator, function: Callable[..., Any], *args: Any) -> Any:
-    value = coordinator.schedule(function, args=args)
-    coordinator.join(timeout_s=WAIT_S)
-    return value.get(timeout_s=WAIT_S)
 
 
 class Scaled(nn.Module):

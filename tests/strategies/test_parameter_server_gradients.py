@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,12 +35,6 @@ OPTIMIZERS: dict[str, Any] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[sg.LocalCluster]:
-    with sg.LocalCluster(workers=1, ps=2) as made:
-        yield made
 
 
 class Net(nn.Module):

@@ -58,3 +58,9 @@ def make_strategy():
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture(params=["central2", "mirrored2"])
+def pair(request, make_strategy):
+    """Each strategy with two replicas."""
+    return make_strategy(request.param)

@@ -18,12 +18,6 @@ Y = torch.randn(6, 2, generator=torch.Generator().manual_seed(2))
 STEPS = 5  # the function is searched in the 1st, 2nd and 4th
 
 
-@pytest.fixture(params=["central2", "mirrored2"])
-def pair(request, make_strategy):
-    """Each strategy with two replicas."""
-    return make_strategy(request.param)
-
-
 class Holder:
     """An object with counters."""
 

@@ -16,12 +16,6 @@ Y = torch.randn(5, 2, generator=torch.Generator().manual_seed(2))
 STEPS = 5  # the function is searched in the 1st, 2nd and 4th
 
 
-@pytest.fixture(params=["central2", "mirrored2"])
-def pair(request, make_strategy):
-    """Each strategy with two replicas."""
-    return make_strategy(request.param)
-
-
 @dataclasses.dataclass
 class Annealed:
     """Numbers of a program that change in every step."""

@@ -21,12 +21,6 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-@pytest.fixture(params=["central2", "mirrored2"])
-def pair(request, make_strategy):
-    """Each strategy with two replicas."""
-    return make_strategy(request.param)
-
-
 # ------------------------------------------------------------------ moving averages
 
 

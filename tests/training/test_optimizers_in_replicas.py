@@ -81,12 +81,6 @@ def decaying_with_scheduler(program):
     return step
 
 
-@pytest.fixture(params=["central2", "mirrored2"])
-def pair(request, make_strategy):
-    """Each strategy with two replicas."""
-    return make_strategy(request.param)
-
-
 @pytest.mark.parametrize("program", [decaying, decaying_with_scheduler])
 def test_a_setting_that_moves_in_the_step_moves_once(pair, program):
     assert_same(pair, program)

@@ -59,12 +59,6 @@ def assert_same(strategy, program, steps=4):
         )
 
 
-@pytest.fixture(params=["central2", "mirrored2"])
-def pair(request, make_strategy):
-    """Each strategy with two replicas."""
-    return make_strategy(request.param)
-
-
 # ------------------------------------------------------------------ updates written by hand (point 9)
 
 

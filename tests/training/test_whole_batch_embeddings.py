@@ -13,12 +13,6 @@ from stratagem.errors import ReplicaError
 IDS = torch.tensor([[1, 1], [2, 1], [3, 0], [1, 3]])
 
 
-@pytest.fixture(params=["central2", "mirrored2"])
-def pair(request, make_strategy):
-    """Each strategy with two replicas."""
-    return make_strategy(request.param)
-
-
 def loss_of(table, ids):
     found = table(ids)
     return found.square().sum(-1).mean()

@@ -217,10 +217,10 @@ def open_strategy(
         from stratagem._strategies.parameter_server import ParameterServerStrategy
 
         if cluster is not None:
-            from stratagem._cluster.launch.cluster_file import ClusterFileResolver
+            from stratagem._cluster.launch.cluster_file import resolver_of
             from stratagem._cluster.launch.detached_cluster import path_of
 
-            with ParameterServerStrategy(ClusterFileResolver(path_of(cluster)), job=job) as served:
+            with ParameterServerStrategy(resolver_of(path_of(cluster)), job=job) as served:
                 yield served
             return
         with (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, final
 
 from typing_extensions import override
@@ -269,6 +269,37 @@ class TFConfigClusterResolver(ClusterResolver):
         if sum(spec.num_tasks(job) for job in spec.jobs) <= 1:
             return ""
         return super().master(task_type, task_id, rpc_layer)
+
+
+@final
+class LiveResolver(ClusterResolver):
+    """Resolver of a running cluster of this user, which asks for addresses and key at every access.
+
+    Args:
+        spec: returns the present addresses.
+        key: returns the cluster key.
+    """
+
+    def __init__(self, spec: Callable[[], ClusterSpec], key: Callable[[], str]) -> None:
+        super().__init__(rpc_layer="grpc")
+        self._spec = spec
+        self._key = key
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec()
+
+    @override
+    def cluster_key_text(self) -> str | None:
+        return self._key()
+
+    @override
+    def _accelerators(self) -> dict[str, int]:
+        return {}
+
+    @override
+    def __reduce__(self) -> Any:
+        return SimpleClusterResolver, (self.cluster_spec(),)  # without the key
 
 
 @final

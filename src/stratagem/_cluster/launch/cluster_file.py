@@ -18,7 +18,7 @@ from typing import Any, Final, final
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.discovery.resolvers import ClusterResolver, SimpleClusterResolver
+from stratagem._cluster.discovery.resolvers import LiveResolver
 from stratagem._owner import Owner
 from stratagem.errors import StartupError, UnavailableError
 
@@ -132,26 +132,8 @@ def owner_of(path: Path) -> int:
     return 0 if kind == fcntl.F_UNLCK else int(pid)
 
 
-@final
-class ClusterFileResolver(ClusterResolver):
-    """Resolver of a cluster that another process of this user owns; reads its address file at every access."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(rpc_layer="grpc")
-        self._path = path
-
-    @override
-    def cluster_spec(self) -> ClusterSpec:
-        return ClusterSpec(read_cluster_file(self._path).cluster)
-
-    @override
-    def cluster_key_text(self) -> str | None:
-        return read_cluster_file(self._path).key
-
-    @override
-    def _accelerators(self) -> dict[str, int]:
-        return {}
-
-    @override
-    def __reduce__(self) -> Any:
-        return SimpleClusterResolver, (self.cluster_spec(),)  # without the key
+def resolver_of(path: Path) -> LiveResolver:
+    """Return the resolver of a cluster that another process of this user owns; it reads the file at every access."""
+    return LiveResolver(
+        lambda: ClusterSpec(read_cluster_file(path).cluster), lambda: read_cluster_file(path).key
+    )

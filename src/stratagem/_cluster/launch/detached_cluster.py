@@ -20,10 +20,10 @@ from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.discovery.resolvers import ClusterResolver
 from stratagem._cluster.launch.cluster_file import (
     ClusterFile,
-    ClusterFileResolver,
     lock_of,
     owner_of,
     read_cluster_file,
+    resolver_of,
 )
 from stratagem._cluster.launch.local_cluster import START_TIMEOUT_S, LocalCluster
 from stratagem.errors import StartupError
@@ -98,7 +98,7 @@ class DetachedCluster:
     @property
     def resolver(self) -> ClusterResolver:
         """The resolver for a strategy of this process. It always returns the current addresses."""
-        return ClusterFileResolver(self._path)
+        return resolver_of(self._path)
 
     @property
     def pid(self) -> int:

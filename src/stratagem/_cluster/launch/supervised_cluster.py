@@ -5,12 +5,10 @@ from __future__ import annotations
 import abc
 import numbers
 import signal
-from typing import Any, Final, final
-
-from typing_extensions import override
+from typing import Final
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.discovery.resolvers import ClusterResolver, SimpleClusterResolver
+from stratagem._cluster.discovery.resolvers import ClusterResolver, LiveResolver
 from stratagem._cluster.launch.supervisor import TaskSupervisor
 from stratagem._owner import Owner
 from stratagem._wire import messages
@@ -37,7 +35,8 @@ class SupervisedCluster(Owner):
     @property
     def resolver(self) -> ClusterResolver:
         """The resolver for a strategy of this process. It always returns the current addresses."""
-        return _SupervisedResolver(self._tasks, self._key)
+        key = self._key  # the resolver must not keep this cluster alive
+        return LiveResolver(self._tasks.cluster_spec, lambda: key)
 
     def pid(self, job: str, index: int) -> int:
         """Process number of a task; this process's own if the cluster is in-process."""
@@ -104,32 +103,6 @@ class SupervisedCluster(Owner):
     def wait_restarted(self, index: int, old_pid: int, timeout_s: float = 30.0) -> int:
         """Wait until the process id of worker `index` differs from `old_pid`; return the new one."""
         return self._tasks.wait_restarted(f"worker:{index}", old_pid, timeout_s)
-
-
-@final
-class _SupervisedResolver(ClusterResolver):
-    """Resolver of a cluster of this process."""
-
-    def __init__(self, tasks: TaskSupervisor, key: str) -> None:
-        super().__init__(rpc_layer="grpc")
-        self._tasks = tasks
-        self._key = key
-
-    @override
-    def cluster_spec(self) -> ClusterSpec:
-        return self._tasks.cluster_spec()
-
-    @override
-    def cluster_key_text(self) -> str | None:
-        return self._key
-
-    @override
-    def _accelerators(self) -> dict[str, int]:
-        return {}
-
-    @override
-    def __reduce__(self) -> Any:
-        return SimpleClusterResolver, (self.cluster_spec(),)  # without the key
 
 
 def _retire(address: str, key: str) -> bool:

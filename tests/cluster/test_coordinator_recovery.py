@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,75 @@ def test_a_server_lost_after_a_takeover_without_a_checkpoint(tmp_path: Path) -> 
         assert found["counters"] == [STEPS, STEPS]
 
 
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_server_lost_after_a_takeover_is_restored_from_the_jobs_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """The new coordinator saves nothing by itself; the checkpoint of the killed one is enough."""
+    with sg.LocalCluster(workers=1, ps=2) as cluster:
+        killed(cluster, tmp_path / "c", "saved:30")
+        pending = [0]
+
+        def kill_once(step: int) -> None:
+            if pending:
+                cluster.kill_ps(pending.pop())
+
+        found = train(
+            cluster.resolver,
+            str(tmp_path / "c"),
+            STEPS,
+            after_step=kill_once,
+            every_steps=None,
+            paced=True,
+        )
+    assert not pending
+    (recovery,) = found["recoveries"]
+    assert (recovery.task, recovery.step) == ("/job:ps/task:0", 20)
+    lost, kept = found["counters"] if "counter0" in recovery.variables else found["counters"][::-1]
+    assert kept == STEPS
+    reported = recovery.updates.get("counter0", recovery.updates.get("counter1"))
+    # Closures that the restored server had not finished, or that are repeated, count there.
+    assert 0 < reported < STEPS
+    assert STEPS - reported <= lost <= STEPS
+    assert recovery.lost_s > 0
+
+
+def test_steps_after_a_checkpoint_restored_after_a_takeover_count(tmp_path: Path) -> None:
+    """The servers know closures of the first coordinator that the checkpoint lacks; new ones are not taken for them."""
+    with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
+        for is_first in (True, False):
+            strategy = sg.ParameterServerStrategy(cluster.resolver, job="job")
+            with (
+                pytest.raises(Boom) if is_first else nullcontext(),
+                strategy,
+                sg.ClusterCoordinator(strategy) as coordinator,
+            ):
+                with strategy.scope():
+                    total = sg.Variable(torch.zeros(()), name="total")
+
+                def add(times: int, coordinator: Any = coordinator, total: Any = total) -> float:
+                    def step() -> None:
+                        total.assign_add(torch.ones(()))
+
+                    for _ in range(times):
+                        coordinator.schedule(step)
+                    coordinator.join()
+                    return float(total.read_value())
+
+                with sg.CheckpointManager(sg.Checkpoint(total=total), tmp_path) as manager:
+                    assert manager.restore_or_initialize() == 0
+                    if is_first:
+                        assert add(1) == 1.0
+                        manager.save(1, wait=True)
+                        assert add(4) == 5.0
+                        raise Boom
+                    assert float(total.read_value()) == 5.0
+                    assert manager.restore_or_initialize() == 1
+                    assert float(total.read_value()) == 1.0
+                    assert add(3) == 4.0
+
+
 @pytest.mark.slow
 def test_a_stopped_coordinator_is_replaced_and_fenced_when_it_wakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,10 +247,10 @@ class Boom(Exception):
     """The script fails."""
 
 
-def first_run(cluster: sg.LocalCluster, directory: Path) -> None:
+def first_run(cluster: sg.LocalCluster, directory: Path, job_lease_s: float | None = None) -> None:
     """Build a live job of two variables and an optimizer, as a script that fails after a step."""
     with pytest.raises(Boom):
-        strategy = sg.ParameterServerStrategy(cluster.resolver, job="job")
+        strategy = sg.ParameterServerStrategy(cluster.resolver, job="job", job_lease_s=job_lease_s)
         with strategy, sg.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():
                 model = torch.nn.Linear(2, 1)
@@ -234,6 +304,23 @@ def test_variables_and_optimizer_state_are_adopted(tmp_path: Path) -> None:
                 coordinator.schedule(step)
                 coordinator.join()
                 assert not torch.equal(model.weight, before)
+
+
+def test_a_job_is_gone_after_its_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Servers free it; without a checkpoint the next run starts from the beginning, also with another model."""
+    with (
+        sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster,
+        caplog.at_level("INFO", "stratagem.ps"),
+    ):
+        first_run(cluster, tmp_path / "c", job_lease_s=0.25)
+        wait_until(lambda: caplog.text.count("its coordinator has been gone for 0.25 s") == 2)
+        strategy = sg.ParameterServerStrategy(cluster.resolver, job="job")
+        with strategy, sg.ClusterCoordinator(strategy):
+            with strategy.scope():
+                total = sg.Variable(torch.zeros(5), name="total")
+            with sg.CheckpointManager(sg.Checkpoint(total=total), tmp_path / "c") as manager:
+                assert manager.restore_or_initialize() == 0
+                assert total.numpy().tolist() == [0.0] * 5
 
 
 def test_another_model_is_refused_with_a_list_of_differences(tmp_path: Path) -> None:
@@ -295,6 +382,36 @@ def test_a_job_of_a_live_coordinator_is_in_use(tmp_path: Path) -> None:
                 assert float(sg.Variable(torch.ones(())).read_value()) == 1.0
         with sg.ParameterServerStrategy(cluster.resolver, job="job"):
             pass  # the first one has ended its job
+
+
+def test_of_coordinators_that_start_together_one_gets_the_job() -> None:
+    """The others find it in use; the one that has it can use it."""
+    with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
+        for _ in range(5):
+            together = threading.Barrier(3)
+            made: list[sg.ParameterServerStrategy] = []
+            refused: list[JobInUse] = []
+
+            def start(
+                together: threading.Barrier = together,
+                made: list[sg.ParameterServerStrategy] = made,
+                refused: list[JobInUse] = refused,
+            ) -> None:
+                together.wait(LIMIT_S)
+                try:
+                    made.append(sg.ParameterServerStrategy(cluster.resolver, job="job"))
+                except JobInUse as error:
+                    refused.append(error)
+
+            threads = [threading.Thread(target=start) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(LIMIT_S)
+            assert len(made) == 1
+            assert len(refused) == 2
+            with made[0] as strategy, strategy.scope():
+                assert float(sg.Variable(torch.ones(())).read_value()) == 1.0
 
 
 def is_replaced(coordinator: sg.ClusterCoordinator) -> bool:

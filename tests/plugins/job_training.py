@@ -41,7 +41,7 @@ def train(
     paced: bool = False,
     every_steps: int | None = 20,
 ) -> dict[str, Any]:
-    """Train to `steps`, with `paced` one after the other; return the first step, the weights, the optimizer's state, the counters and the rate."""
+    """Train to `steps`, with `paced` one after the other; return the first step, the final state and the recoveries."""
     torch.manual_seed(0)
     strategy = sg.ParameterServerStrategy(resolver, job=job, backups=backups)
     with strategy, sg.ClusterCoordinator(strategy) as coordinator:
@@ -84,6 +84,7 @@ def train(
                 "moments": [each["exp_avg"].clone() for each in state["state"].values()],
                 "counters": [float(each.read_value()) for each in counters],
                 "rate": optimizer.param_groups[0]["lr"],
+                "recoveries": coordinator.recoveries,
             }
 
 

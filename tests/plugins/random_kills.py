@@ -5,7 +5,8 @@
 Each round trains a named job on 2 workers and 2 parameter servers to a fixed number of steps, while workers, servers and
 the coordinator are killed at random moments, sometimes two at once. In rounds with ``on_server_loss="rewind"`` every step
 must count exactly once in the end. In the others ("partial") no step may count twice, and a round without a lost
-coordinator may lack at most the updates that `coordinator.recoveries` reported.
+coordinator may lack at most the updates that `coordinator.recoveries` reported. Meanwhile a thread verifies the newest
+checkpoint in a loop: it must never see an incomplete one.
 
 The coordinator is a fork of a process that has imported torch: a restart takes a fraction of a second.
 """
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,6 +38,7 @@ from waiting import wait_until
 import stratagem as sg
 from stratagem._checkpoint.directory import CheckpointDirectory
 from stratagem._cluster.launch.cluster_file import ClusterFile, resolver_of
+from stratagem.errors import CheckpointCorrupt
 
 STEPS = 600
 EVERY_STEPS = 40
@@ -48,6 +51,8 @@ LOSSES = "losses.jsonl"
 PROGRESS = "progress"
 WAITS = "waits"
 """File of a round whose steps wait for saves: the kills of a plan fit between its steps, however slow the disk is."""
+READ_S = 0.05
+"""Pause between two reads of the newest checkpoint."""
 PROGRESS_S = 15.0
 """How long a kill waits for steps since the last one. The next kill waits for steps without a limit."""
 
@@ -184,11 +189,49 @@ def kill(task: str, cluster: sg.LocalCluster, coordinator: Coordinator) -> None:
         cluster.kill_ps(int(index))
 
 
+class Reader:
+    """Thread that verifies the newest checkpoint of a directory, again and again."""
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        self.reads = 0
+        self.incomplete: list[str] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reader")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(READ_S):
+            if self.directory is None or not self.directory.exists():
+                continue
+            try:
+                self._read(CheckpointDirectory(self.directory))
+            except Exception as error:  # a reader that ends would find nothing
+                self.incomplete.append(repr(error))
+
+    def _read(self, directory: CheckpointDirectory) -> None:
+        newest = directory.latest()
+        self.incomplete += map(str, directory.damaged.values())
+        if newest is None:
+            return
+        try:
+            newest.verify()
+            self.reads += 1
+        except CheckpointCorrupt as error:
+            if newest.path.exists():  # else its manager has deleted it
+                self.incomplete.append(str(error))
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 class Soak:
     """Rounds of training and killing, and their totals."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, reader: Reader) -> None:
         self.folder = folder
+        self.reader = reader
         self.chance = random.Random(seed)
         self.kills: Counter[str] = Counter()
         self.doubles = self.rounds = self.lost = self.reported = self.doubled = self.verified = 0
@@ -222,6 +265,7 @@ class Soak:
         name = NAMES[self.rounds % len(NAMES)]
         folder = self.folder / f"round-{self.rounds}"
         folder.mkdir()
+        self.reader.directory = folder / "saves"
         chiefs = 0
         words = (str(path), str(folder), mode, name)
         key = cluster.resolver.cluster_key_text() or ""
@@ -285,6 +329,8 @@ class Soak:
             self.verified += 1
         if directory.damaged:
             self.failures.append(f"{folder.name}: {directory.damaged}")
+        if self.reader.incomplete:
+            self.failures.append(f"{folder.name}: a reader saw {self.reader.incomplete}")
 
     def __str__(self) -> str:
         roles = {"worker": "workers", "ps": "parameter servers", "chief": "coordinators"}
@@ -293,7 +339,7 @@ class Soak:
             f"{sum(self.kills.values())} kills ({kills}), of them {self.doubles} times two at once; "
             f"{self.rounds} jobs of {STEPS} steps; updates lost with rewind: 0 expected, with partial recovery: "
             f"{self.lost} (reported {self.reported}); doubled: {self.doubled}; {self.verified} checkpoints "
-            f"verified; {self.errors} scripts lost a server before their first save and were run again; failures: {len(self.failures)}"
+            f"verified in the end, {self.reader.reads} while tasks were killed; {self.errors} scripts lost a server before their first save and were run again; failures: {len(self.failures)}"
         )
 
 
@@ -325,11 +371,13 @@ def planned(
                 elif (
                     left
                     and progress(round_) >= target
-                    # Without a checkpoint of its own, a coordinator ends when it loses a server.
-                    and ("ps" not in left[0] or (round_ / f"safe-{coordinator.pid}").exists())
+                    # Without a checkpoint, a coordinator ends when it loses a server.
+                    and ("ps" not in left[0] or any(round_.glob("safe-*")))
                 ):
-                    kill(left.pop(0), cluster, coordinator)
-                    target = progress(round_) + 90  # two saves later
+                    task = left.pop(0)
+                    kill(task, cluster, coordinator)
+                    # Two saves later; after a takeover before the first save of the new coordinator.
+                    target = progress(round_) + (5 if task == "chief 0" else 90)
     finally:
         coordinator.close()
     raise AssertionError((folder / "coordinator.log").read_text())
@@ -337,7 +385,8 @@ def planned(
 
 def soak(kills: int, *, doubles: int, seed: int, folder: Path, say: bool = False) -> Soak:
     """Kill so many tasks; return the totals."""
-    made = Soak(folder, seed)
+    reader = Reader()
+    made = Soak(folder, seed, reader)
     path = folder / "cluster.json"
     coordinator = Coordinator(folder / "coordinator.log")
     try:
@@ -348,6 +397,7 @@ def soak(kills: int, *, doubles: int, seed: int, folder: Path, say: bool = False
                 if say:
                     print(made, flush=True)
     finally:
+        reader.close()
         coordinator.close()
     return made
 

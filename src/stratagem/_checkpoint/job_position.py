@@ -21,7 +21,9 @@ from stratagem._checkpoint.closure_positions import ClosurePosition
 from stratagem._checkpoint.directory import CheckpointDirectory
 from stratagem._checkpoint.encoding import TakenApart, decode, from_torch_bytes, torch_bytes
 from stratagem._checkpoint.live_state import kind_of, live_in
+from stratagem._checkpoint.newest_checkpoint import points_of_job
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
+from stratagem._checkpoint.rewinding import Points
 from stratagem._checkpoint.server_group import ServerGroup, layout_of, strategies_of
 from stratagem._checkpoint.server_state import kept_state
 from stratagem._core.values import convert_to_tensor
@@ -78,6 +80,7 @@ class JobPosition:
         self._marks: list[_Mark] = []
         self._is_established = False  # whether the servers have a record
         self._caught_up = True  # see `is_behind`
+        self._base = ""  # name of the checkpoint that this start of the job began with
         self._next_at = 0.0
         self._steps = 0  # since the last mark
 
@@ -147,9 +150,16 @@ class JobPosition:
             self._is_established = False
             self._job.suspend(timeout_s=config.wire_timeout_s())
 
-    def establish(self, step: int) -> None:
-        """Make the job one that can be adopted: send every value and this position to the servers."""
-        self._caught_up = True
+    def establish(self, step: int, base: str = "") -> None:
+        """Make the job one that can be adopted: send every value and this position to the servers.
+
+        `base`: name of the checkpoint that the values come from, or empty.
+        """
+        if not self._caught_up:
+            # Servers would take new closures for those of the coordinator before, which the checkpoint may lack.
+            following = max(self._progress(went_on=True)[0], self._job.last_closure + 1)
+            self._continue_at(following)
+        self._caught_up, self._base = True, base
         self._job.check()
         self._group.variables.flush()
         self._create_optimizers()
@@ -233,6 +243,7 @@ class JobPosition:
         content = {
             "step": step,
             "closure": closure,
+            "base": self._base,
             "states": states,
             "tensors": {name: tensor.detach().cpu() for name, tensor in apart.tensors.items()},
             "random": read_random_state(),
@@ -309,14 +320,29 @@ class JobPosition:
         set_random_state(content["random"])
         variables.client.discards_writes = False
         self._job.resumed(content["closure"])
-        engine = self._engine()
-        if engine is not None:
-            with engine.lock:
-                engine.closures.continue_at(content["closure"])
-        self._is_established, self._caught_up = True, False
+        self._continue_at(content["closure"])
+        self._is_established, self._caught_up, self._base = True, False, content["base"]
         self._watch()
         step: int = content["step"]
         return step
+
+    def points(self, directory: CheckpointDirectory) -> Points:
+        """Return what lost servers of the job can be restored from, before this coordinator has saved."""
+        return points_of_job(
+            directory,
+            self._objects,
+            allow_pickle=self._allow_pickle,
+            instance=self._job.instance,
+            base=self._base,
+        )
+
+    def _continue_at(self, closure: int) -> None:
+        """Give this number to the next closure."""
+        self._job.first_closure = closure
+        engine = self._engine()
+        if engine is not None:
+            with engine.lock:
+                engine.closures.continue_at(closure)
 
     def _put_back(self, states: Mapping[str, Any]) -> None:
         for name, holder, key, value in list(_leaves(self._objects)):

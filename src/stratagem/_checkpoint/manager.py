@@ -1,8 +1,7 @@
 """`CheckpointManager`: saves while training goes on, keeps the newest and the best, restores.
 
-One save runs at a time, in a thread of its own. The caller's thread collects the state and copies it in
-memory; the thread writes it. A save that fails is logged and counted, raised by the next call, and leaves
-the checkpoints before it untouched.
+One save runs at a time, in a thread of its own. The caller's thread copies the state in memory; the thread
+writes it. A save that fails is logged, counted and raised by the next call; earlier checkpoints stay as they are.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class CheckpointManager(Owner):
         self._last_step = 0
         self._last_time = time.monotonic()
         self._seen_step: int | None = None
-        self._saves_soon = False  # at the next step
+        self._saves_soon = False  # at the next step, so that less is lost with a server
         self._copies = HostCopies()
         self._running: SaveHandle | None = None
         self._thread: threading.Thread | None = None
@@ -381,18 +380,19 @@ class CheckpointManager(Owner):
         self._finish_running()
         if self._position is not None and self._position.is_live:
             step = self._position.resume()
-            self._continues, self._saves_soon = True, True  # so that lost servers can be restored
+            self._points.set(self._position.points(self._directory) if self._recovers else ())
+            self._continues, self._saves_soon = True, True
             self._last_step, self._last_time = step, time.monotonic()
             _log.warning("continuing the live job at step %d", step)
             return step
         if self._position is not None:
             self._position.suspend()
-        step = self._restore_newest(strict=strict)
+        step, name = self._restore_newest(strict=strict)
         if self._position is not None:
-            self._position.establish(step)
+            self._position.establish(step, name)
         return step
 
-    def _restore_newest(self, *, strict: bool) -> int:
+    def _restore_newest(self, *, strict: bool) -> tuple[int, str]:
         points: list[Any] = []
         restored = restore_newest(
             self._directory,
@@ -404,10 +404,10 @@ class CheckpointManager(Owner):
         )
         self._continues = True
         if restored is None:
-            return 0
+            return 0, ""
         self._points.set(points)
         self._last_step, self._last_time = restored.step, time.monotonic()
-        return restored.step
+        return restored.step, restored.path.name
 
     def steps(self, stop: int) -> Iterator[int]:
         """Restore the newest checkpoint, then yield the numbers of the steps to make.

@@ -1,13 +1,18 @@
-"""Restore the newest intact checkpoint of a directory."""
+"""Restore the newest intact checkpoint of a directory, or find what lost servers of a live job can be restored from."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 from typing import Any
 
-from stratagem._checkpoint.checkpoint import Restored, restore_objects
-from stratagem._checkpoint.directory import CheckpointDirectory
-from stratagem.errors import CheckpointCorrupt
+from stratagem._checkpoint.block_reader import check_frames
+from stratagem._checkpoint.checkpoint import Restored, read_content, restore_objects
+from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of
+from stratagem._checkpoint.live_state import Match, live_in
+from stratagem._checkpoint.rewinding import Points
+from stratagem._checkpoint.server_reads import ServerReads
+from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 _log = logging.getLogger("stratagem.checkpoint")
 
@@ -60,3 +65,44 @@ def restore_newest(
             objects_changed=changed,
         ) from failure
     return None
+
+
+def points_of_job(
+    directory: CheckpointDirectory,
+    objects: MutableMapping[str, Any],
+    *,
+    allow_pickle: bool,
+    instance: str,
+    base: str,
+) -> Points:
+    """Return what lost servers of a live job can be restored from: its newest intact checkpoint; or nothing.
+
+    Args:
+        directory: the checkpoints.
+        objects: the live objects, whose variables are those of the job.
+        allow_pickle: accept values of any class in states.
+        instance: identity of this start of the job.
+        base: name of the checkpoint that this start of the job began with, or empty.
+    """
+    for saved in reversed(directory.scan()):
+        known = {file.facts.get("instance", "") for file in saved.manifest.files.values()}
+        if instance not in known and saved.path.name != base:
+            break  # older ones belong to an earlier start of the job, too
+        try:
+            return _points(saved, objects, allow_pickle=allow_pickle, instance=instance)
+        except CheckpointError as error:
+            _log.warning("lost servers cannot be restored from %s: %s", saved.path, error)
+    return ()
+
+
+def _points(
+    saved: SavedCheckpoint, objects: MutableMapping[str, Any], *, allow_pickle: bool, instance: str
+) -> Points:
+    chain = chain_of(saved)
+    for path, manifest in chain:
+        check_frames(path, manifest)
+    content = read_content(saved.path, allow_pickle=allow_pickle)
+    with ServerReads([value for _, value in live_in(dict(objects))], saved.path) as servers:
+        match = Match(objects, content["objects"], saved.manifest.tensors, servers=servers)
+        match.check(str(saved.path), strict=True)
+        return servers.points_of_job(chain, instance)

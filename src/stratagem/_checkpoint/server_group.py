@@ -319,4 +319,9 @@ def say_once(strategy: Any, what: str, refused: str) -> None:
     """Log, once per strategy, that rows pass through the coordinator."""
     if not vars(strategy).get("_said_checkpoints_pass"):
         vars(strategy)["_said_checkpoints_pass"] = True
-        _log.warning("checkpoints are %s through the coordinator: %s", what, refused)
+        _log.warning(
+            "checkpoints are %s through the coordinator, and lost parameter servers cannot be restored from them: %s. "
+            "Start the servers with --checkpoint-dir, on a file system that they share with the coordinator",
+            what,
+            refused,
+        )

@@ -281,6 +281,7 @@ class ServerWriter:
         self._urgent = urgent
         self._server = server
         self._made = made
+        self._made_at = time.time()
         self._parts = tuple(parts)
         self._tensors = {name: _described(tensors[name]) for name in {one.tensor for one in parts}}
         for name, other in aliases.items():
@@ -323,7 +324,15 @@ class ServerWriter:
                 f"{connection.task} wrote {report.size} bytes to {path}, but {size} are here: the "
                 "directory is not the same file system on both machines."
             )
-        facts = {**self._made.facts, "task": connection.task}
+        job = self._group.variables.job
+        facts = {
+            **self._made.facts,
+            "task": connection.task,
+            "shard": self._server,
+            "process": connection.server,
+            "instance": "" if job is None else job.instance,
+            "cut_at": self._made_at,
+        }
         return FileReport(
             StoredFile(report.size, report.crc32, facts),
             tuple(

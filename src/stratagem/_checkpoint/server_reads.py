@@ -140,27 +140,59 @@ class ServerReads(Owner):
                 one.group.optimizers.create(one.optimizer)
         self._run(chain, verify=False)
 
-    def _run(self, chain: Sequence[tuple[Path, Manifest]], *, verify: bool) -> None:
-        places = tuple((str(path.resolve()), manifest.identity) for path, manifest in chain)
+    def points_of_job(
+        self, chain: Sequence[tuple[Path, Manifest]], instance: str
+    ) -> list[tuple[CoordinatorVariables, RecoveryPoint]]:
+        """Return what lost servers of a live job can be restored from; nothing is read now.
+
+        Args:
+            chain: a checkpoint that this start of the job has made, or that it began with.
+            instance: identity of this start of the job.
+        """
+        path, manifest = chain[0]
+        found = []
         for group in self._groups:
-            orders: dict[int, messages.ReadParts] = {}
-            for server in group.connections:
-                parts = [
-                    part
-                    for tensor, name in self._wanted
-                    if tensor.servers is group
-                    for part in tensor.parts_on(server, name)
-                ]
-                items: list[StateRecord] = []
-                for one in self._states:
-                    if one.group is group:
-                        more, made = one.on(server)
-                        parts += more
-                        items += made
-                if parts or items:
-                    orders[server] = messages.ReadParts(
-                        chain=places, parts=tuple(parts), state=tuple(items), verify=verify
-                    )
+            group.map_everything()
+            facts: dict[int, Mapping[str, Any]] = {}
+            created = manifest.created
+            for saved in (file.facts for file in manifest.files.values()):
+                if saved.get("instance") == instance:
+                    server, created = saved["shard"], saved["cut_at"]
+                    is_same = saved["process"] == group.connections[server].server
+                    facts[server] = saved if is_same else {"ledger": saved["ledger"]}
+            cut_at = time.monotonic() - max(0.0, time.time() - created)
+            orders = self._orders(group, chain, verify=False)
+            point = RecoveryPoint(manifest.step, str(path), cut_at, orders, facts)
+            found.append((group.variables, point))
+        return found
+
+    def _orders(
+        self, group: ServerGroup, chain: Sequence[tuple[Path, Manifest]], *, verify: bool
+    ) -> dict[int, messages.ReadParts]:
+        places = tuple((str(path.resolve()), manifest.identity) for path, manifest in chain)
+        orders: dict[int, messages.ReadParts] = {}
+        for server in group.connections:
+            parts = [
+                part
+                for tensor, name in self._wanted
+                if tensor.servers is group
+                for part in tensor.parts_on(server, name)
+            ]
+            items: list[StateRecord] = []
+            for one in self._states:
+                if one.group is group:
+                    more, made = one.on(server)
+                    parts += more
+                    items += made
+            if parts or items:
+                orders[server] = messages.ReadParts(
+                    chain=places, parts=tuple(parts), state=tuple(items), verify=verify
+                )
+        return orders
+
+    def _run(self, chain: Sequence[tuple[Path, Manifest]], *, verify: bool) -> None:
+        for group in self._groups:
+            orders = self._orders(group, chain, verify=verify)
             try:
                 group.ask(orders)
                 for server in orders:

@@ -99,7 +99,7 @@ class ClosureTable:
         return self._next - 1
 
     def continue_at(self, number: int) -> None:
-        """Give this number to the next scheduled closure. No closure may have been scheduled."""
+        """Give this number, above those of all scheduled closures, to the next one."""
         self._next = number
 
     def progress(self, *, went_on: bool) -> tuple[int, int, int | None]:

@@ -17,7 +17,10 @@ from typing import Final, final
 
 from typing_extensions import override
 
-SURVIVAL: Final = " A run survives the loss of a server with backups=1, or with a CheckpointManager that has saved."
+SURVIVAL: Final = (
+    " A run survives the loss of a server with backups=1, or with a CheckpointManager that has saved to a directory "
+    "that the servers may use (--checkpoint-dir)."
+)
 """In the coordinator's error about a server that cannot be restored."""
 
 

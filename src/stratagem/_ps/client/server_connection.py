@@ -456,7 +456,7 @@ class ServerConnection:
             advice = (
                 "The next request tries to connect again. If the server has ended, start it again"
             )
-        # A coordinator that took a job over cannot restore a server before its first save.
+        # A coordinator cannot restore a server of a job that has no checkpoint.
         then = (
             "and run the script again: restore_or_initialize() continues the job from the newest "
             "checkpoint, or from the beginning if there is none"

@@ -5,11 +5,11 @@ variables; the embedding table is divided into two shards. A checkpoint is writt
 the program at any time and start it again.
 
     python examples/parameter_server.py
-    python examples/parameter_server.py --epochs 2 --checkpoint /tmp/clicks.pt
+    python examples/parameter_server.py --epochs 2 --checkpoints /tmp/clicks
 """
 
 import argparse
-from pathlib import Path
+import tempfile
 
 import torch
 from torch import nn
@@ -47,10 +47,10 @@ def dataset_fn() -> sg.data.Dataset:
 
 
 def main(
-    epochs: int = EPOCHS, steps: int = STEPS_PER_EPOCH, checkpoint: str | None = None
+    epochs: int = EPOCHS, steps: int = STEPS_PER_EPOCH, checkpoints: str | None = None
 ) -> float:
     torch.manual_seed(0)
-    with sg.LocalCluster(workers=2, ps=2) as cluster:
+    with tempfile.TemporaryDirectory() as temporary, sg.LocalCluster(workers=2, ps=2) as cluster:
         strategy = sg.ParameterServerStrategy(
             cluster.resolver,
             variable_partitioner=sg.partitioners.MinSizePartitioner(
@@ -63,8 +63,6 @@ def main(
                 model = Clicks()
                 optimizer = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE)
 
-            first_epoch = load(checkpoint, model, optimizer)
-
             def worker_fn(iterator):
                 def replica_fn(pairs, liked):
                     optimizer.zero_grad()
@@ -76,38 +74,29 @@ def main(
                 return strategy.run(replica_fn, args=next(iterator))
 
             loss = float("nan")
-            for epoch in range(first_epoch, epochs):
-                iterator = iter(distributed_dataset)  # a new iterator on every worker
-                # schedule() returns at once; any free worker takes the next call.
-                losses = [coordinator.schedule(worker_fn, args=(iterator,)) for _ in range(steps)]
-                coordinator.join()
-                loss = float(sum(coordinator.fetch(losses)) / steps)
-                print(f"epoch {epoch}: loss {loss:.4f}")
-                save(checkpoint, model, optimizer, epoch)
+            checkpoint = sg.Checkpoint(model=model, optimizer=optimizer)
+            directory = checkpoints or temporary
+            with sg.CheckpointManager(checkpoint, directory, max_to_keep=2) as manager:
+                first_epoch = manager.restore_or_initialize()  # 0 if there is no checkpoint
+                if first_epoch:
+                    print(f"resuming after epoch {first_epoch - 1}")
+                for epoch in range(first_epoch, epochs):
+                    iterator = iter(distributed_dataset)  # a new iterator on every worker
+                    # schedule() returns at once; any free worker takes the next call.
+                    losses = [
+                        coordinator.schedule(worker_fn, args=(iterator,)) for _ in range(steps)
+                    ]
+                    coordinator.join()
+                    loss = float(sum(coordinator.fetch(losses)) / steps)
+                    print(f"epoch {epoch}: loss {loss:.4f}")
+                    manager.save()  # of epoch + 1, while the next epoch trains
             return loss
-
-
-def save(path: str | None, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    if path is not None:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-        torch.save(state, path)
-
-
-def load(path: str | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore the last checkpoint, if there is one; return the epoch to begin with."""
-    if path is None or not Path(path).exists():
-        return 0
-    state = torch.load(path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    print(f"resuming after epoch {state['epoch']}")
-    return int(state["epoch"]) + 1
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--steps", type=int, default=STEPS_PER_EPOCH)
-    parser.add_argument("--checkpoint", default=None)
+    parser.add_argument("--checkpoints", metavar="DIRECTORY", default=None)
     arguments = parser.parse_args()
-    main(arguments.epochs, arguments.steps, arguments.checkpoint)
+    main(arguments.epochs, arguments.steps, arguments.checkpoints)

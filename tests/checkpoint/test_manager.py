@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import platform
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from warm_start import run_program
+from warm_start import Program, run_program
 
 import stratagem as sg
 from stratagem import metrics
 from stratagem._checkpoint import checkpoint_writer
+from stratagem._checkpoint.directory import DirectoryLock
 from stratagem._checkpoint.sigterm import SigtermNote
 from stratagem.errors import (
     CheckpointBusy,
@@ -332,6 +335,44 @@ def test_a_dropped_manager_releases_its_directory(tmp_path: Path, model: nn.Modu
     signal.raise_signal(signal.SIGTERM)
     assert arrived == [signal.SIGTERM]  # not noted for nobody
     signal.signal(signal.SIGTERM, before)
+
+
+REPLACED = """
+import sys
+import stratagem as sg
+import torch
+with sg.CheckpointManager(sg.Checkpoint(model=torch.nn.Linear(3, 2)), sys.argv[1]) as manager:
+    manager.save(1, wait=True)
+    print("saved", flush=True)
+    sys.stdin.readline()
+    try:
+        manager.save(2, wait=True)
+    except sg.errors.CheckpointBusy as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.process
+def test_a_replaced_coordinator_cannot_save(tmp_path: Path, model: nn.Module) -> None:
+    """Its successor takes the directory over while it still runs; other processes cannot."""
+    with Program(
+        [sys.executable, "-c", REPLACED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as old:
+        assert old.stdin is not None
+        assert old.stdout is not None
+        assert old.stdout.readline() == "saved\n"
+        with pytest.raises(CheckpointBusy, match=f"process {old.pid} on"):
+            DirectoryLock(tmp_path, "other", replaced="process 1 on nowhere")
+        replaced = f"process {old.pid} on {platform.node()}"
+        with DirectoryLock(tmp_path, "successor", replaced=replaced):
+            old.stdin.write("go\n")
+            old.stdin.flush()
+            assert "in use by the coordinator that has replaced this one" in old.stdout.readline()
+            assert old.wait(LIMIT_S) == 0
+    assert steps_in(tmp_path) == ["step_00000001"]
 
 
 @pytest.mark.process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -227,6 +228,37 @@ def test_a_server_killed_in_a_save_leaves_the_last_checkpoint(tmp_path: Path) ->
     assert not list(tmp_path.glob(".probe*"))
     with program(1, 1) as (other, _):
         assert sg.CheckpointManager(other.checkpoint, tmp_path).restore_or_initialize() == 1
+
+
+@pytest.mark.parametrize("limit", [100, 5_000])
+def test_a_server_whose_disk_is_full(tmp_path: Path, limit: int) -> None:
+    """One of two server processes cannot write its file: the save fails, and the next one has all rows."""
+    with (
+        program(2, 2, in_process=False) as (made, cluster),
+        sg.CheckpointManager(made.checkpoint, tmp_path) as manager,
+    ):
+        made.train(1)
+        manager.save(1, wait=True)
+        made.train(1, seed=1)
+        pid = cluster.pid("ps", 1)
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, before[1]))
+        expected = r"/job:ps/task:1 .*could not be written to .*File too large.*Free disk space"
+        with pytest.raises(CheckpointError, match=expected):
+            manager.save(2, wait=True)
+        handle = manager.save(2)
+        with pytest.raises(CheckpointError, match=expected):
+            handle.wait(60)
+        assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001"]
+        made.train(1, seed=2)  # nothing waits for the failed save
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        saved = manager.save(3, wait=True)
+        assert saved.path is not None
+        load(saved.path).verify()
+        state = made.state()
+    with program(1, 1) as (other, _):
+        other.checkpoint.restore(tmp_path)
+        assert all(torch.equal(one, two) for one, two in zip(other.state(), state, strict=True))
 
 
 def test_damage_leaves_the_servers_as_they_were(tmp_path: Path) -> None:

@@ -209,16 +209,20 @@ def test_a_server_that_hangs_is_replaced_and_gives_way() -> None:
         mine.check(32)
 
 
+def second_loss(point: str) -> Fault:
+    """Return the fault that kills the backup in promotion, or the primary while it copies its state to a new backup."""
+    # Two streams are made with the strategy.
+    after = 2 if point == "backup.in_streaming" else 0
+    return Fault(point=point, action="kill", task="/job:ps/task:0", after=after)
+
+
 @pytest.mark.process
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("point", ["backup.in_promotion", "backup.in_streaming"])
 def test_a_second_loss_is_reported_as_a_lost_server(point: str) -> None:
-    """The backup dies in promotion, or the primary dies while it copies its state to a new backup."""
-    second = Fault(point=point, action="kill", task="/job:ps/task:0")
-    if point == "backup.in_streaming":  # not in the streams when the strategy is made
-        second = Fault(point=point, action="kill", task="/job:ps/task:0", after=2)
+    """Without a checkpoint the run ends, and the error says that both were lost."""
     with (
-        sg.testing.inject(second) as injected,
+        sg.testing.inject(second_loss(point)) as injected,
         LocalCluster(workers=1, ps=2) as cluster,
         sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
         ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
@@ -229,6 +233,48 @@ def test_a_second_loss_is_reported_as_a_lost_server(point: str) -> None:
         with pytest.raises(ParameterServerLost, match=r"and its backup too|before another server"):
             run(mine, coordinator, 100)
         assert injected.count() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("point", ["backup.in_promotion", "backup.in_streaming"])
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("Adam", True),
+        *(
+            pytest.param(name, shares, marks=pytest.mark.soak)
+            for name in ("SGD", "Adagrad", "Adam")
+            for shares in (True, False)
+            if (name, shares) != ("Adam", True)
+        ),
+    ],
+)
+def test_a_second_loss_is_restored_from_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, name: str, shares: bool
+) -> None:
+    """What both servers lost comes from the checkpoint; the steps since then are repeated, and each counts once."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    with (
+        sg.testing.inject(second_loss(point)) as injected,
+        LocalCluster(workers=2, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        mine = ConservedRun(strategy, name)
+        with sg.CheckpointManager(mine.checkpoint, tmp_path, on_server_loss="rewind") as manager:
+            to_kill = [1]
+            for step in manager.steps(STEPS):
+                mine.schedule(coordinator)
+                if step == 8:
+                    manager.save(step + 1, wait=True)
+                if step == 12 and to_kill:
+                    cluster.kill_ps(to_kill.pop())
+                if step == 13:
+                    wait_until(lambda: injected.count() == 1, timeout_s=120.0)
+            mine.check(STEPS)
+            assert 9 in [one.step for one in coordinator.recoveries]
+            await_backups(strategy)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,15 @@ def faults_at(point: str) -> list[Fault]:
     return found
 
 
-def survive(directory: Path, faults: list[Fault], name: str) -> None:
+def survive(
+    directory: Path, faults: list[Fault], name: str, options: ClusterOptions = OPTIONS
+) -> None:
     """Train with faults; the result is that of an unbroken run."""
     with (
         sg.testing.inject(*faults) as injected,
         LocalCluster(workers=2, ps=2) as cluster,
         sg.ParameterServerStrategy(cluster.resolver) as strategy,
-        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+        ClusterCoordinator(strategy, options=options) as coordinator,
     ):
         mine = ConservedRun(strategy, name)
         with sg.CheckpointManager(
@@ -63,7 +66,7 @@ def survive(directory: Path, faults: list[Fault], name: str) -> None:
             mine.check(STEPS)
             coordinator.join(timeout_s=STEP_LIMIT_S)
             assert injected.count() == len(faults), injected.fired
-            lost = injected.count(task="/job:ps/*", action="kill")
+            lost = injected.count(task="/job:ps/*")
             assert 0 < len(coordinator.recoveries) <= lost or not lost
     for saved in CheckpointDirectory(directory).scan():
         saved.verify()
@@ -99,6 +102,15 @@ def test_every_step_counts_once_at_every_point(
 ) -> None:
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
     survive(tmp_path, faults_at(point), name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("point", ["server.after_apply", "worker.before_closure"])
+def test_a_task_that_stops_is_replaced(tmp_path: Path, point: str) -> None:
+    """SIGSTOP at a point of the code: after the limit for silence the task counts as lost."""
+    faults = [replace(one, action="stop") for one in faults_at(point)]
+    survive(tmp_path, faults, "Adam", replace(OPTIONS, heartbeat_limit_s=4.0))
 
 
 @pytest.mark.process
@@ -146,7 +158,7 @@ with (
     sg.ParameterServerStrategy(cluster.resolver) as strategy,
     sg.ClusterCoordinator(strategy) as coordinator,
 ):
-    mine = ConservedRun(strategy, "Adam")
+    mine = ConservedRun(strategy, sys.argv[5])
     with sg.CheckpointManager(mine.checkpoint, sys.argv[2], every_steps=4) as manager:
         first = manager.restore_or_initialize()
         for step in range(first, 16):
@@ -160,13 +172,25 @@ print("began at", first)
 """
 
 
-def killed_and_continued(directory: Path, point: str) -> None:
+COORDINATOR = {
+    "coordinator.scheduled": 9,
+    "coordinator.finished": 9,
+    "coordinator.between_cuts": 3,
+    "coordinator.before_manifest": 1,
+    "coordinator.before_rename": 1,
+}
+"""Points of a coordinator that trains, and how often it passes them before it is killed."""
+
+MATRIX = [(name, shares) for name in ("SGD", "Adagrad", "Adam") for shares in (True, False)]
+
+
+def killed_and_continued(directory: Path, point: str, name: str = "Adam") -> None:
     """Kill a script at a point of the coordinator; the next run starts from the newest checkpoint, exactly."""
-    after = {"coordinator.scheduled": 9, "coordinator.finished": 9, "coordinator.between_cuts": 3}
 
     def run(point: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", SCRIPT, point, str(directory)]
-        command += [str(Path(__file__).parents[1] / "plugins"), str(after.get(point, 1))]
+        plugins = str(Path(__file__).parents[1] / "plugins")
+        command += [plugins, str(COORDINATOR.get(point, 0)), name]
         return run_program(command, capture_output=True, text=True, timeout=250, check=False)
 
     killed = run(point)
@@ -188,29 +212,26 @@ def test_a_killed_coordinator_leaves_complete_checkpoints(tmp_path: Path) -> Non
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "point",
-    [
-        name
-        for name in POINTS
-        if name.startswith("coordinator.") and name != "coordinator.in_attach"
-    ],
-)
-def test_a_killed_coordinator_at_every_point(tmp_path: Path, point: str) -> None:
-    killed_and_continued(tmp_path, point)
+@pytest.mark.parametrize("point", COORDINATOR)
+@pytest.mark.parametrize(("name", "shares"), MATRIX)
+def test_a_killed_coordinator_at_every_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, name: str, shares: bool
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    killed_and_continued(tmp_path, point, name)
 
 
 JOB = """
 import json, os, signal, sys
 import stratagem as sg
-spec, key, directory, plugins, name, end = sys.argv[1:]
+spec, key, directory, plugins, name, end, after = sys.argv[1:]
 sys.path.insert(0, plugins)
 from conserved import ConservedRun
 resolver = sg.cluster_resolver.SimpleClusterResolver(
     sg.ClusterSpec(json.loads(spec)), cluster_key=key
 )
 faults = [
-    sg.testing.Fault(point=point, action="kill", task="/job:chief/*")
+    sg.testing.Fault(point=point, action="kill", task="/job:chief/*", after=int(after))
     for point in [end]
     if point.startswith("coordinator.")
 ]
@@ -228,9 +249,31 @@ with (
             manager.step(step + 1)
             if end == f"step {step}":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step % 4 == 3 and end.startswith("coordinator."):
+                manager.save(step + 1, wait=True)
         mine.check(12)
 print("began at", first)
 """
+
+
+def killed_and_taken_over(directory: Path, ends: list[str], name: str) -> None:
+    """Kill coordinators of a live job, each at its end of `ends`; the next one finishes it, and every step counts once."""
+    plugins = str(Path(__file__).parents[1] / "plugins")
+    with LocalCluster(workers=1, ps=2) as cluster:
+        spec = json.dumps(cluster.cluster_spec.as_dict())
+
+        def run(end: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-c", JOB, spec, cluster._key, str(directory), plugins]
+            command += [name, end, str(COORDINATOR.get(end, 0))]
+            return run_program(command, capture_output=True, text=True, timeout=250, check=False)
+
+        for end in ends:
+            killed = run(end)
+            assert killed.returncode == -signal.SIGKILL, (end, killed.stderr)
+        continued = run("")
+        assert continued.returncode == 0, continued.stderr
+        # The noted position may be older; closures that had finished are recognised.
+        assert "continuing the live job" in continued.stderr
 
 
 @pytest.mark.slow
@@ -239,16 +282,7 @@ print("began at", first)
     ("name", "shares"),
     [
         ("Adam", True),
-        *(
-            pytest.param(name, shares, marks=pytest.mark.soak)
-            for name, shares in [
-                ("Adam", False),
-                ("SGD", True),
-                ("SGD", False),
-                ("Adagrad", True),
-                ("Adagrad", False),
-            ]
-        ),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in MATRIX if one != ("Adam", True)),
     ],
 )
 def test_a_coordinator_killed_while_it_attaches(
@@ -256,24 +290,28 @@ def test_a_coordinator_killed_while_it_attaches(
 ) -> None:
     """Twice, with its claim made and no variable adopted: the next one continues the job, and every step counts once."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
-    plugins = str(Path(__file__).parents[1] / "plugins")
-    with LocalCluster(workers=1, ps=2) as cluster:
-        spec = json.dumps(cluster.cluster_spec.as_dict())
+    ends = ["step 6", "coordinator.in_attach", "coordinator.in_attach"]
+    killed_and_taken_over(tmp_path, ends, name)
+    assert not CheckpointDirectory(tmp_path).scan()  # all of it came from the live job
 
-        def run(end: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-c", JOB, spec, cluster._key, str(tmp_path), plugins]
-            return run_program(
-                [*command, name, end], capture_output=True, text=True, timeout=250, check=False
-            )
 
-        for end in ("step 6", "coordinator.in_attach", "coordinator.in_attach"):
-            killed = run(end)
-            assert killed.returncode == -signal.SIGKILL, (end, killed.stderr)
-        continued = run("")
-        assert continued.returncode == 0, continued.stderr
-        # The noted position may be older; closures that had finished are recognised.
-        assert "continuing the live job" in continued.stderr
-        assert not CheckpointDirectory(tmp_path).scan()  # all of it came from the live job
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("point", COORDINATOR)
+@pytest.mark.parametrize(("name", "shares"), MATRIX)
+def test_a_job_is_continued_wherever_its_coordinator_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, name: str, shares: bool
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if shares else "0")
+    killed_and_taken_over(tmp_path, [point], name)
+    for saved in CheckpointDirectory(tmp_path).scan():
+        saved.verify()
+
+
+def test_every_point_is_tested() -> None:
+    """A new point of the coordinator needs its place in these tests."""
+    found = {name for name in POINTS if name.startswith("coordinator.")}
+    assert found == {*COORDINATOR, "coordinator.in_attach"}
 
 
 def test_wrong_faults_are_refused() -> None:

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_parameter_server_learns_and_goes_on_after_its_checkpoint(tmp_path, capsys):
     """Two epochs, then a third by a second run (the program of page 003)."""
-    path = str(tmp_path / "state.pt")
-    first = parameter_server.main(epochs=2, steps=40, checkpoint=path)
-    second = parameter_server.main(epochs=3, steps=40, checkpoint=path)
+    path = str(tmp_path / "checkpoints")
+    first = parameter_server.main(epochs=2, steps=40, checkpoints=path)
+    second = parameter_server.main(epochs=3, steps=40, checkpoints=path)
     assert "resuming after epoch 1" in capsys.readouterr().out
     assert second < first < 0.72
 

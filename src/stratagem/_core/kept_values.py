@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from stratagem._core.kept_numbers import KeptNumbers
 from stratagem._core.kept_search import Place, Search, holds_tensors, is_kept
 from stratagem._core.managed import find_managed
+from stratagem._core.rendezvous import OwnValues
 from stratagem._core.same_code import PLAIN
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches.private_api import version
@@ -255,28 +257,21 @@ def refused(what: str, replicas: Sequence[int], why: str) -> ReplicaError:
 
 
 @final
-class WatchedValues:
+class WatchedValues(OwnValues):
     """Kept tensors of a function whose replicas run at the same time, so that writes have no known replica."""
 
     def __init__(self, kept: KeptValues) -> None:
         self._kept = kept
 
-    def resume(self, replica_id: int) -> None:
-        """Do nothing."""
-
-    def pause(self, replica_id: int) -> None:
-        """Do nothing."""
-
+    @override
     def settle(self, replicas: Sequence[int]) -> None:
         """Raise if a tensor was written that only one replica may write."""
         self._kept.refuse_writes()
 
+    @override
     def share(self, replica_id: int) -> None:
         """Accept what code has written that ran once for all replicas."""
         self._kept.share(replica_id)
-
-    def finish(self, replicas: Sequence[int], *, succeeded: bool) -> None:
-        """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -287,7 +282,7 @@ def _plain_mode() -> Iterator[None]:
 
 
 @final
-class KeptValues:
+class KeptValues(OwnValues):
     """Kept tensors of one function; reused in every run of the function.
 
     Attributes:
@@ -376,6 +371,7 @@ class KeptValues:
     def _may_be_written(self) -> bool:
         return self._by_memory or self._sum() != self._versions
 
+    @override
     def resume(self, replica_id: int) -> None:
         """Show a replica its own values, when its turn begins."""
         if self._pending:
@@ -383,6 +379,7 @@ class KeptValues:
                 for each in self._pending:
                     each.resume(replica_id)
 
+    @override
     def pause(self, replica_id: int) -> None:
         """Put aside what a replica has written, when its turn ends."""
         if self._may_be_written() or self._pending or self._bound:
@@ -393,6 +390,7 @@ class KeptValues:
                         self._pending.append(each)
             self._versions = self._sum()
 
+    @override
     def settle(self, replicas: Sequence[int]) -> None:
         """Write once what all these replicas agree on. All wait for each other."""
         if self._pending:
@@ -409,6 +407,7 @@ class KeptValues:
         for number in self._numbers:
             number.refuse_changes()
 
+    @override
     def share(self, replica_id: int) -> None:
         """Let all replicas see what code has written that ran once for them, with the values of this one."""
         if self._may_be_written() or self._pending or self._bound:
@@ -420,6 +419,7 @@ class KeptValues:
                     each.pause(replica_id)
             self._versions = self._sum()
 
+    @override
     def finish(self, replicas: Sequence[int], *, succeeded: bool) -> None:
         """End a run."""
         for each in self._pending:

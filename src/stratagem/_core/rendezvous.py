@@ -15,7 +15,7 @@ from __future__ import annotations
 import _thread
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 
@@ -38,8 +38,11 @@ class Aborted(BaseException):
     """Ends a replica whose run has failed elsewhere; `replicas` catches it."""
 
 
-class OwnValues(Protocol):
-    """Values that replicas share in the program, and of which each replica has its own while replicas take turns."""
+class OwnValues:
+    """Values that replicas share in the program, and of which each replica has its own while replicas take turns.
+
+    Base class: its methods do nothing.
+    """
 
     def resume(self, replica_id: int) -> None:
         """Give the program the values of a replica, whose turn begins."""

@@ -24,13 +24,10 @@ from stratagem._keras.metric_checks import flat_metrics, metric_variables
 from stratagem._keras.model_by_value import ModelParts
 from stratagem._keras.model_on_worker import (
     ModelRecipe,
-    build_worker_model,
-    predict_on_worker,
+    WorkerModel,
     test_on_shared,
-    test_on_worker,
     train_from_iterator,
     train_on_shared,
-    train_on_worker,
 )
 from stratagem._keras.model_strategies import is_on_servers, strategy_of
 from stratagem._keras.optimizers_on_servers import KerasOptimizer, OptimizerOnServers, refuse
@@ -99,9 +96,7 @@ class ModelOnServers:
                     for one, wrapper in zip(inner, self._keras_optimizers, strict=True)
                 ],
             )
-            self._copies = self._coordinator.create_per_worker_resource(
-                build_worker_model, args=(recipe,)
-            )
+            self._copies = self._coordinator.create_per_worker_resource(WorkerModel, args=(recipe,))
             self._digest = packed.digest
         for optimizer in self.optimizers:
             optimizer.send_changes()
@@ -173,11 +168,11 @@ class ModelOnServers:
             return self._schedule(train_from_iterator, copies, self._batches)
         if isinstance(data, SharedDataset):
             return self._schedule(train_on_shared, copies, data)
-        return self._schedule(train_on_worker, copies, data)
+        return self._schedule(WorkerModel.train, copies, data)
 
     def test(self, data: Any) -> Any:
         """Schedule the evaluation of a batch; return the logs of the batches that have finished."""
-        test = test_on_shared if isinstance(data, SharedDataset) else test_on_worker
+        test = test_on_shared if isinstance(data, SharedDataset) else WorkerModel.test
         return self._schedule(test, self.prepare(), data)
 
     def _schedule(self, function: Any, *args: Any) -> Any:
@@ -241,7 +236,9 @@ class ModelOnServers:
         """Yield the outputs of batches, in order."""
         copies = self.prepare()
         for data in batches:
-            self._waiting.append(self._coordinator.schedule(predict_on_worker, args=(copies, data)))
+            self._waiting.append(
+                self._coordinator.schedule(WorkerModel.predict, args=(copies, data))
+            )
             if len(self._waiting) > self._ahead:
                 yield self._waiting.popleft().get()
         while self._waiting:

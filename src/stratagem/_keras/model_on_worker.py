@@ -63,11 +63,6 @@ class StepResult(NamedTuple):
     scales: list[LossScale | None]
 
 
-def build_worker_model(recipe: ModelRecipe) -> WorkerModel:
-    """Build the model on a worker. Runs there, once for each worker."""
-    return WorkerModel(recipe)
-
-
 class WorkerModel:
     """A model on a worker."""
 
@@ -156,11 +151,6 @@ class WorkerModel:
         return [np.array(variable.numpy()) for variable in metric_variables(self._model)]
 
 
-def train_on_worker(model: WorkerModel, data: Any) -> Any:
-    """Train a worker's model on a batch that the coordinator sent."""
-    return model.train(data)
-
-
 def train_from_iterator(model: WorkerModel, batches: Any) -> Any:
     """Train a worker's model on the next batch of the worker's own dataset."""
     try:
@@ -171,11 +161,6 @@ def train_from_iterator(model: WorkerModel, batches: Any) -> Any:
             "take steps at their own pace, so none may run out: call .repeat() on the dataset in dataset_fn."
         ) from None
     return model.train(data)
-
-
-def test_on_worker(model: WorkerModel, data: Any) -> Any:
-    """Evaluate a worker's model on a batch that the coordinator sent."""
-    return model.test(data)
 
 
 def train_on_shared(model: WorkerModel, batches: Any) -> StepResult:
@@ -198,11 +183,6 @@ def _sum(results: Sequence[StepResult]) -> StepResult:
         [sum(parts) for parts in zip(*[each.updates for each in results], strict=True)],
         last.scales,
     )
-
-
-def predict_on_worker(model: WorkerModel, data: Any) -> Any:
-    """Return the outputs of a worker's model."""
-    return model.predict(data)
 
 
 def _plain(logs: Any) -> Any:

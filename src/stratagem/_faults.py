@@ -125,12 +125,7 @@ class FiredFault:
 
 @final
 class FaultPlan:
-    """The faults of one process.
-
-    Args:
-        directory: holds the faults, and notes what fired.
-        task: the task of this process.
-    """
+    """The faults of one process."""
 
     def __init__(self, directory: Path, task: str) -> None:
         self._directory = directory

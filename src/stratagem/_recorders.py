@@ -12,8 +12,6 @@ from typing import Self, final
 
 from stratagem._snapshots import DistributionSnapshot, Number, ScalarSnapshot, bucket_of
 
-__all__ = ["Counter", "Distribution", "Gauge", "Recorder", "ScalarRecorder", "Timer"]
-
 
 @final
 class Counter:

@@ -10,16 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = [
-    "DistributionSnapshot",
-    "Event",
-    "ScalarSnapshot",
-    "Snapshot",
-    "bucket_of",
-    "count_below",
-    "merge",
-]
-
 # Layout of a distribution. A positive value v = m * 2**e (0.5 <= m < 1) falls into the octave e,
 # which is divided into eight equal parts, so a bucket is at most 1/8 of its lower edge wide:
 #

@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["process_usage"]
-
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -243,10 +243,6 @@ def to_text(manifest: Manifest) -> str:
 def from_text(text: str, path: str) -> Manifest:
     """Return the manifest of a text.
 
-    Args:
-        text: contents of the file.
-        path: its path, for messages.
-
     Raises:
         CheckpointCorrupt: the text was damaged, or is of another format.
     """

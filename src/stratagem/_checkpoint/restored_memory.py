@@ -44,11 +44,6 @@ def memory_to_restore(
 
     Only parameters, buffers and optimizer state that are loaded as torch does it: the value is copied to where it
     already is, or kept as it is.
-
-    Args:
-        objects: the objects of the checkpoint.
-        skeleton: of the checkpoint.
-        stored: its tensors by name.
     """
     found: dict[str, Tensor] = {}
     twice: set[str] = set()

@@ -115,11 +115,7 @@ class ServerLostInSave(CheckpointError):
 
 @final
 class ServerGroup(Owner):
-    """The parameter servers of one strategy, with a connection of its own to each.
-
-    Args:
-        strategy: the strategy.
-    """
+    """The parameter servers of one strategy, with a connection of its own to each."""
 
     def __init__(self, strategy: Any) -> None:
         self.variables = strategy._variables

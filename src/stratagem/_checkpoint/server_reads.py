@@ -35,12 +35,7 @@ from stratagem._wire.messages import PartRef, StateRecord
 
 @final
 class ServerReads(Owner):
-    """Tensors of a checkpoint that servers read by themselves.
-
-    Args:
-        values: the live objects to restore.
-        path: the checkpoint.
-    """
+    """Tensors of a checkpoint that servers read by themselves."""
 
     def __init__(self, values: Sequence[Any], path: Path) -> None:
         self._groups: list[ServerGroup] = []

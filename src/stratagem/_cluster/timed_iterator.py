@@ -8,8 +8,6 @@ from typing import Any, Self, final
 
 from stratagem import metrics
 
-__all__ = ["TimedIterator"]
-
 
 @final
 class TimedIterator:

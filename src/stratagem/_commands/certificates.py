@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = ["make_certificates"]
-
 
 def make_certificates(directory: Path, names: Sequence[str], *, days: int) -> list[str]:
     """Write one certificate and private key per name; return what to print.

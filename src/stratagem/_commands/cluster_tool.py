@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["list_clusters", "run", "start", "stop"]
-
 
 def start(name: str, *, workers: int, ps: int) -> list[str]:
     """Start a cluster, unless it runs; return what to print."""

@@ -20,8 +20,6 @@ from stratagem import config
 from stratagem._wire.cluster_key import user_key_path
 from stratagem.errors import WireError
 
-__all__ = ["Finding", "Verdict", "examine", "report"]
-
 
 class Verdict(Enum):
     """Result of a check."""

@@ -15,8 +15,6 @@ from stratagem import config
 if TYPE_CHECKING:
     from stratagem._checkpoint.evaluator import Evaluator
 
-__all__ = ["cluster_from", "evaluator_from", "serve"]
-
 
 def serve(
     *,

@@ -18,8 +18,6 @@ from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.sample_sources import ClusterSource
 
-__all__ = ["serve_page", "watch"]
-
 _TITLE = "stratagem top"
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from stratagem._cluster.launch.supervised_cluster import SupervisedCluster
     from stratagem._strategies.base import Strategy
 
-__all__ = ["STRATEGIES", "ClusterSize", "open_strategy", "run_script", "run_script_again"]
-
 STRATEGIES = ("one", "central", "mirrored", "ps")
 
 

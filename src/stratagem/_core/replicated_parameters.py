@@ -158,11 +158,7 @@ class Leaf:
         )
 
     def is_written(self, central_version: int) -> bool:
-        """Return whether the replica, or another one, has written the parameter in place.
-
-        Args:
-            central_version: the present version of central.
-        """
+        """Return whether the replica, or another one, has written the parameter in place."""
         if central_version != self.central_version:
             return True
         return not self.has_own_memory and version(self.tensor) != self.version

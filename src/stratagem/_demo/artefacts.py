@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from stratagem._demo.clicks import WideAndDeep
 from stratagem.errors import StartupError
 
-__all__ = ["draw_curves", "predict_without_stratagem", "save_model"]
-
 _PREDICT_LIMIT_S = 120.0
 
 Points = Sequence[tuple[float, float]]

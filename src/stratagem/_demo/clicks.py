@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ClickWorld", "Clicks", "WideAndDeep", "auc"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Clicks:

@@ -39,8 +39,6 @@ from stratagem._monitor.sample_sources import ProgramSource
 from stratagem._ps.partition import MinSizePartitioner
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["DemoOptions", "run_demo"]
-
 # 1.26 million rows of 17 numbers: 86 MB, and as much optimizer state.
 VOCABULARY = (1_000_000, 200_000, 50_000, 10_000, 2_000, 500, 100, 20)
 WIDTH = 16

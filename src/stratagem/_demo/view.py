@@ -24,8 +24,6 @@ from stratagem._monitor.advice import advise
 from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 from stratagem._monitor.markup import event_text
 
-__all__ = ["Curve", "LinesView", "LiveView", "Picture", "View", "open_view", "picture_of"]
-
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CHART_ROWS = 4
 _CURVES = 3

@@ -58,11 +58,7 @@ def apply_patch() -> None:
 
 
 class Backup(Owner):
-    """The checkpoints of one ``fit``. `ModelOnServers` owns it, and closes it when ``fit`` ends.
-
-    Args:
-        callback: Keras' callback.
-    """
+    """The checkpoints of one ``fit``. `ModelOnServers` owns it, and closes it when ``fit`` ends."""
 
     def __init__(self, callback: Any) -> None:
         self._model = callback.model

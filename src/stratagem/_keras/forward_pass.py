@@ -32,10 +32,6 @@ class ForwardPass:
     Replicas share the central tensors of variables on their device; on another device they get a differentiable copy. A value
     that a layer assigns is the replica's own until the pass ends. Then the values of all replicas become one, as the
     variable's ``aggregation`` says.
-
-    Args:
-        central_device: device of the variables.
-        sizes: rows of each replica.
     """
 
     def __init__(self, central_device: torch.device, sizes: Sequence[int]) -> None:

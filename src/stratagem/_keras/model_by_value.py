@@ -67,9 +67,6 @@ class PackedModel:
 class ModelParts:
     """The objects of a model, in the order in which they are found.
 
-    Args:
-        model: the model.
-
     Attributes:
         parameters: those on the servers.
         modules: torch modules in its layers.

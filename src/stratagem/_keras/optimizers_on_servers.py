@@ -52,9 +52,6 @@ class LossScale(NamedTuple):
 class KerasOptimizer:
     """A Keras optimizer on the coordinator, with the optimizers inside it that update variables.
 
-    Args:
-        optimizer: the Keras optimizer, built.
-
     Attributes:
         inner: those optimizers; the optimizer itself if it is no wrapper.
     """
@@ -88,10 +85,6 @@ class KerasOptimizer:
 
 class OptimizerOnServers:
     """The servers' optimizer of a Keras optimizer.
-
-    Args:
-        optimizer: the Keras optimizer, built.
-        variables: the variables that it trains.
 
     Attributes:
         on_servers: the optimizer to step with on workers.

@@ -12,8 +12,6 @@ from typing import Final
 
 from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 
-__all__ = ["Advice", "advise", "bottleneck"]
-
 SERVER_BUSY: Final = 0.85
 """A server that works for this share of the time delays most requests."""
 

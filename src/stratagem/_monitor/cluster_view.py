@@ -10,17 +10,6 @@ from dataclasses import dataclass, field
 
 from stratagem._snapshots import DistributionSnapshot, Event
 
-__all__ = [
-    "PHASES",
-    "ClusterView",
-    "ProgramView",
-    "ScalarView",
-    "Series",
-    "ServerView",
-    "TableView",
-    "WorkerView",
-]
-
 PHASES = (
     "waiting for work",
     "waiting for input",

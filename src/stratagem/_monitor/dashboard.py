@@ -14,8 +14,6 @@ from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.sample_sources import ProgramSource, SampleSource
 from stratagem._owner import Owner
 
-__all__ = ["Dashboard", "dashboard"]
-
 
 @final
 class Dashboard(Owner):

@@ -26,8 +26,6 @@ from stratagem._monitor.cluster_view import (
 from stratagem._monitor.samples import ClusterSample, TaskSample
 from stratagem._snapshots import DistributionSnapshot, Event, ScalarSnapshot, Snapshot
 
-__all__ = ["ClusterHistory"]
-
 WINDOW_S: Final = 5.0  # of rates: several heartbeats, and short enough to follow
 POINTS: Final = 1200  # of a curve, 20 minutes of one a second; then neighbours are averaged
 EVENTS: Final = 2000

@@ -11,19 +11,6 @@ from stratagem._monitor.advice import Advice, advise, bottleneck
 from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 from stratagem._snapshots import Event
 
-__all__ = [
-    "STYLE",
-    "advice_list",
-    "canvas_text",
-    "event_list",
-    "event_text",
-    "legend",
-    "server_table",
-    "summary",
-    "table_table",
-    "worker_table",
-]
-
 EVENTS_SHOWN: Final = 50
 ROWS_SHOWN: Final = 100
 

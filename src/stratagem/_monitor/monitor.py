@@ -16,8 +16,6 @@ from stratagem._monitor.sample_sources import SampleSource
 from stratagem._owner import Owner
 from stratagem.errors import DeadlineExceeded
 
-__all__ = ["EVERY_S", "Monitor"]
-
 _log = logging.getLogger("stratagem.monitor")
 
 EVERY_S: Final = 1.0  # workers report once a second

@@ -32,8 +32,6 @@ from stratagem._monitor import markup
 from stratagem._monitor.cluster_view import PHASES, ClusterView, ScalarView
 from stratagem._monitor.markup import canvas_text
 
-__all__ = ["TEMPLATE", "Page"]
-
 LINES: Final = 8  # workers or servers drawn in one plot; the tables have all of them
 SCALARS: Final = 12
 BARS: Final = 32
@@ -118,11 +116,7 @@ CARDS: Final = (
 
 @final
 class Page:
-    """Models of one document, updated from views.
-
-    Args:
-        view: the first view.
-    """
+    """Models of one document, updated from views."""
 
     def __init__(self, view: ClusterView) -> None:
         silence(MISSING_RENDERERS)  # a cluster may have no servers, and a run nothing to draw yet

@@ -19,8 +19,6 @@ from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import AuthenticationError, ProtocolError, WireError
 
-__all__ = ["Probe", "ask_all"]
-
 _AT_ONCE: Final = 16  # tasks that are asked at the same time
 
 

@@ -20,8 +20,6 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 from stratagem._snapshots import DistributionSnapshot, count_below
 
-__all__ = ["exposition"]
-
 # Edges of the buckets. Durations: below 2**-20 s (1 µs) … 2**6 s. A duration of exactly an edge counts in
 # the next bucket; clocks do not return such values in practice.
 _SECONDS: Final = tuple(2.0**power for power in range(-20, 7))

@@ -12,8 +12,6 @@ from bokeh.resources import INLINE
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.page import CARDS, TEMPLATE, Page
 
-__all__ = ["write_report"]
-
 
 def write_report(view: ClusterView, path: str | os.PathLike[str], *, title: str) -> Path:
     """Write the page of a view to a file, with everything that a browser needs; return the path."""

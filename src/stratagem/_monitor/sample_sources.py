@@ -22,8 +22,6 @@ from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.round_trip import answer_limit_s
 from stratagem._wire.tls import TlsFiles
 
-__all__ = ["ClusterSource", "ProgramSource", "SampleSource"]
-
 _SERVER_LIMIT_S: Final = 1.0  # a server answers in a millisecond, also while a long step runs
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from stratagem._snapshots import Snapshot
 
-__all__ = ["ClusterSample", "TaskSample"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSample:

@@ -11,8 +11,6 @@ from typing_extensions import override
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._owner import Owner
 
-__all__ = ["TensorBoardScalars"]
-
 
 @final
 class TensorBoardScalars(Owner):

@@ -31,8 +31,6 @@ from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.page import CARDS, TEMPLATE, Page
 from stratagem._owner import Owner
 
-__all__ = ["WebServer"]
-
 _log = logging.getLogger("stratagem.monitor")
 
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")

@@ -72,11 +72,7 @@ class Description:
 
 
 class Placement:
-    """Round-robin assignment of shards to servers.
-
-    Args:
-        servers: how many parameter servers there are.
-    """
+    """Round-robin assignment of shards to servers."""
 
     def __init__(self, servers: int) -> None:
         self._servers = servers

@@ -86,9 +86,6 @@ class GroupedRows(NamedTuple):
 class RowKernels:
     """The functions of the library. All ids are contiguous int64 tensors in host memory.
 
-    Args:
-        path: the library.
-
     Raises:
         OSError: it cannot be loaded.
         AttributeError: it lacks a function, or is of another version.

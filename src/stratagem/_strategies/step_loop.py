@@ -21,8 +21,6 @@ from stratagem.errors import ClosureCancelled, EndOfData
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
 
-__all__ = ["check_arguments", "run_here", "run_on_workers"]
-
 Step = Callable[[Any], Any]
 
 # Batches in flight for each worker, and beyond that for all of them: a worker must never wait for

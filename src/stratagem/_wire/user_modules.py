@@ -23,12 +23,7 @@ _CACHED: Final = type(functools.cache(len))
 
 
 class NotSent:
-    """Stands, on a worker, for a variable of a module that cannot be pickled. Every use of it raises an error.
-
-    Args:
-        name: module and name of the variable.
-        reason: why it cannot be pickled.
-    """
+    """Stands, on a worker, for a variable of a module that cannot be pickled. Every use of it raises an error."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.__dict__.update(name=name, reason=reason)

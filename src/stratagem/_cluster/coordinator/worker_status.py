@@ -38,9 +38,6 @@ class WorkersView(Sequence[WorkerStatus]):
 
     A view that you keep shows workers that join and leave. A loop over it sees the workers of its beginning.
 
-    Args:
-        read: returns the present states.
-
     Example:
         >>> states = []
         >>> view = WorkersView(lambda: states)

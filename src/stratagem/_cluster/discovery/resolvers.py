@@ -273,12 +273,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 @final
 class LiveResolver(ClusterResolver):
-    """Resolver of a running cluster of this user, which asks for addresses and key at every access.
-
-    Args:
-        spec: returns the present addresses.
-        key: returns the cluster key.
-    """
+    """Resolver of a running cluster of this user, which asks for addresses and key at every access."""
 
     def __init__(self, spec: Callable[[], ClusterSpec], key: Callable[[], str]) -> None:
         super().__init__(rpc_layer="grpc")

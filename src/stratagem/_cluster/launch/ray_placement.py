@@ -42,11 +42,7 @@ def import_ray() -> Any:
 
 @final
 class RayPlacement(Owner):
-    """Placement groups of one cluster. Every task has a bundle: resources that Ray reserves on one node.
-
-    Args:
-        ray: the module.
-    """
+    """Placement groups of one cluster. Every task has a bundle: resources that Ray reserves on one node."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray

@@ -27,11 +27,7 @@ _installed: list[bool] = []
 
 @final
 class ClosureRandom:
-    """The random streams of one job on one worker.
-
-    Args:
-        seed: the job's seed.
-    """
+    """The random streams of one job on one worker."""
 
     def __init__(self, seed: int) -> None:
         self._base = _mix(seed)

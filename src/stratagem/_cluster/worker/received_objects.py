@@ -22,12 +22,7 @@ from stratagem.errors import ClosureInputError
 
 @final
 class ReceivedObjects:
-    """Objects that one incarnation of a worker has received.
-
-    Args:
-        views: the strategy's side of the worker.
-        task: the worker's name, for errors.
-    """
+    """Objects that one incarnation of a worker has received."""
 
     def __init__(self, views: StrategyOnWorker, task: str) -> None:
         self.lacks = False

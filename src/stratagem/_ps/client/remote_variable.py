@@ -39,10 +39,6 @@ class _MappedLife(NamedTuple):
 class RemoteVariable:
     """A variable whose rows are on parameter servers.
 
-    Args:
-        description: where its shards are.
-        client: the connections to the servers.
-
     Attributes:
         places: its shards.
         seen: versions of the shards at the last read, by which staleness is measured.

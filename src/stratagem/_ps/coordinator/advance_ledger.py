@@ -146,13 +146,7 @@ class AdvanceLedger:
     def snapshot(
         self, worker: int, incarnation: int, known: Collection[Token]
     ) -> StateSnapshot | None:
-        """Return the state that a worker must have before its next closure, None if it has it.
-
-        Args:
-            worker: number of the worker.
-            incarnation: its incarnation.
-            known: tokens of the objects that it has.
-        """
+        """Return the state that a worker must have before its next closure, None if it has it."""
         if not self._states:
             return None
         with self.lock:

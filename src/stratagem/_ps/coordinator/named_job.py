@@ -28,9 +28,6 @@ _SHOWN: Final = 20
 class NamedJob(Owner):
     """The named job of one strategy.
 
-    Args:
-        connection: the hold of this process on the job.
-
     Attributes:
         is_attaching: the variables of a live job are being adopted, until `resumed`.
         first_closure: number of the next closure, at the start of this coordinator.

@@ -47,9 +47,6 @@ class NoBackup(Exception):
 class ServerBackups:
     """Primary and backup of every shard.
 
-    Args:
-        holders: which process has each shard as primary.
-
     Attributes:
         views: by shard, the number of the last decision.
         backups: by shard, the process that has a complete backup, or None.

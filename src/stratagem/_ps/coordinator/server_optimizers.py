@@ -49,11 +49,7 @@ LARGE_TABLE_BYTES: Final = 1 << 25
 
 
 class OptimizersOnServers:
-    """The optimizers of one strategy.
-
-    Args:
-        variables: the strategy's variables.
-    """
+    """The optimizers of one strategy."""
 
     def __init__(self, variables: CoordinatorVariables) -> None:
         self._variables = variables

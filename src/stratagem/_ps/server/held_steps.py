@@ -38,12 +38,7 @@ class CombinedStep(NamedTuple):
 
 @final
 class HeldSteps:
-    """Steps of closures whose round has not ended.
-
-    Args:
-        store: whose variables and optimizers are stepped.
-        budget: counts the bytes of the gradients.
-    """
+    """Steps of closures whose round has not ended."""
 
     def __init__(self, store: VariableStore, budget: Budget) -> None:
         self._store = store

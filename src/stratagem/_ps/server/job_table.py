@@ -39,11 +39,7 @@ class _HeldJob:
 
 @final
 class JobTable:
-    """The named jobs of one server, by the names of their sessions.
-
-    Args:
-        sessions: the server's sessions.
-    """
+    """The named jobs of one server, by the names of their sessions."""
 
     def __init__(self, sessions: SessionTable) -> None:
         self._sessions = sessions

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.types import Gradient, Hyperparameters
 
-__all__ = ["repeated_push"]
-
 
 def repeated_push(
     store: VariableStore,

@@ -23,11 +23,7 @@ _has_hook = False
 
 @final
 class LocalKeys:
-    """Rows of keys of one table. A copy or pickle of it starts anew from the table's array of keys.
-
-    Args:
-        rule: the table's settings.
-    """
+    """Rows of keys of one table. A copy or pickle of it starts anew from the table's array of keys."""
 
     def __init__(self, rule: KeyRule) -> None:
         self._rule = rule

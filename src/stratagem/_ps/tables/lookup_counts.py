@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from stratagem import metrics
 
-__all__ = ["count_lookup"]
-
 _counters: dict[str, tuple[metrics.Counter, metrics.Counter]] = {}
 
 

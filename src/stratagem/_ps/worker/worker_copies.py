@@ -46,12 +46,7 @@ class WorkerCopy(Protocol):
 
 @final
 class CopyMemory:
-    """The memory of a copy, by shards.
-
-    Args:
-        remote: the variable.
-        target: the copy.
-    """
+    """The memory of a copy, by shards."""
 
     __slots__ = ("_target", "parts")
 

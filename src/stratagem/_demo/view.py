@@ -111,17 +111,7 @@ def open_view(*, stream: TextIO | None = None, plain: bool = False) -> View:
 
 @final
 class LiveView:
-    """View that redraws the picture in place.
-
-    Example:
-        >>> import io
-        >>> from rich.console import Console
-        >>> picture = Picture(
-        ...     title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
-        ... )
-        >>> with LiveView(Console(file=io.StringIO(), force_terminal=True)) as view:
-        ...     view.show(picture)
-    """
+    """View that redraws the picture in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -145,17 +135,7 @@ class LiveView:
 
 @final
 class LinesView:
-    """View that prints one line every few seconds, for logs.
-
-    Example:
-        >>> import sys
-        >>> picture = Picture(
-        ...     title="t", done_steps=1, total_steps=2, elapsed_s=1.0, examples_per_s=8.0
-        ... )
-        >>> with LinesView(sys.stdout) as view:
-        ...     view.show(picture)
-        step 1 of 2 (50 %), 8 examples/s, 1 s left
-    """
+    """View that prints one line every few seconds, for logs."""
 
     # Frequent enough to follow, rare enough for a CI log.
     _EVERY_S = 5.0

@@ -55,15 +55,6 @@ class Worker(Owner):
         key: the cluster's key: a coordinator proves it before the worker runs anything.
         forward_output: whether the worker owns the process: prints and log records are sent to the
             coordinator, and memory is given back between coordinators.
-
-    Example:
-        >>> import threading
-        >>> with Worker("127.0.0.1:0", index=0, key=ClusterKey.random()) as worker:
-        ...     thread = threading.Thread(target=worker.serve)
-        ...     thread.start()
-        ...     print(worker.task)
-        /job:worker/task:0
-        >>> thread.join()
     """
 
     def __init__(

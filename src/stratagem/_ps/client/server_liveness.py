@@ -55,15 +55,6 @@ class ControlConnections:
         key: the cluster's key.
         data_connections: connections of the same client, by server. They know the servers' variables, and
             their waiting requests fail when a server does not answer here.
-
-    Example:
-        >>> from stratagem._ps.client.server_liveness import ControlConnections
-        >>> from stratagem._ps.server.loop import ParameterServer
-        >>> with ParameterServer("127.0.0.1:0").start() as server:
-        ...     control = ControlConnections([("/job:ps/task:0", server.address)], key=None)
-        ...     control.ping(0, timeout_s=5.0).busy_s
-        ...     control.close()
-        0.0
     """
 
     def __init__(

@@ -74,13 +74,7 @@ _ABOUT_SESSIONS = (
 
 @final
 class ParameterServer(Owner):
-    """One parameter server: it listens at once and serves when `start` or `serve` is called.
-
-    Example:
-        >>> with ParameterServer("127.0.0.1:0", task="/job:ps/task:0").start() as server:
-        ...     print(server.address.startswith("127.0.0.1:"), server.session_count)
-        True 0
-    """
+    """One parameter server: it listens at once and serves when `start` or `serve` is called."""
 
     def __init__(
         self,

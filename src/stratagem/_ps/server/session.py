@@ -64,14 +64,7 @@ _FORWARDED: Final = frozenset(
 
 @final
 class Session:
-    """The variables of one strategy on this server, in shared memory.
-
-    Example:
-        >>> session = Session("s1", budget=Budget(1 << 20))
-        >>> session
-        <Session 's1': 0 variables, 0 bytes, 0 writes>
-        >>> session.close()
-    """
+    """The variables of one strategy on this server, in shared memory."""
 
     def __init__(
         self,

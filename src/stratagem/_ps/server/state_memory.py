@@ -80,12 +80,6 @@ class StateApart(TorchFunctionMode):
 
     Some classes make their state when they are constructed (Adagrad's sums). Zeros cost memory only where
     something is written later: table rows that are never trained have no sums.
-
-    Example:
-        >>> with StateApart():
-        ...     made = torch.full_like(torch.empty(1 << 20), 0.5)
-        >>> made.sum()
-        tensor(524288.)
     """
 
     @override

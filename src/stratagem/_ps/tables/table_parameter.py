@@ -50,27 +50,7 @@ _MOST_AS_ASKED = 1 << 17 if kernels is None else 1 << 24
 
 
 class TableParameter(nn.Parameter):
-    """A parameter whose rows are in a `RowSource`; see the module's docstring.
-
-    Example:
-        >>> class Memory:
-        ...     name, shape, dtype = "table", (4, 2), torch.float32
-        ...     data = torch.arange(8.0).reshape(4, 2)
-        ...
-        ...     def rows(self, ids):
-        ...         return self.data[ids]
-        ...
-        ...     def rows_as_asked(self, ids):
-        ...         return None
-        ...
-        ...     def whole(self):
-        ...         return self.data
-        >>> table = TableParameter.over(Memory())
-        >>> F.embedding(torch.tensor([3, 0, 3]), table).sum().backward()
-        >>> table.grad_ids, table.grad
-        (tensor([0, 3]), tensor([[1., 1.],
-                [2., 2.]]))
-    """
+    """A parameter whose rows are in a `RowSource`; see the module's docstring."""
 
     source: RowSource
     gradient: RowGradient

@@ -20,21 +20,7 @@ _SIGNS: Final = {"add_": 1, "__iadd__": 1, "sub_": -1, "subtract_": -1, "__isub_
 
 @final
 class WritableRows:
-    """The rows of a source, or the local copy that a function has written.
-
-    Example:
-        >>> import torch
-        >>> from stratagem._ps.tables.table_parameter import TableParameter
-        >>> class Memory:
-        ...     name, shape, dtype = "table", (2, 1), torch.float32
-        ...
-        ...     def whole(self):
-        ...         return torch.ones(2, 1)
-        >>> rows = WritableRows(Memory())
-        >>> _ = TableParameter.over(rows).data.mul_(3.0)
-        >>> rows.whole().tolist()
-        [[3.0], [3.0]]
-    """
+    """The rows of a source, or the local copy that a function has written."""
 
     def __init__(self, source: RowSource) -> None:
         self.name, self.shape, self.dtype = source.name, source.shape, source.dtype

@@ -57,14 +57,7 @@ class _ParameterState(dict[str, Any]):
 
 @final
 class StepState(defaultdict[Any, Any]):
-    """``optimizer.state`` of an optimizer whose code runs on a worker; empty at the start of every function.
-
-    Example:
-        >>> state = StepState("SAM")
-        >>> state["weight"]["old"] = 1.0
-        >>> state["weight"]["old"]
-        1.0
-    """
+    """``optimizer.state`` of an optimizer whose code runs on a worker; empty at the start of every function."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(lambda: _ParameterState(owner))

@@ -74,6 +74,44 @@ def test_to_torch(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "one.pt exists" in capsys.readouterr().err
 
 
+def test_damage_is_named_and_nothing_is_written(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any byte of any file: `to-torch` and `diff` read no value that was not verified."""
+    output, newest = tmp_path / "one.pt", directory / "step_00000002"
+    for name in ("__0_0.distcp", "coordinator.pt", ".metadata", "manifest.json"):
+        good = (newest / name).read_bytes()
+        for place in range(0, len(good), len(good) // 7):
+            bad = bytearray(good)
+            bad[place] ^= 0x10
+            (newest / name).write_bytes(bad)
+            assert main(["checkpoint", "to-torch", str(newest), str(output)]) == 1
+            said = capsys.readouterr().err
+            assert f"{newest / name} is damaged" in said
+            assert f"`stratagem checkpoint verify {directory}` says which ones are good" in said
+            assert main(["checkpoint", "diff", str(newest), str(newest)]) == 1
+            assert f"{newest / name} is damaged" in capsys.readouterr().err
+        (newest / name).write_bytes(good)
+    assert not output.exists()
+
+
+def test_a_damaged_manifest_is_not_skipped_silently(
+    directory: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest intact one is used, and a log line names the other."""
+    damaged = directory / "step_00000002" / "manifest.json"
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    assert main(["checkpoint", "show", str(directory)]) == 0
+    assert "step:     1" in capsys.readouterr().out
+    assert f"skipping a checkpoint: {damaged} is damaged" in caplog.text
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    checkpoint = sg.Checkpoint(model=model, optimizer=optimizer, notes={})
+    caplog.clear()
+    assert checkpoint.restore(directory).step == 1
+    assert f"skipping a checkpoint: {damaged} is damaged" in caplog.text
+
+
 def test_to_torch_says_why_a_file_cannot_be_written(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,12 +29,7 @@ from stratagem._checkpoint.checkpoint_writer import (
 )
 from stratagem._checkpoint.closure_positions import pin_positions
 from stratagem._checkpoint.delta_base import DeltaBase
-from stratagem._checkpoint.directory import (
-    CheckpointDirectory,
-    SavedCheckpoint,
-    chain_of,
-    load,
-)
+from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of, find
 from stratagem._checkpoint.encoding import TakenApart, from_torch_bytes, torch_bytes
 from stratagem._checkpoint.live_state import (
     Match,
@@ -42,7 +37,7 @@ from stratagem._checkpoint.live_state import (
     collect,
     live_in,
 )
-from stratagem._checkpoint.manifest import COORDINATOR, NAME, Manifest, StoredTensor
+from stratagem._checkpoint.manifest import COORDINATOR, Manifest, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
 from stratagem._checkpoint.restored_memory import changing_objects, memory_to_restore
@@ -194,27 +189,6 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self._objects) or 'nothing'}>"
-
-
-def find(path: Path) -> SavedCheckpoint:
-    """Return the checkpoint at a path, or the newest one of a directory of checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-        CheckpointCorrupt: its manifest is damaged.
-    """
-    if (path / NAME).exists():
-        return load(path)
-    directory = CheckpointDirectory(path)
-    latest = directory.latest()
-    if latest is not None:
-        return latest
-    for error in directory.damaged.values():
-        raise error
-    raise CheckpointError(
-        f"{path} is no complete checkpoint (it has no {NAME}) and holds none. `stratagem checkpoint "
-        "ls` lists those of a directory."
-    )
 
 
 # ------------------------------------------------------------------ saving

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import os
 import platform
 import re
@@ -28,6 +29,8 @@ from stratagem._checkpoint.block_reader import BlockReader, check_frames, naming
 from stratagem._checkpoint.manifest import Manifest
 from stratagem._owner import Owner
 from stratagem.errors import CheckpointBusy, CheckpointCorrupt, CheckpointError
+
+_log = logging.getLogger("stratagem.checkpoint")
 
 _WRITING, _DELETING = ".writing-", ".deleting-"
 _LOCK = ".lock"
@@ -240,6 +243,29 @@ def _flush_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def find(path: Path) -> SavedCheckpoint:
+    """Return the checkpoint at a path, or the newest one of a directory of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+        CheckpointCorrupt: its manifest is damaged.
+    """
+    if (path / manifests.NAME).exists():
+        return load(path)
+    directory = CheckpointDirectory(path)
+    latest = directory.latest()
+    for error in directory.damaged.values():
+        if latest is None:
+            raise error
+        _log.warning("skipping a checkpoint: %s", error)
+    if latest is None:
+        raise CheckpointError(
+            f"{path} is no complete checkpoint (it has no {manifests.NAME}) and holds none. `stratagem "
+            "checkpoint ls` lists those of a directory."
+        )
+    return latest
 
 
 @final

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from stratagem._checkpoint import evaluations
-from stratagem._checkpoint.checkpoint import find, read_content, read_tensors
-from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of
+from stratagem._checkpoint.block_reader import check_frames
+from stratagem._checkpoint.checkpoint import read_content, read_tensors
+from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of, find
 from stratagem._checkpoint.encoding import decode
 from stratagem._checkpoint.manifest import NAME, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
@@ -29,11 +30,18 @@ _SHOWN_DIFFERENCES: Final = 50
 
 def run(action: str, path: str, other: str | None, *, allow_pickle: bool) -> Outcome:
     """Run one action; `other` is the second path of ``to-torch`` and ``diff``."""
-    if other is not None:
-        if action == "to-torch":
-            return to_torch(Path(path), Path(other), allow_pickle=allow_pickle)
-        return diff(Path(path), Path(other))
-    return {"ls": list_checkpoints, "show": show, "verify": verify}[action](Path(path))
+    try:
+        if other is not None:
+            if action == "to-torch":
+                return to_torch(Path(path), Path(other), allow_pickle=allow_pickle)
+            return diff(Path(path), Path(other))
+        return {"ls": list_checkpoints, "show": show, "verify": verify}[action](Path(path))
+    except CheckpointCorrupt as error:
+        directory = Path(error.path).parent.parent
+        raise CheckpointCorrupt(
+            f"{error} Use another checkpoint: `stratagem checkpoint verify {directory}` says which ones are good.",
+            path=error.path,
+        ) from error
 
 
 def list_checkpoints(path: Path) -> Outcome:
@@ -117,7 +125,7 @@ def to_torch(path: Path, output: Path, *, allow_pickle: bool) -> Outcome:
     """Write a checkpoint as one file that ``torch.load`` reads, deltas resolved."""
     if output.exists():
         raise CheckpointError(f"{output} exists. Choose a path that does not exist.")
-    saved = find(path)
+    saved = _find_intact(path)
     content = read_content(saved.path, allow_pickle=allow_pickle)
     tensors = read_tensors(chain_of(saved), list(saved.manifest.tensors), "reading")
     nest = {name: decode(entry, tensors) for name, entry in content["objects"].items()}
@@ -136,7 +144,7 @@ def to_torch(path: Path, output: Path, *, allow_pickle: bool) -> Outcome:
 
 def diff(first: Path, second: Path) -> Outcome:
     """Compare two checkpoints, tensor by tensor and value by value; well means equal."""
-    before, after = find(first), find(second)
+    before, after = _find_intact(first), _find_intact(second)
     lines = [f"--- {before.path} (step {before.step})", f"+++ {after.path} (step {after.step})"]
     found = _different_tensors(before, after)
     old = dict(_plain_values(read_content(before.path, allow_pickle=False)["objects"]))
@@ -156,6 +164,14 @@ def diff(first: Path, second: Path) -> Outcome:
         *found[:_SHOWN_DIFFERENCES],
         *([f"… and {more} more differences"] if more > 0 else []),
     ], False
+
+
+def _find_intact(path: Path) -> SavedCheckpoint:
+    """Return a checkpoint whose bytes outside rows are verified; reading verifies the rows."""
+    saved = find(path)
+    for place, manifest in chain_of(saved):
+        check_frames(place, manifest)
+    return saved
 
 
 def _different_tensors(before: SavedCheckpoint, after: SavedCheckpoint) -> list[str]:

@@ -384,6 +384,7 @@ def test_a_job_of_a_live_coordinator_is_in_use(tmp_path: Path) -> None:
             pass  # the first one has ended its job
 
 
+@pytest.mark.slow
 def test_of_coordinators_that_start_together_one_gets_the_job() -> None:
     """The others find it in use; the one that has it can use it."""
     with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:

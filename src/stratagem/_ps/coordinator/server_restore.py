@@ -16,6 +16,7 @@ from stratagem._ps.client.mapping import ShardLocation
 from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._ps.client.transfers import follow, read_stall_s
 from stratagem._ps.recovery_point import RecoveryPoint, ServerRecovery
+from stratagem._ps.types import InitOp
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.round_trip import answer_limit_s
@@ -186,31 +187,63 @@ def _fill(
             f"{', '.join(sorted(missing.values()))} are not in the checkpoint {point.path}. Add them to "
             "the Checkpoint"
         )
-    bindings = {
-        place.variable: tuple(binding)
-        for remote in list(variables._remotes)
-        for place, binding in zip(remote.places, remote.bindings, strict=False)
-    }
-    names = {
-        place.variable: name
-        for remote in list(variables._remotes)
-        for place, name, _ in remote.wanted()
-    }
-    connection.request(
-        messages.CreateVariables(
-            variables=tuple(
-                messages.VariableSpec(
-                    number,
-                    names[number],
-                    codec.dtype_name(place.dtype),
-                    place.shape,
-                    bindings.get(number, ()),
-                )
-                for number, (place, _) in sorted(places.items())
-            )
+    _create_variables(variables, connection, places)
+    numbers = _create_optimizers(variables, server, connection, places)
+    if parts:
+        read = messages.ReadParts(
+            chain=order.chain,
+            parts=tuple(part for part in parts if not part.key or part.optimizer in numbers),
+            state=tuple(
+                item
+                for item in order.state
+                if item.variable in places and item.optimizer in numbers
+            ),
         )
-    )
-    numbers = set()
+        connection.request(read)
+        follow(connection, lambda moved: progress() if moved else None, read_stall_s())
+    ledger = point.facts_of(server).get("ledger")
+    if ledger:
+        connection.request(messages.RestoreLedger(ledger=ledger))
+    for sequence, number in enumerate(sorted(copies.keys() & places.keys() - saved), 1):
+        outgoing = Outgoing()
+        ref = outgoing.add(copies[number].detach())
+        writer = messages.WriteId("recovery", 0, sequence)
+        operations = messages.encode_operations([messages.Assign(number, "set", ref)])
+        connection.request(messages.Write(origin=writer, operations=operations), outgoing.buffers)
+
+
+def _create_variables(
+    variables: CoordinatorVariables,
+    connection: ServerConnection,
+    places: dict[int, tuple[ShardLocation, str]],
+) -> None:
+    bindings: dict[int, tuple[InitOp, ...]] = {}
+    names: dict[int, str] = {}
+    for remote in list(variables._remotes):
+        names.update((place.variable, name) for place, name, _ in remote.wanted())
+        for place, binding in zip(remote.places, remote.bindings, strict=False):
+            bindings[place.variable] = tuple(binding)
+    specs = [
+        messages.VariableSpec(
+            number,
+            names[number],
+            codec.dtype_name(place.dtype),
+            place.shape,
+            bindings.get(number, ()),
+        )
+        for number, (place, _) in sorted(places.items())
+    ]
+    connection.request(messages.CreateVariables(variables=tuple(specs)))
+
+
+def _create_optimizers(
+    variables: CoordinatorVariables,
+    server: int,
+    connection: ServerConnection,
+    places: dict[int, tuple[ShardLocation, str]],
+) -> set[int]:
+    """Create the optimizers of variables that still exist; return their numbers."""
+    numbers: set[int] = set()
     for message in variables.client.replacement.optimizers_on(server):
         groups = tuple(
             messages.GroupSpec(tuple(n for n in group.variables if n in places), group.settings)
@@ -227,28 +260,7 @@ def _fill(
                 )
             )
             numbers.add(message.optimizer)
-    if parts:
-        connection.request(
-            messages.ReadParts(
-                chain=order.chain,
-                parts=tuple(part for part in parts if not part.key or part.optimizer in numbers),
-                state=tuple(
-                    item
-                    for item in order.state
-                    if item.variable in places and item.optimizer in numbers
-                ),
-            )
-        )
-        follow(connection, lambda moved: progress() if moved else None, read_stall_s())
-    ledger = point.facts_of(server).get("ledger")
-    if ledger:
-        connection.request(messages.RestoreLedger(ledger=ledger))
-    for sequence, number in enumerate(sorted(copies.keys() & places.keys() - saved), 1):
-        outgoing = Outgoing()
-        ref = outgoing.add(copies[number].detach())
-        writer = messages.WriteId("recovery", 0, sequence)
-        operations = messages.encode_operations([messages.Assign(number, "set", ref)])
-        connection.request(messages.Write(origin=writer, operations=operations), outgoing.buffers)
+    return numbers
 
 
 def _updates_lost(

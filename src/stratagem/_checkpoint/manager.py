@@ -210,10 +210,8 @@ class CheckpointManager(Owner):
         if self._sigterm is not None and self._sigterm.arrived:
             if self._running is not None:
                 self._running._unseen_error()  # logged already; saving comes first now
-            newest = self.save(
-                step, metrics, wait=True
-            ).path  # an older one of a job that is behind
-            _log.warning("SIGTERM: ending; the newest checkpoint is %s", newest)
+            saved = self.save(step, metrics, wait=True)  # an older one of a job that is behind
+            _log.warning("SIGTERM: ending; the newest checkpoint is %s", saved.path)
             raise SystemExit(EXIT_CODE)
         self._raise_earlier_failure()
         since_s = time.monotonic() - self._last_time

@@ -1,4 +1,4 @@
-"""``stratagem certificates``: make a cluster's own authority, and certificates for its tasks."""
+"""``stratagem certificates``: create a cluster's own authority, and certificates for its tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``stratagem checkpoint``: look at checkpoints, verify, convert and compare them.
+"""``stratagem checkpoint``: list, show, verify, convert and compare checkpoints.
 
 Every function returns the lines to print, and whether all is well.
 """

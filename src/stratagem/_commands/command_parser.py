@@ -60,7 +60,7 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _command(
         commands,
         "train",
-        summary="run a script under a strategy; sg.auto_strategy() returns it in the script",
+        summary="run a script under a strategy, which sg.auto_strategy() returns in the script",
         examples=(
             "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
             "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 --epochs 3\n"
@@ -98,16 +98,16 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--resources-per-worker",
         type=resources,
         metavar="NAME=AMOUNT,...",
-        help="that Ray reserves for a worker (default: CPU=1)",
+        help="resources that Ray reserves for each worker (default: CPU=1)",
     )
     parser.add_argument(
         "--resources-per-ps",
         type=resources,
         metavar="NAME=AMOUNT,...",
-        help="that Ray reserves for a parameter server (default: CPU=1)",
+        help="resources that Ray reserves for each parameter server (default: CPU=1)",
     )
     parser.add_argument(
-        "--report", metavar="FILE", help="write a report of the run, one HTML file, at its end"
+        "--report", metavar="FILE", help="write an HTML report of the run when it ends"
     )
     parser.add_argument(
         "--tensorboard", metavar="DIRECTORY", help="write logged values for TensorBoard"
@@ -117,17 +117,17 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
         type=positive,
         default=0,
         metavar="N",
-        help="run the script again after a crash, at most N times; the cluster stays",
+        help="run the script again after a crash, at most N times, on the same cluster",
     )
     parser.add_argument(
         "--cluster",
         metavar="NAME",
-        help="for ps: use a cluster of `stratagem cluster start` instead of one that ends with the script",
+        help="for ps: use a cluster of `stratagem cluster start`, which does not end with the script",
     )
     parser.add_argument(
         "--job",
         metavar="NAME",
-        help="for ps: name of the job, by which a restarted script finds it (default with --restarts: the "
+        help="for ps: name of the job, which a restarted script continues (default with --restarts: the "
         "script's name)",
     )
     parser.add_argument("--owner", type=int, default=0, help=argparse.SUPPRESS)
@@ -148,10 +148,10 @@ def _add_cluster(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "action",
         choices=("start", "run", "ls", "stop"),
-        help="run: start, and stay in the foreground",
+        help="start: in the background; run: in the foreground",
     )
     parser.add_argument("--name", default="default", help="name of the cluster (default: default)")
-    parser.add_argument("--workers", type=positive, default=2, help="default: 2")
+    parser.add_argument("--workers", type=positive, default=2, help="workers (default: 2)")
     parser.add_argument("--ps", type=positive, default=2, help="parameter servers (default: 2)")
 
 
@@ -167,24 +167,32 @@ def _add_server(commands: _Commands[argparse.ArgumentParser]) -> None:
             "  stratagem server --job evaluator --evaluator my_evaluation.py:make_evaluator"
         ),
     )
-    parser.add_argument("--job", choices=("worker", "ps", "evaluator"), help="default: TF_CONFIG's")
-    parser.add_argument("--index", type=int, help="default: TF_CONFIG's task index")
     parser.add_argument(
-        "--cluster", help="JSON object of jobs and addresses; default: TF_CONFIG's cluster"
+        "--job",
+        choices=("worker", "ps", "evaluator"),
+        help="job of the task (default: TF_CONFIG's)",
+    )
+    parser.add_argument("--index", type=int, help="index of the task (default: TF_CONFIG's)")
+    parser.add_argument(
+        "--cluster", help="JSON object of jobs and addresses (default: TF_CONFIG's cluster)"
     )
     parser.add_argument(
         "--checkpoint-dir",
         action="append",
         default=[],
         metavar="DIRECTORY",
-        help="let a parameter server write and read its part of checkpoints below it; repeatable",
+        help="directory below which a parameter server may write and read checkpoints; repeatable",
     )
     parser.add_argument(
         "--threads",
         type=positive,
-        help="threads of torch (default: the cores divided by the cluster's tasks on this host)",
+        help="torch threads (default: the cores divided by the cluster's tasks on this host)",
     )
-    parser.add_argument("--evaluator", metavar="FILE.py:NAME", help="the evaluator, or its maker")
+    parser.add_argument(
+        "--evaluator",
+        metavar="FILE.py:NAME",
+        help="an sg.Evaluator, or a function that returns one",
+    )
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -195,7 +203,7 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
         examples="  stratagem demo\n  stratagem demo --seconds 20 --plain",
     )
     parser.add_argument("--seconds", type=positive, default=60, help="training time (default: 60)")
-    parser.add_argument("--workers", type=positive, default=2, help="default: 2")
+    parser.add_argument("--workers", type=positive, default=2, help="workers (default: 2)")
     parser.add_argument("--ps", type=positive, default=2, help="parameter servers (default: 2)")
     parser.add_argument(
         "--output", default="demo-output", help="folder for the files (default: demo-output)"
@@ -233,12 +241,12 @@ def _add_top(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--web",
         action="store_true",
-        help="serve a live page instead, until Ctrl-C, and print its link",
+        help="serve a live page until Ctrl-C, and print its link",
     )
     parser.add_argument(
         "--address",
         default="127.0.0.1:0",
-        help="where --web listens, host:port (default: a free port, for this machine only)",
+        help="host:port on which --web listens (default: a free port, for this machine only)",
     )
 
 
@@ -265,7 +273,7 @@ def _add_checkpoint(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="to-torch: accept values that can only be unpickled (unpickling can run code)",
+        help="to-torch: accept values that only pickle can read (reading a pickle can run code)",
     )
     parser.set_defaults(parser=parser)
 
@@ -274,14 +282,18 @@ def _add_certificates(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _command(
         commands,
         "certificates",
-        summary="make the certificates of a cluster whose connections are encrypted",
+        summary="create the certificates for encrypted connections of a cluster",
         examples=(
             "  stratagem certificates tls/\n  stratagem certificates tls/ --name ps-0 --name worker-0"
         ),
     )
-    parser.add_argument("directory", help="for ca.pem and the files of each task")
-    parser.add_argument("--name", action="append", help="of a task; repeatable (default: task)")
-    parser.add_argument("--days", type=positive, default=365, help="validity (default: 365)")
+    parser.add_argument("directory", help="directory for ca.pem and the files of each task")
+    parser.add_argument(
+        "--name", action="append", help="name of a task; repeatable (default: task)"
+    )
+    parser.add_argument(
+        "--days", type=positive, default=365, help="validity in days (default: 365)"
+    )
 
 
 def _add_version(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""``python -m stratagem`` is the ``stratagem`` command."""
+"""Run the ``stratagem`` command as ``python -m stratagem``."""
 
 from stratagem.cli import main
 

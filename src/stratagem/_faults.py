@@ -68,13 +68,13 @@ class Fault:
     """A failure to inject.
 
     Attributes:
-        point: where: one of `stratagem.testing.POINTS`, or a pattern of several, such as ``"server.*"``.
+        point: one of `stratagem.testing.POINTS`, or a pattern such as ``"server.*"``.
         action: ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP), ``"delay"`` by `seconds`, or ``"drop"`` the connection.
-        task: only in this task, such as ``"/job:ps/task:1"``; a pattern; by default in all.
-        after: how often each process passes the point before.
-        times: how often it happens, in all processes together; None for any number.
-        probability: of happening each time, drawn from `seed`, the task and the point.
-        seed: of the draws.
+        task: the task, such as ``"/job:ps/task:1"``, or a pattern; by default all tasks.
+        after: how often each process passes the point before the fault.
+        times: how often the fault happens, in all processes together; None for any number.
+        probability: probability of the fault each time, drawn from `seed`, the task and the point.
+        seed: seed of the draws.
         seconds: duration of a delay.
 
     Example:

@@ -1,4 +1,4 @@
-"""`Owner`: base class of everything that must be closed."""
+"""`Owner`: base class of objects that must be closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of predictions that are computed batch by batch and merged over workers without error.
+"""Prediction metrics that are computed batch by batch and merged exactly over workers.
 
 Each metric is a sum of counts, so the result does not depend on how rows were divided among batches and
 workers. The objects are small and plain: return one from a scheduled function, and add up those of all workers.

@@ -1,4 +1,4 @@
-"""Processor time and memory of this process, as the kernel counts them."""
+"""Processor time and memory of this process."""
 
 from __future__ import annotations
 

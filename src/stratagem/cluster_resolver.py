@@ -1,4 +1,4 @@
-"""`sg.cluster_resolver`: the classes that find a cluster and this task's place in it."""
+"""Public classes that find a cluster and the task of this process in it."""
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.discovery.file_resolver import FileResolver

@@ -1,4 +1,4 @@
-"""Option objects, and the only code that reads environment variables.
+"""Option objects, and access to environment variables.
 
 Every option object is frozen, takes keyword arguments only and checks its values. An explicit argument
 wins over the environment, and the environment wins over the default.

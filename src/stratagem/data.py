@@ -1,4 +1,4 @@
-"""Input: datasets, and how workers share them. Public names of the package `_data`.
+"""Public names of the input pipeline: datasets, readers, options.
 
 Example:
     >>> import stratagem as sg

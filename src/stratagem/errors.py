@@ -27,7 +27,7 @@ written for Python's or tf.distribute's exception types keeps working::
     │   ├── CheckpointCorrupt       [ValueError]     a file is missing or damaged
     │   ├── CheckpointMismatch      [ValueError]     the checkpoint does not fit the objects
     │   ├── CheckpointBusy                           another manager uses the directory
-    │   └── CheckpointTimeout       [TimeoutError]   a save did not end within the limit
+    │   └── CheckpointTimeout       [TimeoutError]   a save, or a wait for a checkpoint, missed its time limit
     ├── WireError                                    failure between processes
     │   ├── ProtocolError                            unknown bytes, or another protocol version
     │   ├── AuthenticationError     [PermissionError]  the peer did not prove the cluster key
@@ -35,9 +35,9 @@ written for Python's or tf.distribute's exception types keeps working::
     │   └── DeadlineExceeded        [TimeoutError]   no reply within the time limit
     ├── ClusterError                                 failure of a task of the cluster
     │   ├── UnavailableError                         a task cannot be reached
-    │   │   ├── WorkerLost                           a worker died or stopped responding
+    │   │   ├── WorkerLost                           a worker ended or stopped responding
     │   │   ├── WorkerBusy                           a worker serves another coordinator
-    │   │   └── ParameterServerLost                  a parameter server died or stopped responding
+    │   │   └── ParameterServerLost                  a parameter server ended or stopped responding
     │   ├── StartupError                             a task did not become ready
     │   ├── WriteFenced                              a write from a worker that was declared lost
     │   ├── JobInUse                                 a live coordinator has the named job
@@ -45,7 +45,7 @@ written for Python's or tf.distribute's exception types keeps working::
     │   ├── CoordinatorReplaced                      a newer coordinator has taken over the named job
     │   └── NotFoundError           [LookupError]    a name that the peer does not know
     └── ClosureError                                 failure of one scheduled closure
-        ├── ClosureCancelled                         cancelled after another closure failed
+        ├── ClosureCancelled                         another closure failed, or cancel() or close() was called
         │   └── ClosureAborted                       the worker that held the resource was lost
         ├── ClosureInputError                        an input of the closure failed to build
         ├── ClosureLostTooOften                      several workers in a row were lost with it
@@ -259,7 +259,7 @@ class CheckpointBusy(CheckpointError):
 
 
 class CheckpointTimeout(CheckpointError, TimeoutError):
-    """A save did not end within the limit; it continues in the background."""
+    """A save, or the wait for a new checkpoint, did not end within the limit. A save continues in the background."""
 
 
 class WireError(StratagemError):
@@ -299,7 +299,7 @@ class UnavailableError(ClusterError):
 
 
 class WorkerLost(UnavailableError):
-    """A worker died or stopped responding."""
+    """A worker ended or stopped responding."""
 
 
 class WorkerBusy(UnavailableError):
@@ -317,7 +317,7 @@ class WorkerBusy(UnavailableError):
 
 
 class ParameterServerLost(UnavailableError):
-    """A parameter server died or stopped responding.
+    """A parameter server ended or stopped responding.
 
     Attributes:
         variables: names of the variables (or shards) that the server held.
@@ -361,7 +361,7 @@ class JobMismatch(ClusterError, ValueError):
     """The variables and optimizers of the script are not those of the live job.
 
     Attributes:
-        differences: one line for each.
+        differences: one line for each difference.
     """
 
     def __init__(self, message: str, *, differences: Sequence[str] = ()) -> None:
@@ -382,7 +382,7 @@ class ClosureError(StratagemError):
 
 
 class ClosureCancelled(ClosureError):
-    """The closure was cancelled because another closure failed. Schedule it again if needed."""
+    """The closure was cancelled: another one failed, or `cancel` or `close` was called. Schedule it again if needed."""
 
 
 class ClosureAborted(ClosureCancelled):

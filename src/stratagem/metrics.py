@@ -238,7 +238,7 @@ def log(name: str, value: SupportsFloat) -> None:
     counted apart.
 
     Args:
-        name: of the curve. Use few, fixed names.
+        name: name of the curve. Use few, fixed names.
         value: a number, or a tensor with one element.
 
     Example:

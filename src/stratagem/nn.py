@@ -1,4 +1,4 @@
-"""Dynamic embedding tables, and lookups in tables, sharded or not: the public names.
+"""Public names of dynamic embedding tables and table lookups.
 
 Example:
     >>> import torch, stratagem as sg

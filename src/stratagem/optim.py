@@ -1,4 +1,4 @@
-"""Optimizers for embedding tables, which change only the rows of the batch: the public names.
+"""Public names of optimizers for embedding tables, which change only the rows of the batch.
 
 They work on one device and on parameter servers, with the same numbers. Use them for tables, and ``torch.optim`` for
 other parameters.

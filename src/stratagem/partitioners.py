@@ -1,4 +1,4 @@
-"""Partitioners, which cut variables into shards: the public names.
+"""Public names of partitioners, which divide variables into shards.
 
 Example:
     >>> import torch, stratagem as sg

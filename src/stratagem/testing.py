@@ -1,4 +1,4 @@
-"""Checks that users can run on their own models, and faults that they can inject into their own runs.
+"""Checks for your own models, and faults to inject into your own runs.
 
 `assert_equivalent` trains a model with plain PyTorch and under a strategy, and compares the weights. If they
 differ, the error names the step, the parameter and likely reasons. It uses only the public interface of strategies.

@@ -411,7 +411,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be created"):
         checkpoint.save(tmp_path / "file" / "below")
-    with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         checkpoint.restore(tmp_path / "nowhere")
     with pytest.raises(KeyError, match="'other' is not part"):
         checkpoint["other"] = 1

@@ -155,7 +155,7 @@ def test_deltas_are_shown_and_compared_as_what_they_stand_for(
     ("words", "code", "said"),
     [
         (["ls", "/nonexistent"], 1, "/nonexistent holds no checkpoint"),
-        (["show", "/nonexistent"], 1, "is no complete checkpoint"),
+        (["show", "/nonexistent"], 1, "is not a complete checkpoint"),
         (["diff", "/nonexistent"], 2, "diff takes two paths"),
         (["ls", "a", "b"], 2, "ls takes one path"),
         (["unknown", "a"], 2, "invalid choice"),

@@ -119,7 +119,7 @@ def test_messages_of_others_are_refused(server: ParameterServer) -> None:
     with PsClient(listed(server), CHIEF) as client:
         with hello(server) as channel:
             channel.request(messages.JoinSession(session="s"), timeout_s=LIMIT_S)
-            with pytest.raises(ProtocolError, match="a Packed is no message"):
+            with pytest.raises(ProtocolError, match="a Packed is not a message"):
                 channel.request(evil, timeout_s=LIMIT_S)
         assert client.ping(0) is not None
 

@@ -1,11 +1,10 @@
-"""Writing block files: the rows of many tensors, framed as torch frames them, checksummed.
+"""Write block files: rows of tensors in torch's file format, with checksums.
 
-One process writes one file. The coordinator writes the tensors in its memory; parameter servers will
-write theirs with the same code. A file is a row of archives (`torch_archive`), each beginning at a
+One process writes one file. The coordinator writes the tensors in its memory; parameter servers write
+theirs with the same code. A file is a sequence of archives (`torch_archive`), each beginning at a
 multiple of 64 bytes, and of small blobs.
 
-Checksums and the flush to disk run in threads beside the writes, so that a save takes as long as the
-slowest of the three.
+Threads compute checksums and flush to disk in parallel with the writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arithmetic of row ranges: cutting tensors into blocks, and finding the blocks that hold given rows.
+"""Row-range arithmetic: divide tensors into blocks, and find the blocks that contain given rows.
 
 Pure. A checkpoint may be written by any number of processes, each with its own ranges of rows, and read
 into any other layout: `plan_reads` intersects the two. A *chain* is a list of manifests, newest first:

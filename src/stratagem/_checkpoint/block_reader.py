@@ -1,4 +1,4 @@
-"""Reading block files: rows of tensors from a checkpoint and its parents, every byte verified.
+"""Read and verify rows of tensors in the block files of a checkpoint and its parents.
 
 The reader (the coordinator, or a parameter server for its own rows) needs manifests only. It never
 unpickles.

@@ -75,12 +75,12 @@ class Restored:
 class Checkpoint:
     """The objects of a training run that are saved and restored together.
 
-    Accepted are models, optimizers, schedulers, gradient scalers, datasets and their iterators,
-    variables, generators, everything else with ``state_dict`` and ``load_state_dict``, and nests
-    (dictionaries, lists, tuples) of these and of plain values and tensors. A checkpoint always includes
-    the random streams of torch, Python and NumPy.
+    It accepts models, optimizers, schedulers, gradient scalers, datasets and their iterators, variables,
+    generators, other objects with ``state_dict`` and ``load_state_dict``, plain values and tensors, and nests
+    (dictionaries, lists, tuples) of these. A checkpoint always includes the random streams of torch, Python
+    and NumPy.
 
-    A plain value is read and set by its name: ``checkpoint["epoch"] = 3``.
+    Read and set a plain value by its name: ``checkpoint["epoch"] = 3``.
 
     Args:
         **objects: the objects to save, under names of your choice.
@@ -132,11 +132,11 @@ class Checkpoint:
         Args:
             path: a directory that does not exist.
             step: the training step.
-            metrics: numbers to keep with it.
-            allow_pickle: accept values of any class in states; only pickle can save them.
+            metrics: numbers to store in the checkpoint.
+            allow_pickle: accept values of any class in state dicts; only pickle can save them.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         path = Path(path)
         if path.exists():
@@ -157,16 +157,16 @@ class Checkpoint:
         random: bool = True,
         allow_pickle: bool = False,
     ) -> Restored:
-        """Put the state of a checkpoint back into the objects.
+        """Restore the objects from a checkpoint.
 
-        Everything is verified before the first object is changed. An error says so if it came later.
+        All files are verified before the first object is changed. If an error occurs later, its message says so.
 
         Args:
             path: a checkpoint, or a directory of checkpoints, whose newest one is used.
-            strict: refuse a checkpoint that lacks names, has names in excess, or has other types.
-            random: also set the random streams.
-            allow_pickle: accept values that only pickle can read. Reading a pickle can run code: accept
-                it from sources that you trust.
+            strict: raise an error if names are missing or unexpected, or types differ.
+            random: also restore the random streams.
+            allow_pickle: accept values that only pickle can read. Reading a pickle can run code: use it only
+                for checkpoints from sources that you trust.
 
         Raises:
             CheckpointMismatch: the checkpoint does not fit the objects.
@@ -182,7 +182,7 @@ class Checkpoint:
             state = "partly restored" if error.objects_changed else "unchanged"
             raise CheckpointCorrupt(
                 f"{error} The objects are {state}. Restore another checkpoint: `stratagem checkpoint "
-                f"verify {directory}` says which ones are good.",
+                f"verify {directory}` lists the intact ones.",
                 path=error.path,
                 objects_changed=error.objects_changed,
             ) from error
@@ -195,7 +195,7 @@ class Checkpoint:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, made before training goes on.
+    """Copies of tensors in host memory, made before training continues.
 
     The memory is used again by the next save: getting new pages costs several times as much as copying.
     """

@@ -1,9 +1,9 @@
-"""Writing one checkpoint: every writer its file, then the index, then the manifest.
+"""Write one checkpoint: the block files, then the index, then the manifest.
 
-A `PartWriter` writes one block file. There is one for the tensors in this process's memory; parameter
-servers will be others, each of which has its own rows written by its own process. The steps:
+A `PartWriter` writes one block file: one for the tensors in this process's memory, and one for each
+parameter server, which writes its own rows. The steps:
 
-1. all writers write their files, side by side; 2. ``coordinator.pt`` and ``.metadata``; 3. the manifest.
+1. all writers write their files in parallel; 2. ``coordinator.pt`` and ``.metadata``; 3. the manifest.
 
 If any of them fails, the files written so far are removed, and earlier checkpoints are untouched.
 """

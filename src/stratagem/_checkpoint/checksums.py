@@ -1,4 +1,4 @@
-"""CRC-32 of large pieces of memory, by libdeflate if the machine has it, else by zlib.
+"""CRC-32 of large memory areas, with libdeflate if it is installed, else with zlib.
 
 Both compute the same number. zlib takes 0.3 ns per byte, libdeflate a third of that or less, because it uses the processor's
 carry-less multiplication. Debian and Ubuntu have it as ``libdeflate0``. Both release Python's lock.

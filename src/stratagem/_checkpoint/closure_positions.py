@@ -1,4 +1,4 @@
-"""Positions of objects that belong to closures, such as shared datasets: which closures a saved position includes."""
+"""Positions of shared datasets and similar objects, with the closures that a saved position includes."""
 
 from __future__ import annotations
 

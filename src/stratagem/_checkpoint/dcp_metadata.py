@@ -1,7 +1,7 @@
-"""``.metadata``: the index by which ``torch.distributed.checkpoint`` reads a checkpoint.
+"""The index file ``.metadata``, with which ``torch.distributed.checkpoint`` reads a checkpoint.
 
-Only this module knows torch's classes for it. Their import takes a second, so they are loaded when a
-checkpoint is written. Stratagem never reads the file: it is a pickle, and the manifest says the same.
+Only this module uses torch's classes for it. Their import takes a second, so they are loaded when a
+checkpoint is written. Stratagem never reads the file, which is a pickle: it reads the manifest.
 """
 
 from __future__ import annotations

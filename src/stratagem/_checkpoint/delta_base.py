@@ -1,4 +1,4 @@
-"""The checkpoint that the next delta is built on, and the decision between a delta and a full save."""
+"""The base checkpoint of the next delta, and the decision between a delta and a full save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: listing, committing, deleting, and the lock of its one writer.
+"""A directory of checkpoints: list, commit and delete them, and lock it for one writer.
 
 A checkpoint is written in a directory whose name begins with ``.writing-``. When everything is on disk its
 manifest is renamed into place, then the directory. A reader therefore sees complete checkpoints only, and

@@ -1,4 +1,4 @@
-"""Nests of plain values and tensors, taken apart for a checkpoint and put together again.
+"""Encode nests of plain values and tensors for a checkpoint, and decode them.
 
 The tensors go into block files. The rest, the *skeleton*, goes into ``coordinator.pt`` and holds only
 types that ``torch.load(weights_only=True)`` reads. In it, dictionaries with a key that begins with ``$``
@@ -11,7 +11,7 @@ stand for something else:
 ``{"$number": [type, value]}``          a NumPy number
 ``{"$set": [is frozen, items]}``        a set
 ``{"$dict": [[key, value], …]}``        a dictionary that has such a key itself
-``{"$object": kind, "state": …}``       an object with a state of its own (`live_state`)
+``{"$object": kind, "state": …}``       an object with a state dict (`live_state`)
 ======================================  ================================================
 """
 

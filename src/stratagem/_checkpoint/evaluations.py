@@ -1,4 +1,4 @@
-"""The results of evaluations beside the checkpoints: ``evaluations.jsonl``, one line each.
+"""Results of evaluations, one line each in the file ``evaluations.jsonl``.
 
 An `Evaluator` in any process appends to it; the manager reads it to know which checkpoint is best.
 """

@@ -1,4 +1,4 @@
-"""`Evaluator`: evaluates the checkpoints of a training run as they appear, beside the run.
+"""`Evaluator`: evaluates the newest checkpoint of a training run, each time a new one appears.
 
 It needs the directory only: no cluster, no lock, no connection to the training program. Results go into
 ``evaluations.jsonl`` beside the checkpoints, where the manager finds them.
@@ -30,10 +30,9 @@ _log = logging.getLogger("stratagem.checkpoint")
 
 @final
 class Evaluator(Owner):
-    """Evaluator of the checkpoints in a directory: always the newest complete one, as they appear.
+    """Evaluator of the newest checkpoint in a directory, each time a new one appears.
 
-    It skips checkpoints that it, or an earlier evaluator of the directory, has evaluated, those that are
-    not the newest, and damaged ones.
+    It skips damaged checkpoints, and those that it or an earlier evaluator of the directory has evaluated.
 
     Args:
         checkpoint_directory: the directory of a `CheckpointManager`.
@@ -44,8 +43,8 @@ class Evaluator(Owner):
             Modules are in evaluation mode and no gradients are recorded.
         max_evaluations: stop after this many; by default only after a final checkpoint
             (``manager.save(step, final=True)``).
-        poll_s: how often to look for a new checkpoint.
-        timeout_s: how long to wait for one.
+        poll_s: seconds between checks for a new checkpoint.
+        timeout_s: how long to wait for a new checkpoint.
         tensorboard: write scalars to ``tensorboard/`` beside the checkpoints; by default if
             TensorBoard is installed.
         allow_pickle: accept values that only pickle can read.

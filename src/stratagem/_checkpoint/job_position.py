@@ -1,7 +1,7 @@
-"""Position of a named job: the step, the number of the next closure, and the state that lives on the coordinator.
+"""Position of a named job: the step, the number of the next closure, and the coordinator's state.
 
-`CheckpointManager.step` takes marks, `CheckpointManager.restore_or_initialize` puts the newest safe one back (docs/design/0009).
-The servers keep the bytes of one mark, the *record*. They never look into it.
+`CheckpointManager.step` takes marks, and `CheckpointManager.restore_or_initialize` restores the newest safe one (docs/design/0009).
+The servers keep the bytes of one mark, the *record*, and do not decode it.
 """
 
 from __future__ import annotations

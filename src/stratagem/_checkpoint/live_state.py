@@ -1,4 +1,4 @@
-"""The state of live objects: collected for a checkpoint, matched with one, and put back.
+"""Collect the state of live objects, match it with a checkpoint, and restore it.
 
 *Live* objects have a state that can be put back in place: modules, optimizers, variables, generators, and
 everything with ``state_dict`` and ``load_state_dict``. They may be nested in dictionaries, lists and tuples.

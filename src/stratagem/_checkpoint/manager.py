@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves while training goes on, keeps the newest and the best, restores.
+"""`CheckpointManager`: saves during training, keeps the newest and the best checkpoints, restores.
 
 One save runs at a time, in a thread of its own. The caller's thread copies the state in memory; the thread
 writes it. A save that fails is logged, counted and raised by the next call; earlier checkpoints stay as they are.
@@ -57,15 +57,15 @@ class CheckpointManager(Owner):
         max_to_keep: how many of the newest checkpoints to keep; None keeps all.
         every_s: `step` saves when this many seconds have passed since the last save.
         every_steps: `step` saves when this many steps have been made since the last save.
-        keep_best: a metric: the best checkpoints by it are kept beside the newest. With a leading ``-``
+        keep_best: a metric; the manager also keeps the best checkpoints by this metric. With a leading ``-``
             smaller is better: ``keep_best="-loss"``.
-        best_to_keep: how many of the best.
+        best_to_keep: how many of the best checkpoints to keep.
         save_on_sigterm: after SIGTERM the next `step` saves, waits, and ends the program with
             exit code 143.
         allow_pickle: accept values of any class in states; only pickle can save and read them.
-        full_every: with parameter servers, every so many saves one holds all rows, and the others hold only
-            rows that changed since (a *delta*). 1, the default, makes every save a full one.
-        on_server_loss: what happens when a parameter server is lost. ``"partial"``: its variables return to
+        full_every: with parameter servers, one of this many saves contains all rows, and the others only the
+            rows that changed (a *delta*). By default (1) every save is full.
+        on_server_loss: reaction to the loss of a parameter server. ``"partial"``: its variables return to
             the newest checkpoint of this manager, and training continues. ``"rewind"``: in a loop over
             `steps`, everything returns to the newest checkpoint, and the loop repeats the steps since.
             ``"raise"``: the run ends with `ParameterServerLost`.
@@ -181,7 +181,7 @@ class CheckpointManager(Owner):
 
     @property
     def best(self) -> SavedCheckpoint | None:
-        """The best checkpoint by the metric `keep_best`, an evaluator's results included; or None."""
+        """The best checkpoint by the metric `keep_best` (also of an evaluator), or None."""
         if self._best is None:
             return None
         saved = {one.path.name: one for one in self._directory.scan()}
@@ -197,7 +197,7 @@ class CheckpointManager(Owner):
 
         Args:
             step: how many steps have been made.
-            metrics: numbers to keep with the checkpoint.
+            metrics: numbers to store in the checkpoint.
 
         Raises:
             CheckpointError: an earlier save failed.
@@ -236,17 +236,17 @@ class CheckpointManager(Owner):
         """Save now. Return when the state has been copied; a thread writes it to disk.
 
         Args:
-            step: how many steps have been made; by default what `step` was last called with, or one
-                more than at the last save.
-            metrics: numbers to keep with the checkpoint.
+            step: how many steps have been made; by default the argument of the last `step`, or one more
+                than at the last save.
+            metrics: numbers to store in the checkpoint.
             wait: return only when the checkpoint is complete.
             final: mark the run's last checkpoint; an `Evaluator` stops after it.
-            quiet: wait until all scheduled closures are done, so that all parameter servers are saved at the
-                same point of the run. ``on_server_loss="rewind"`` always does.
+            quiet: wait until all scheduled closures have finished, so that all parameter servers are saved at
+                the same point of the run. ``on_server_loss="rewind"`` implies it.
 
         Raises:
-            CheckpointError: this save failed, or an earlier one had; or the directory has checkpoints
-                of an earlier run and none was restored.
+            CheckpointError: this save or an earlier one failed, or the directory has checkpoints of an
+                earlier run and none was restored.
         """
         self._check_open()
         self._raise_earlier_failure()
@@ -363,15 +363,15 @@ class CheckpointManager(Owner):
     def restore_or_initialize(self, *, strict: bool = True) -> int:
         """Continue a live job, else restore the newest intact checkpoint; return the step, or 0 without either.
 
-        A job is live if its coordinator died and the parameter servers still hold it
+        A job is live if its coordinator was lost and the parameter servers still have its variables
         (``ParameterServerStrategy(job=…)``). A checkpoint with a missing or damaged file is skipped with a
         warning that names the file.
 
         Args:
-            strict: refuse a checkpoint that lacks names, has names in excess, or has other types.
+            strict: raise an error if names are missing or unexpected, or types differ.
 
         Raises:
-            JobMismatch: the variables or objects of the live job are others.
+            JobMismatch: the live job has other variables or objects.
             CheckpointMismatch: the checkpoint does not match the objects.
             CheckpointCorrupt: there are checkpoints, but none is intact.
         """
@@ -412,10 +412,10 @@ class CheckpointManager(Owner):
     def steps(self, stop: int) -> Iterator[int]:
         """Restore the newest checkpoint, then yield the numbers of the steps to make.
 
-        With ``on_server_loss="rewind"``, steps are yielded again after a parameter server was lost: the newest
-        checkpoint is restored once more, and the numbers continue from its step. The first checkpoint is
-        saved at the start, and the last number is followed by a wait for all scheduled closures. A loss outside
-        of the loop raises `ParameterServerLost`.
+        With ``on_server_loss="rewind"``, the loop repeats steps after the loss of a parameter server: it restores
+        the newest checkpoint, and the numbers continue from its step. It saves the first checkpoint at the
+        start, and waits for all scheduled closures after the last number. A loss outside the loop raises
+        `ParameterServerLost`.
 
         Args:
             stop: how many steps the run has.
@@ -492,7 +492,7 @@ class CheckpointManager(Owner):
             raise CheckpointError(
                 f"{self.directory} holds {len(self._found_steps)} checkpoint(s) of an earlier run (the "
                 f"newest of step {self._found_steps[-1]}), and this run has not restored one. Call "
-                "restore_or_initialize() first to go on from it, or use another directory."
+                "restore_or_initialize() first to continue from it, or use another directory."
             )
 
     def __repr__(self) -> str:

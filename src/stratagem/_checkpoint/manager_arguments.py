@@ -1,4 +1,4 @@
-"""Checks of the arguments of `CheckpointManager`, with errors that say what was expected."""
+"""Check the arguments of `CheckpointManager`."""
 
 from __future__ import annotations
 

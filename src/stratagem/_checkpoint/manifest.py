@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which rows of which tensor are where, with checksums.
+"""The manifest of a checkpoint: the location of each tensor's rows, and checksums.
 
 Pure: text in, `Manifest` out, and back. ``manifest.json`` is written last, so a directory that has one
 is complete. The text carries its own checksum::

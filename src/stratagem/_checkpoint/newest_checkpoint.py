@@ -1,4 +1,4 @@
-"""Restore the newest intact checkpoint of a directory, or find what lost servers of a live job can be restored from."""
+"""Find the newest intact checkpoint of a directory, to restore objects or lost servers from it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def restore_newest(
     if failure is not None:
         state = " The objects are partly restored." if changed else ""
         raise CheckpointCorrupt(
-            f"no checkpoint in {directory.path} can be read; the newest: {failure}{state} To start anew, "
+            f"no checkpoint in {directory.path} can be read; the newest: {failure}{state} To start a new run, "
             "use another directory.",
             path=failure.path,
             objects_changed=changed,

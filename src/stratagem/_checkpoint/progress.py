@@ -1,4 +1,4 @@
-"""A progress bar for saves and restores that take long, shown on a terminal only."""
+"""A progress bar for long saves and restores, shown only on a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The random streams of a process: read for a checkpoint, set by a restore.
+"""Read the random streams of a process for a checkpoint, and restore them.
 
-Replicas have no streams of their own between runs: each run's are derived from torch's default generator
-(docs/design/0003-randomness.md). So the generators of torch, Python and NumPy are all there is.
+A run derives the streams of its replicas from torch's default generator (docs/design/0003-randomness.md). So a
+checkpoint needs only the generators of torch, Python and NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of live objects that a restore reads straight into.
+"""Memory of live objects into which a restore reads directly.
 
 A restore changes nothing before everything is verified. Large tensors in the host's memory are therefore read twice: once to
 compare checksums, in a small buffer, and once into their place. Reading them into a second copy first would take longer, because

@@ -1,4 +1,4 @@
-"""Decisions of a checkpoint manager: when to save, how, and which checkpoints to keep.
+"""Decide when to save, whether to save a delta, and which checkpoints to keep.
 
 Pure: facts in, decisions out. `manager.py` carries them out.
 """

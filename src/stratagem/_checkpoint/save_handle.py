@@ -1,4 +1,4 @@
-"""`SaveHandle`: a save on its way to the disk."""
+"""`SaveHandle`: a save that a thread is writing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SaveHandle:
         return self._ended.wait(timeout_s)
 
     def _is_urgent(self) -> bool:
-        """Return whether somebody waits: parameter servers write without rests then."""
+        """Return whether a caller waits; parameter servers then write without rests."""
         return self._urgent
 
     def _end(self, saved: SavedCheckpoint | None, error: BaseException | None) -> None:

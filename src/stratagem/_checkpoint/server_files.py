@@ -1,4 +1,4 @@
-"""Files of checkpoints as parameter servers write and read them (`BlockFiles` of `_ps/server`)."""
+"""Write and read the checkpoint files of a parameter server (`BlockFiles` of `_ps/server`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The parameter servers of a strategy as checkpoints see them: which rows are where, and connections to ask.
+"""The parameter servers of a strategy: the location of rows, and connections for checkpoints.
 
-A checkpoint has connections of its own, so that a save does not wait for training and training not for a save.
+A checkpoint uses separate connections, so that a save and training do not wait for each other.
 """
 
 from __future__ import annotations

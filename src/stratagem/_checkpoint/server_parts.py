@@ -1,4 +1,4 @@
-"""The rows of a checkpoint that are on parameter servers: written and read by the servers themselves.
+"""Save the rows of a checkpoint that are on parameter servers: each server writes its own file.
 
 The coordinator only knows which rows are where. A save begins with a cut on all servers (`ServerCut`); each server
 then writes its own file, and the coordinator writes the manifest when all have reported. For restoring, see
@@ -183,7 +183,7 @@ class ServerCut(Owner):
 
         Args:
             remote: the tensors.
-            urgent: whether somebody waits for the save.
+            urgent: whether a caller waits for the save.
             changed_only: leave out rows that were not changed.
         """
         own = {name: one for name, one in remote.items() if one.servers is self.group}

@@ -1,4 +1,4 @@
-"""Restoring rows on parameter servers: each server verifies the rows it needs, and then reads them."""
+"""Restore rows on parameter servers: each server verifies the rows that it needs, then reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts in which tensors on parameter servers are represented by their places."""
+"""State dicts in which placeholders represent tensors on parameter servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM, noted instead of obeyed at once: the manager saves at the next step and ends the program."""
+"""Handle SIGTERM: the manager saves at the next step and then ends the program."""
 
 from __future__ import annotations
 

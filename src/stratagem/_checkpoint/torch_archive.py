@@ -1,4 +1,4 @@
-"""The bytes around a tensor that make it a file ``torch.load`` reads: a zip archive, nothing compressed.
+"""The uncompressed zip archive around the bytes of a tensor, which ``torch.load`` reads.
 
 Pure. torch's distributed checkpoints keep each block as what ``torch.save(tensor)`` writes. Sizes are
 known before the contents, so the frame is laid out here and the rows are written between its two parts::

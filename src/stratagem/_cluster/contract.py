@@ -1,4 +1,4 @@
-"""Contract between the cluster and a strategy: what the coordinator asks, and what a worker asks.
+"""Protocols between the cluster and a strategy: the methods that coordinator and workers call.
 
 Contract 7 (docs/design/0002). The strategy's side is in `_strategies` and `_ps`, which import nothing from
 here: the interfaces are structural. A *token* names an object of the strategy (a module, parameter, variable,

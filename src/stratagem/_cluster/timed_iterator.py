@@ -1,4 +1,4 @@
-"""Iterator of a worker's dataset that measures how long the worker waits for each element."""
+"""Iterator over a worker's dataset that measures the wait for each element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy, scope and replica that code runs under, per thread.
+"""The current strategy, scope and replica of each thread.
 
 Every thread is in one of three states: the *default replica context* (where it starts), the *cross-replica
 context* of a strategy (inside ``scope()``), or the *replica context* of a strategy (inside a function given to

@@ -1,4 +1,4 @@
-"""Tell installed code, which every task of a cluster can import, from the user's own."""
+"""Distinguish installed code, which every task can import, from the user's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's bytecode in one form for all versions: the form of 3.11, without helper instructions.
+"""Python bytecode in one form for all versions: that of Python 3.11, without helper instructions.
 
 `number_writes`, `write_kinds` and `counters` read code. From version to version, CPython joins two instructions to one, splits
 others, gives them other names, and (from 3.12) puts list, set and dict comprehensions into the function around them.

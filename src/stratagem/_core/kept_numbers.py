@@ -1,4 +1,4 @@
-"""Python numbers that a step moves in every call, in replicas: every replica has its own value of them.
+"""Python numbers that a step changes in every call: each replica has its own value during a run.
 
 Examples are a counter of steps (``self.steps += 1``), a temperature (``self.tau *= 0.99``), a flag (``turn = not turn``) and
 BEGAN's balance ``k = min(max(k + 0.001 * d.item(), 0), 1)``. Replicas share them, so each would move once per replica. As

@@ -1,4 +1,4 @@
-"""Search for the tensors that a function keeps between its calls, where replicas share them.
+"""Find the tensors that a function keeps between its calls and that replicas share.
 
 They lie in closure variables, globals, attributes of objects and modules, lists and dicts. Parameters and buffers of
 modules are left out: the strategy manages them. `kept_values` uses the result.

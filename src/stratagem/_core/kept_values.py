@@ -1,4 +1,4 @@
-"""Tensors that a step keeps between its calls, in replicas: every replica has its own value of them.
+"""Tensors that a step keeps between its calls: each replica has its own value during a run.
 
 Replicas share Python objects. A moving average (``shadow.mul_(0.9).add_(p, alpha=0.1)``) would move once per replica.
 So when the turn of a replica ends, what it has written is put aside, and the next replica finds the value from before.

@@ -1,4 +1,4 @@
-"""Notice that a program uses Keras.
+"""Detect that a program imports Keras, and adapt it.
 
 Stratagem never imports Keras. A program may import it before or after it creates a strategy, so every strategy calls
 `prepare_keras`: it adapts Keras at once if it is loaded, else right after the program has imported it.

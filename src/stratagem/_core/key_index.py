@@ -1,4 +1,4 @@
-"""Rows of a dynamic table by key: which row a key has, which keys get one, and which lose theirs.
+"""Index of a dynamic table: the row of each key, and the decision which keys get and lose rows.
 
 A table has a fixed number of *buckets*, each with the same number of rows. A key belongs to one bucket, by its hash. So the
 row of a key does not depend on how many servers share the buckets. Within a bucket, rows are used in the order in
@@ -204,7 +204,7 @@ class KeyIndex:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Read the array of keys anew: something else has written it."""
+        """Read the array of keys again, after other code has written it."""
         size = self._rule.bucket_rows
         count = len(self._keys) // size
         self._map = KeyMap()
@@ -240,7 +240,7 @@ class KeyIndex:
         return IndexRecord(self.now, np.concatenate([_NONE, *self._free]), given, seen_keys, seen)
 
     def restore(self, record: IndexRecord) -> None:
-        """Read the array of keys anew, and take the rest from a record."""
+        """Read the array of keys again, and take the rest from a record."""
         self.rebuild()
         self.now = record.clock
         buckets = record.free // self._rule.bucket_rows

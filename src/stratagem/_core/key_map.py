@@ -1,4 +1,4 @@
-"""Hash map from int64 keys to row numbers, on whole arrays at once; and numbers that depend on keys alone.
+"""Hash map from int64 keys to row numbers, for whole arrays at once; hashes of keys.
 
 Open addressing with linear probing in one NumPy array. A lookup of 26,000 keys in a map of a million takes about
 as long as sorting them (docs/design/0012). Pure: NumPy only.

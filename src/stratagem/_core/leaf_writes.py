@@ -1,4 +1,4 @@
-"""Writes in place to parameters in the turns of replicas."""
+"""In-place writes to parameters during the turns of replicas."""
 
 from __future__ import annotations
 

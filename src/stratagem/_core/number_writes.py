@@ -1,4 +1,4 @@
-"""Python numbers that code finds elsewhere, changes and uses: in attributes, closure variables, globals and items.
+"""Find code that changes Python numbers in attributes, closure variables, globals and items.
 
 Replicas share the numbers that their step moves. `kept_numbers` gives each replica its own, and asks here which ones:
 

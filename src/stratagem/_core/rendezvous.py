@@ -1,4 +1,4 @@
-"""The rendezvous of the replicas of one run: all arrive with a value, one of them combines the values.
+"""The meeting point of the replicas of one run: all arrive with a value, and one combines the values.
 
 Everything that replicas do together (``merge_call``, collectives, gradient aggregation, optimizer steps) is a
 rendezvous. `Rendezvous` also tells the thread that called ``run`` when all replicas have ended, and aborts the run

@@ -1,4 +1,4 @@
-"""The threads that replicas run on: one per replica, kept between runs, owned by a strategy.
+"""The threads of replicas: one per replica, kept between runs, owned by a strategy.
 
 A replica thread is a named daemon thread that waits for a job. It holds no reference to its owner, so that an
 unused strategy can be collected; its finalizer closes the threads. `replicas` defines the jobs.

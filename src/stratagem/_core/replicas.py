@@ -1,4 +1,4 @@
-"""The R executions of one ``run``.
+"""`ReplicaGroup`: the replicas of one ``run``.
 
 A `ReplicaGroup` exists for one run. Its replicas run on the strategy's replica threads; the thread that called
 ``run`` waits, runs what must run on it, and collects the results. A single replica runs on the calling thread.

@@ -1,8 +1,7 @@
 """One central buffer and a copy of it per replica.
 
-Modules such as BatchNorm write their buffers in place, and replicas run at the same time. So each replica writes a
-copy of its own, and after a run that succeeded the copies are merged into the central buffer. A buffer that is
-never written is copied once.
+Modules such as BatchNorm write their buffers in place. Each replica writes its own copy, and after a successful run
+the copies are merged into the central buffer. A buffer that is never written is copied once.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> Any:
-        """This replica's device, in the shape tf.distribute gave it (deprecated there)."""
+        """This replica's device, in the form that tf.distribute returns (deprecated there)."""
         require_replica(self, "ReplicaContext.devices")
         return self._strategy._replica_devices(self._number())
 
@@ -85,8 +85,8 @@ class ReplicaContext:
     ) -> Any:
         """Wait for all replicas, run ``merge_fn(strategy, *args, **kwargs)`` once, return its result.
 
-        ``merge_fn`` runs in cross-replica context with the replicas' arguments merged as ``run``
-        merges results; each replica gets its component of every distributed value it returns.
+        ``merge_fn`` runs in cross-replica context. The replicas' arguments are merged as ``run`` merges
+        results. If ``merge_fn`` returns a distributed value, each replica gets its own component.
 
         Example:
             >>> import stratagem as sg

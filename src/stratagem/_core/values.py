@@ -107,7 +107,7 @@ class PerReplica(DistributedValues):
 
     Args:
         values: one component per replica.
-        rows: how many rows of the global batch each replica got, where that is known.
+        rows: number of rows of the global batch in each replica; None if unknown.
 
     Example:
         >>> import stratagem as sg
@@ -169,7 +169,7 @@ def delegate_operators(cls: type[Any]) -> type[Any]:
 @final
 @delegate_operators
 class Mirrored(DistributedValues):
-    """Components that are equal on all replicas; usable like its value in any context.
+    """Components that are equal on all replicas. Operators act on the common value, in any context.
 
     Example:
         >>> import torch, stratagem as sg

@@ -33,8 +33,8 @@ Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
 class VariableAggregation(enum.Enum):
     """Rule that combines the replicas' values when a variable is written in a replica.
 
-    SUM and MEAN combine all values; ONLY_FIRST_REPLICA takes that of replica 0. NONE combines nothing: central storage
-    refuses the write, and a mirrored variable's copies may then differ.
+    SUM and MEAN combine all values; ONLY_FIRST_REPLICA takes that of replica 0. With NONE, central storage raises an
+    error, and the copies of a mirrored variable may differ.
 
     Example:
         >>> import stratagem as sg
@@ -238,7 +238,7 @@ class Variable(Convertible):
         return self._storage.components(self)
 
     def get(self) -> Variable:
-        """Return the variable behind this one, without aggregation: in a replica, the replica's own."""
+        """Return this replica's own copy of the variable, without aggregation."""
         parts = self.values
         replica = context.current_replica()
         if replica is None or len(parts) == 1:

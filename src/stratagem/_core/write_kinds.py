@@ -1,4 +1,4 @@
-"""Writes of code to values that it finds elsewhere: in attributes, closure variables, globals, lists and dicts.
+"""Find and classify code that writes to attributes, closure variables, globals, lists and dicts.
 
 Replicas share what their function keeps between steps. `kept_values` gives each replica its own value of it, and asks
 here what the program means by a write:

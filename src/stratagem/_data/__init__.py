@@ -1,1 +1,1 @@
-"""Input: the lazy dataset pipeline and how its batches reach the replicas."""
+"""Input: the lazy dataset pipeline, and the distribution of its batches to replicas."""

@@ -1,4 +1,4 @@
-"""Sources of other libraries: loaders, datasets, iterables.
+"""Adapters for sources of other libraries: loaders, datasets, iterables.
 
 This module imports none of these libraries: an object of a library that is not loaded cannot exist.
 """

@@ -1,4 +1,4 @@
-"""Arrow tables to batches of tensors: selection, filters, missing values, hashing, types.
+"""Convert Arrow tables to batches of tensors: selection, filters, missing values, hashing, types.
 
 A `ColumnSelection` holds the user's options. `ColumnSelection.resolve` compares them with the schema of a file and
 returns a `ColumnPlan`, which converts tables. Every error names the file and the column.

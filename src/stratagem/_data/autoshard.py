@@ -1,4 +1,4 @@
-"""Shares of a dataset for workers: together they see every row once.
+"""Divide a dataset among workers so that together they read every row once.
 
 Pure functions that rewrite pipelines: the share of a worker is a pipeline too.
 """

@@ -1,4 +1,4 @@
-"""Batch and unbatch: rows to batches and back. Batches of columns are cut again, see `column_cursors.py`."""
+"""Batch and unbatch: rows to batches and back (`column_cursors.py` has batches of columns)."""
 
 from __future__ import annotations
 

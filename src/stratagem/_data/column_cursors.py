@@ -1,4 +1,4 @@
-"""Steps on batches of columns: cutting into batches, shuffling rows and filtering rows, without going through rows.
+"""Steps on batches of columns: form new batches, shuffle rows and filter rows.
 
 A node with `rows_per_batch` yields batches of columns. Most steps treat such a batch as one element. The cursors here
 are for the steps that work on its rows: batch, shuffle and filter.

@@ -1,4 +1,4 @@
-"""`Dataset`: a lazy pipeline with the verbs of tf.data.
+"""`Dataset`: a lazy pipeline with the methods of tf.data.
 
 A dataset is a description. Nothing is read before it is iterated, and each `iter()` is a new epoch. This module
 has the transformations with their arguments and checks; `dataset_sources.py` has the sources.
@@ -73,8 +73,8 @@ class Dataset(DatasetSources):
 
         Args:
             map_func: gets an element (a tuple's items as arguments), returns an element.
-            num_parallel_calls: number of threads; `AUTOTUNE` for one per core; none by default.
-            seed: seed of the function's random numbers; by default the dataset's own.
+            num_parallel_calls: number of threads; `AUTOTUNE` for one per core; by default no thread.
+            seed: seed of the function's random numbers; by default that of the dataset.
 
         Example:
             >>> import stratagem as sg
@@ -237,7 +237,7 @@ class Dataset(DatasetSources):
         block_length: int = 1,
         num_parallel_calls: int | None = None,
     ) -> Dataset:
-        """Make a dataset from each element and read several of these datasets in turn.
+        """Create a dataset from each element, and read several of these datasets in turn.
 
         Args:
             map_func: gets an element, returns a dataset.
@@ -262,7 +262,7 @@ class Dataset(DatasetSources):
         )
 
     def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
-        """Make a dataset from each element and read these datasets one after the other.
+        """Create a dataset from each element, and read these datasets one after the other.
 
         Example:
             >>> import stratagem as sg
@@ -434,7 +434,7 @@ class Dataset(DatasetSources):
         """Resume from a saved position: the next ``iter()`` begins there.
 
         Raises:
-            ValueError: the position is one of another pipeline.
+            ValueError: the position belongs to another pipeline.
         """
         self._epochs.load(state, self.node)
 

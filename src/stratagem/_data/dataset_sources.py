@@ -1,4 +1,4 @@
-"""Sources of a `Dataset`: the constructors, for data in memory, generators and files."""
+"""Constructors of `Dataset` for data in memory, generators and files."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ class ColumnOptions(TypedDict, total=False):
         filters: rows to keep: tuples (column, operator, value) that must all hold, such as
             ``[("day", ">=", 3), ("country", "in", ["de", "pe"])]``; or a list of such lists, of which one must hold.
             Parquet skips row groups whose statistics exclude them.
-        fill: values for missing values, by column. A missing value in a column without one is an error.
+        fill: replacements for missing values, by column. A missing value in a column without one raises an error.
         dtypes: types to convert to, by column.
-        hash_buckets: numbers of buckets, by column: text and other categories become bucket numbers, see
-            `hash_bucket`.
+        hash_buckets: number of hash buckets for each column of categories; see `hash_bucket`.
         drop_remainder: drop a last batch with fewer rows.
         num_parallel_reads: threads that read ranges of rows; 0 reads in the caller's thread. By default one per
             core, at most 4. The order of the rows does not depend on it.
@@ -194,8 +193,8 @@ class DatasetSources(ABC):
             options: see `ColumnOptions`.
 
         Raises:
-            ColumnError: (when read) a column is missing, has other types in other files, has missing values and no
-                fill value, or cannot become a tensor.
+            ColumnError: (when read) a column is missing, differs in type between files, has missing values without
+                a fill value, or cannot be converted to a tensor.
 
         Example:
             >>> import pyarrow as pa, pyarrow.parquet, stratagem as sg, pathlib, tempfile
@@ -227,8 +226,8 @@ class DatasetSources(ABC):
     ) -> Self:
         r"""Return a dataset of batches of columns from CSV files; see `from_parquet`.
 
-        The first megabyte of the first file decides the types that `dtypes` does not give: int64, float32, bool or
-        text. Empty fields are missing values, except in text columns, where they are empty strings. Categories are hashed as text.
+        The types that `dtypes` does not give are inferred from the first megabyte of the first file: int64, float32,
+        bool or text. Empty fields are missing values, except in text columns, where they are empty strings. Categories are hashed as text.
 
         Args:
             files: a path or pattern, or a list of them.

@@ -1,4 +1,4 @@
-"""Distribution of datasets over replicas: one split rule, transfer to devices, reading ahead.
+"""Distribute datasets to replicas: split batches, transfer them to devices, read ahead.
 
 Strategies call `distribute_dataset` and `distribute_datasets_from_function`. A worker of a cluster passes its
 number among the input pipelines. The user iterates the result and passes its elements to ``run``.
@@ -223,7 +223,7 @@ class DistributedDataset:
         """Resume from a saved position: the next ``iter()`` begins there.
 
         Raises:
-            ValueError: the position is one of another pipeline.
+            ValueError: the position belongs to another pipeline.
         """
         self._epochs.load(state, self._pipeline())
 
@@ -398,7 +398,7 @@ def _rows(part: Any) -> int:
 
 @final
 class OptionalElement:
-    """Step, or the information that there is none; see `DistributedIterator.get_next_as_optional`.
+    """Optional step, returned by `DistributedIterator.get_next_as_optional`.
 
     Example:
         >>> from stratagem.data import OptionalElement

@@ -1,4 +1,4 @@
-"""Files as a source: which files, in which order, and how unreadable records are handled."""
+"""Source of records from files: the files, their order, and the handling of unreadable records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Iteration of a dataset: epochs, positions, and the release of everything that was opened."""
+"""Iterators of a dataset: epochs, positions, and the release of resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nests of leaves: how an element is walked and converted.
+"""Walk and convert nests: nested tuples, lists and dicts of leaves.
 
 An *element* is a nest: tuples, named tuples, lists, dicts and other mappings around leaves. A leaf is a
 `torch.Tensor`, a `Ragged` column, a NumPy array of a type that torch does not have (text, bytes, objects), or

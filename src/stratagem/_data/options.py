@@ -1,4 +1,4 @@
-"""Options of a dataset: how workers share it."""
+"""Options that decide how workers share a dataset."""
 
 from __future__ import annotations
 

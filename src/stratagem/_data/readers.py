@@ -1,4 +1,4 @@
-"""Readers: the records of one file, one by one.
+"""Readers that yield the records of one file, one by one.
 
 A reader yields elements, and `Bad` for a record that it cannot read; `file_source.py` decides whether that is an
 error or the record is skipped. A position in a file is the number of the next record.

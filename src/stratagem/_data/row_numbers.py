@@ -1,4 +1,4 @@
-"""Rows by number: steps that only select rows of an in-memory source run on row numbers.
+"""Steps over an in-memory source that only select row numbers.
 
 Between an in-memory source and the first step that needs rows, the steps take, skip, shard, shuffle and
 repeat only select row numbers. Their cursors then work on NumPy arrays of numbers (`CursorContext.numbers`),

@@ -1,4 +1,4 @@
-"""Files read by ranges of rows: the source of all columnar datasets.
+"""Source that reads files by ranges of rows, for all columnar datasets.
 
 A `RowRange` is a part of a file that can be read on its own: a Parquet row group, an Arrow record batch, some
 megabytes of a CSV file. A `RangeSource` lists its ranges, reads any subset of them, and yields batches of columns in

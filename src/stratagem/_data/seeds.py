@@ -1,4 +1,4 @@
-"""Random numbers: seeds per element and epoch, and shuffled orders.
+"""Seeds per element and epoch, and shuffled orders.
 
 Every seed is a pure function of (base seed, place in the pipeline, epoch, element number). So the same seed gives
 the same elements with any number of threads, and a position is a few integers.

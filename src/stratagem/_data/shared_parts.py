@@ -93,7 +93,7 @@ class PartedDataset:
                 )
             if not each.inputs and not each.replayable:
                 raise DataError(
-                    f"{dataset!r} cannot be shared: its source {outline(each)} has an order of its own, "
+                    f"{dataset!r} cannot be shared: its source {outline(each)} has its own order, "
                     "which differs from process to process. Share the dataset inside it: "
                     "sg.data.as_dataset(loader.dataset).shuffle().batch(n)."
                 )

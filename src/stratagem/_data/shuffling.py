@@ -1,4 +1,4 @@
-"""Shuffle and cache: the two steps that hold many elements.
+"""Shuffle and cache: the steps that hold many elements.
 
 Over batches of columns both shuffle rows, see `column_cursors.py`. Else a full shuffle (no buffer size, or one at least as large as the input) is a permutation of the element
 numbers, drawn from (seed, epoch). A buffered shuffle draws the buffer place that each element leaves from.

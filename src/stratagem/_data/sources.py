@@ -1,4 +1,4 @@
-"""Sources in memory, and sources made by a function: ranges, tensors, generators.
+"""Sources in memory and from functions: ranges, tensors, generators.
 
 Files are in `file_source.py`, loaders of other libraries in `adapters.py`.
 """

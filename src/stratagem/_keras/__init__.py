@@ -1,1 +1,1 @@
-"""Keras 3 on its torch backend: models whose ``fit``, ``evaluate`` and ``predict`` run as their strategy says."""
+"""Keras 3 on its torch backend: ``fit``, ``evaluate`` and ``predict`` under the strategy of a model."""

@@ -1,6 +1,6 @@
-"""``keras.callbacks.BackupAndRestore`` under parameter servers: its backups are checkpoints that the servers write themselves.
+"""``keras.callbacks.BackupAndRestore`` under parameter servers: the servers write the backups.
 
-So tables do not pass through the program, and a lost server is restored from the newest backup while ``fit`` goes on. With other strategies
+So tables do not pass through the program, and a lost server is restored from the newest backup while ``fit`` continues. With other strategies
 the callback is Keras' own.
 """
 
@@ -92,7 +92,7 @@ class Backup(Owner):
         return True
 
     def save(self, epoch: int, batch: int) -> None:
-        """Save when all scheduled steps have finished; the servers write while training goes on."""
+        """Save when all scheduled steps have finished; the servers write while training continues."""
         self._on_servers.finish()
         self._checkpoint["position"] = {
             "epoch": epoch,

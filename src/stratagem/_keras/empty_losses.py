@@ -1,4 +1,4 @@
-"""Keras losses in a replica of ``strategy.run`` that got no rows: a scalar, so that ``backward()`` works there too (KER-3).
+"""Keras losses in a replica without rows: a scalar, so that ``backward()`` works (KER-3).
 
 Keras does not reduce an empty tensor. The scalar is 0, and the replica's gradients count for nothing in the mean over rows.
 """

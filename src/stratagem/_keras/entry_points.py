@@ -1,4 +1,4 @@
-"""``fit``, ``evaluate``, ``predict`` and their forms for one batch: they run under the strategy of their model (KER-1)."""
+"""Run ``fit``, ``evaluate``, ``predict`` and their one-batch forms under the strategy of their model (KER-1)."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class ModelOnServers:
             if id(variable) not in known:
                 raise ValueError(
                     f"optimizer {optimizer.name!r} of Keras model {model.name!r} trains {variable.path!r}, which belongs to "
-                    "another model. Give each model an optimizer of its own."
+                    "another model. Give each model its own optimizer."
                 )
         return built
 
@@ -139,7 +139,7 @@ class ModelOnServers:
                 raise ForeignParameterError(
                     f"variable {variable.path!r} of Keras model {model.name!r} is not on the parameter servers: it was "
                     "created outside the scope, or shares its path with another one. Build the whole model under "
-                    "`with strategy.scope():`, with a name of its own for every layer."
+                    "`with strategy.scope():`, with a unique name for every layer."
                 )
         for layer in model._flatten_layers():
             if isinstance(layer, names().keras.layers.SpectralNormalization):

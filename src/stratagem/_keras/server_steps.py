@@ -1,4 +1,4 @@
-"""Keras' loops under parameter servers: the methods that run them, and the steps and logs that they ask for."""
+"""Keras' loops under parameter servers: the methods that run them, with their steps and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of a Keras model inside a step: each runs on all replicas, on its rows.
+"""Calls of a Keras model inside a step: each call runs on all replicas, with their rows.
 
 Keras' ``train_step``, ``test_step`` and ``predict_step``, and a model's own versions of them, run once, on the calling thread, with the
 whole batch. Only the outermost call of a layer or model in them is split: its input tensors are cut into one part per

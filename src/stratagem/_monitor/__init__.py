@@ -1,1 +1,1 @@
-"""Figures of a cluster for the live page, the report, Prometheus and ``stratagem top``."""
+"""Monitoring of a cluster: the live page, reports, Prometheus and ``stratagem top``."""

@@ -1,4 +1,4 @@
-"""Advice in words: what limits the throughput of a cluster, and what to try.
+"""Find what limits the throughput of a cluster, and suggest a remedy.
 
 Pure: a function of a `ClusterView`. Every rule compares measured figures with a limit that is named here.
 """

@@ -1,4 +1,4 @@
-"""Activity of a cluster in rates and shares: plain data, made by `ClusterHistory`.
+"""`ClusterView`: the activity of a cluster in rates and shares, as plain data.
 
 The terminal, the page, the report, Prometheus and the advice all read a `ClusterView`.
 """

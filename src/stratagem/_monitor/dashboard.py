@@ -74,7 +74,7 @@ class Dashboard(Owner):
 
     @property
     def view(self) -> ClusterView:
-        """Everything that the page shows, as plain data; about a second old."""
+        """The contents of the page, as plain data; about a second old."""
         return self.monitor.view
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -104,10 +104,10 @@ def dashboard(
     title: str = "Stratagem",
     tensorboard: str | os.PathLike[str] | None = None,
 ) -> Dashboard:
-    """Serve a live page of a running cluster; ``pip install 'stratagem[dashboard]'`` installs what it needs.
+    """Serve a live page of a running cluster. It needs ``pip install 'stratagem[dashboard]'``.
 
-    The page shows speed, time split, staleness, servers, tables, logged values, events, and advice. Only
-    this machine can open it unless you give another address, and only with the link's token.
+    The page shows speed, the workers' time by phase, staleness, servers, tables, logged values, events, and advice.
+    It can be opened only from this machine, unless you pass another address, and only with the link's token.
 
     Args:
         subject: a `ClusterCoordinator`, or any strategy.

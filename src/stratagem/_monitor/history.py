@@ -1,4 +1,4 @@
-"""Turns samples of a cluster into views: rates from cumulative counts, shares, curves, events.
+"""Convert samples of a cluster to views: rates from cumulative counts, shares, curves, events.
 
 Pure: no clock, no I/O. A rate compares the latest sample with one that is some seconds older, and divides
 by the time that the task itself counted between its two reports, so that late heartbeats do not distort it.

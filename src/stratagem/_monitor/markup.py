@@ -1,4 +1,4 @@
-"""HTML of the page's tables and texts. Every value is escaped here, and nowhere else is HTML made."""
+"""HTML of the page's tables and texts; escapes every value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: plots and tables of a `ClusterView`, for the live server and for the report.
+"""Plots and tables of a `ClusterView`, for the live page and the report.
 
 Colours of texts and lines suit a light and a dark background; the background follows the reader's setting.
 """

@@ -1,4 +1,4 @@
-"""Questions to the tasks of a cluster, all tasks at once, with a limit.
+"""Query all tasks of a cluster at once, with a time limit.
 
 A parameter server keeps the connection; a worker closes it after its answer.
 """

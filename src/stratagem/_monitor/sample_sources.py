@@ -1,4 +1,4 @@
-"""Sources of samples of a cluster: the program that schedules, or the tasks themselves."""
+"""Sources of samples of a cluster: the scheduling program, or the tasks themselves."""
 
 from __future__ import annotations
 

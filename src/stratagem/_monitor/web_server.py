@@ -1,4 +1,4 @@
-"""HTTP server of the live page: a Bokeh server in a thread of its own, behind one check of every request.
+"""HTTP server of the live page: a Bokeh server in a separate thread, behind one check of every request.
 
 The check comes before any handler. It accepts GET and HEAD with the secret (in the link, in a cookie or as a
 bearer token), for the right host and from no other origin. Requests change nothing: a page has a document of its own,

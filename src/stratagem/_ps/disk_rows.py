@@ -1,4 +1,4 @@
-"""Rows of tables on disk, read by several threads: a disk serves many reads at the same time."""
+"""Read rows of tables on disk with several threads."""
 
 from __future__ import annotations
 

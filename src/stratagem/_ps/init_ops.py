@@ -1,4 +1,4 @@
-"""Initialisations that a parameter server runs on its shard, so that a huge table is never sent."""
+"""Initialisers that a parameter server runs on its shard, so that a large table is never sent."""
 
 from __future__ import annotations
 

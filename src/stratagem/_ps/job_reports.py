@@ -1,4 +1,4 @@
-"""Decisions about a named job, from what its servers report. Pure.
+"""Decide about a named job, from the reports of its servers. Pure.
 
 `client/job_connection.py` asks the servers and carries the decisions out.
 """

@@ -1,4 +1,4 @@
-"""Settings of the C allocator: a worker keeps freed memory, a server returns it to the kernel."""
+"""Configure the C allocator: a worker keeps freed memory, a server returns it to the kernel."""
 
 from __future__ import annotations
 

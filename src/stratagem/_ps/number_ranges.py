@@ -1,4 +1,4 @@
-"""Sets of numbers that are mostly consecutive, in little memory."""
+"""Compact sets of mostly consecutive numbers."""
 
 from __future__ import annotations
 

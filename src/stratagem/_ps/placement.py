@@ -1,4 +1,4 @@
-"""Placement of shards on servers, round-robin, and the description of a variable that all tasks share.
+"""Place shards on servers in round-robin order, and describe a variable for all tasks.
 
 Pure. The coordinator's `Placement` numbers shards and assigns them to servers. Its `Description` is sent to workers.
 """

@@ -1,4 +1,4 @@
-"""Kernels in C for rows of tables (`row_kernels.c`), if they were built when Stratagem was installed.
+"""C kernels for rows of tables (`row_kernels.c`), if they were built at installation.
 
 `kernels` is None without them: no compiler at installation, or ``STRATAGEM_ROW_KERNELS=0``. Results are the same, bit for
 bit. Callers check ids, types and shapes.

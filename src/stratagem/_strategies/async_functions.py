@@ -1,4 +1,4 @@
-"""Refusal of ``async def`` functions: a call would only make a coroutine, and the step would not happen."""
+"""Reject ``async def`` functions, whose call would only create a coroutine."""
 
 from __future__ import annotations
 

@@ -163,10 +163,10 @@ class Strategy(Owner):
         kwargs: Mapping[str, Any] | None = None,
         options: object = None,
     ) -> Any:
-        """Call ``fn`` once per replica, at the same time; return the merged results.
+        """Call ``fn`` once per replica; return the merged results.
 
-        If an argument is a distributed value, each replica receives its own component. A result that is
-        the same on all replicas is returned once, other results as a `PerReplica`.
+        If an argument is a distributed value, each replica receives its own component. Plain values that are
+        equal on all replicas are returned once, other results as a `PerReplica`.
 
         Args:
             fn: any callable.
@@ -199,7 +199,7 @@ class Strategy(Owner):
         """Call ``step(batch)`` for every global batch; yield the results in batch order.
 
         On one machine each batch is one `run`. With parameter servers each batch is scheduled on a
-        worker, some batches ahead of the result that is yielded. Numbers that replicas return are
+        worker, and later batches already run when a result is yielded. Numbers that replicas return are
         averaged over the rows of the batch.
 
         Args:
@@ -217,8 +217,8 @@ class Strategy(Owner):
         Args:
             reduce_op: `ReduceOp` or its name in any letter case.
             value: a result of ``run``.
-            axis: None for elementwise over replicas; a dimension (or tuple of them), typically 0,
-                to reduce the batch as well, with the right denominator for uneven batches.
+            axis: None to reduce elementwise over replicas; a dimension (or tuple of them), typically 0,
+                to reduce the rows as well. A mean then divides by the number of all rows.
 
         Example:
             >>> import torch, stratagem as sg

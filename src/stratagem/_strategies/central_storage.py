@@ -22,11 +22,10 @@ class CentralStorageStrategy(Strategy):
         parameter_device: name of the device that holds the variables; None: the compute device if
             there is only one, else the CPU.
         gradient_aggregation: ``"mean"`` over the rows of the global batch, or ``"sum"``.
-        parallel_replicas: let the replicas run at the same time. By default they take turns between the
-            points where they wait for each other, in the order of their numbers, because they share
-            Python objects: a step that keeps a value in an attribute then reads its own value. On
-            accelerators turns cost little. On CPU devices a step that writes no shared attribute may run
-            faster in parallel.
+        parallel_replicas: let the replicas run at the same time. By default they take turns between
+            collectives, because they share Python objects: a step that keeps a value in an attribute
+            then reads its own value. Turns cost little on accelerators. On CPU devices, a step that
+            writes no shared attribute may run faster in parallel.
 
     Raises:
         ValueError: a malformed name, or a device that does not exist here; a list of parameter

@@ -1,4 +1,4 @@
-"""The default strategy, current outside any scope. One per process."""
+"""The default strategy, which is current outside any scope."""
 
 from __future__ import annotations
 

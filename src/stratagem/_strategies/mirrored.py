@@ -20,11 +20,10 @@ class MirroredStrategy(Strategy):
         devices: their names; None: all accelerators of this machine, else the CPU. The same device
             may be named more than once.
         gradient_aggregation: ``"mean"`` over the rows of the global batch, or ``"sum"``.
-        parallel_replicas: let the replicas run at the same time. By default they take turns between the
-            points where they wait for each other, in the order of their numbers, because they share
-            Python objects: a step that keeps a value in an attribute then reads its own value. On
-            accelerators turns cost little. On CPU devices a step that writes no shared attribute may run
-            faster in parallel.
+        parallel_replicas: let the replicas run at the same time. By default they take turns between
+            collectives, because they share Python objects: a step that keeps a value in an attribute
+            then reads its own value. Turns cost little on accelerators. On CPU devices, a step that
+            writes no shared attribute may run faster in parallel.
 
     Raises:
         ValueError: no device, a malformed name, or a device that does not exist here.

@@ -55,9 +55,9 @@ _log = logging.getLogger("stratagem.ps")
 class ParameterServerStrategy(Strategy):
     """Strategy with variables on parameter servers and asynchronous functions on workers.
 
-    Models, optimizers and variables created under `scope` are placed on the servers in turn;
-    `variable_partitioner` decides how they are divided into shards. A `ClusterCoordinator` schedules functions;
-    in them the step is ordinary PyTorch.
+    The variables of models and optimizers created under `scope` are placed on the servers in turn.
+    `variable_partitioner` divides them into shards. A `ClusterCoordinator` schedules functions, which are
+    ordinary PyTorch.
 
     Args:
         cluster_resolver: describes the cluster: at least one ``ps`` and one ``worker``.
@@ -66,18 +66,18 @@ class ParameterServerStrategy(Strategy):
             rows of the batch, or ``"sum"``.
         worker_devices: devices of each worker, one replica each; None: the accelerators that the resolver
             reports, else the CPU.
-        job: name of the training job. Servers keep a named job when its coordinator dies, and the script
-            that is started again continues it (`CheckpointManager.restore_or_initialize`).
-        job_lease_s: how long they keep it; by default ``STRATAGEM_JOB_LEASE_S`` (600 seconds).
-        backups: with 1, every write is applied on two servers before it is acknowledged, and nothing that was
-            acknowledged is lost with one of them.
-        staleness: how many updates of other workers a function may miss between its read of the parameters and
-            its write; None: any number, no worker waits for another. 0: synchronous rounds, in which the gradients of all
-            workers make one step. The metric ``ps.staleness`` measures it.
+        job: name of the training job. Servers keep a named job when its coordinator is lost, and the script
+            continues it when it is started again (`CheckpointManager.restore_or_initialize`).
+        job_lease_s: how long servers keep the job; by default ``STRATAGEM_JOB_LEASE_S`` (600 seconds).
+        backups: with 1, every write is applied on two servers before it is acknowledged, so that no
+            acknowledged write is lost with one of them.
+        staleness: the largest number of functions of other workers whose updates a function may miss between
+            its read of the parameters and its write. None: no limit, and no worker waits for another. 0:
+            synchronous rounds, in which the gradients of all workers make one step.
 
     Raises:
         ValueError: the cluster cannot be used, an address is invalid, there are too few servers for backups, or
-            `staleness` is no such number.
+            `staleness` is neither None nor a whole number of at least 0.
         JobInUse: a live coordinator has the job.
         ParameterServerLost: servers did not answer within ``STRATAGEM_SERVER_WAIT_S`` (60 seconds).
 
@@ -175,12 +175,12 @@ class ParameterServerStrategy(Strategy):
 
     @contextmanager
     def cache_variable_reads(self) -> Iterator[None]:
-        """Return a context manager that keeps the first value read of each variable until it exits."""
+        """Return a context manager that caches the first read of each variable until it exits."""
         with caching(self._cache):
             yield
 
     def publish(self, obj: nn.Module | Optimizer) -> None:
-        """Send a module or optimizer, as it is, to the workers with the next scheduled function.
+        """Send the current state of a module or optimizer to the workers with the next scheduled function.
 
         Workers receive changes of attributes, hooks, parts and settings without a call of this method.
         Two cases need it: an attribute of more than 64 KB that is not a tensor, which is otherwise

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `ParameterServerStrategy`, with errors that say what was expected."""
+"""Check the arguments of `ParameterServerStrategy`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_cluster(resolver: Any) -> Any:
     if task_type is not None and task_type not in _JOBS:
         raise ValueError(f"task_type={task_type!r} is not known: expected {', '.join(_JOBS)}.")
     if task_type is not None and task_type != "evaluator" and task_type not in spec.jobs:
-        raise ValueError(f"task_type={task_type!r} is no job of the cluster: {spec.jobs!r}.")
+        raise ValueError(f"task_type={task_type!r} is not a job of the cluster: {spec.jobs!r}.")
     for job in ("chief", "evaluator"):
         if job in spec.jobs and spec.num_tasks(job) > 1:
             raise ValueError(
@@ -83,7 +83,7 @@ def check_job(job: object, lease_s: float | None) -> None:
         return
     if not isinstance(job, str) or not _NAME.fullmatch(job):
         raise ValueError(
-            f"job={job!r} is no name of a job: expected up to 100 letters, digits, dots, dashes and "
+            f"job={job!r} is not a valid job name: expected up to 100 letters, digits, dots, dashes and "
             "underscores, such as 'ctr-v3'."
         )
     if lease_s is not None and not lease_s > 0:

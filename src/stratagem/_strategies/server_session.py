@@ -1,4 +1,4 @@
-"""The session of a parameter-server strategy, and its connections to the servers, with backups or without."""
+"""The session of a parameter-server strategy, and its connections to the servers."""
 
 from __future__ import annotations
 

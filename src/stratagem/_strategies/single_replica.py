@@ -1,4 +1,4 @@
-"""`SingleReplica`: base of strategies with one replica, which split and merge nothing."""
+"""`SingleReplica`: base class of strategies with one replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop behind `Strategy.run_steps`: one step function, every batch, any strategy.
+"""The implementation of `Strategy.run_steps`.
 
 `run_here` runs each batch on the replicas of this process. `run_on_workers` schedules each batch on a
 worker of a parameter-server cluster. Both yield the results in batch order.

@@ -1,4 +1,4 @@
-"""`WorkerStrategy`: the strategy object that a scheduled function finds on a worker.
+"""`WorkerStrategy`: the strategy object of scheduled functions on a worker.
 
 `_ps/worker/worker_objects.py` rebuilds the coordinator's modules, optimizers and variables on a worker; this
 class is the rebuilt `ParameterServerStrategy`. It runs replicas on the worker's own devices.

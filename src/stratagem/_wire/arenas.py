@@ -1,4 +1,4 @@
-"""Memory of a parameter server's variables: shared segments, and the budget of the whole server."""
+"""Memory of a parameter server's variables: shared segments, and the server's memory budget."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from stratagem._wire.server_messages import GroupSpec, InitOp, Setting, StateRec
 
 
 class SetBackup(Message, frozen=True):
-    """From the coordinator to a primary: keep a backup at `address` from now on; without an address, go on alone.
+    """From the coordinator to a primary: keep a backup at `address` from now on; without an address, continue alone.
 
     The answer comes when the backup has the whole state. `view` numbers the decisions of the coordinator about a shard.
     """

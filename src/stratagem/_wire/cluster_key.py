@@ -1,4 +1,4 @@
-"""Find the cluster key: given, from the environment, or the user's own key file.
+"""Find the cluster key: an argument, the environment, or the user's key file.
 
 Workers run the functions that they receive, and every user of a machine can connect to loopback ports. So tasks always prove a
 key to each other. Without one in the environment, all tasks of a user on this machine share a key file that is

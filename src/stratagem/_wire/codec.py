@@ -1,4 +1,4 @@
-"""Messages with tensors, and Python objects, to bytes and back.
+"""Encode messages with tensors, and Python objects, and decode them.
 
 All use of pickle is here. Tensors: `Outgoing.add` on the sending side, `tensor_from` on the receiving one; these
 never pickle, and are all that parameter servers use. Objects (functions, arguments, results): `pack` and
@@ -180,7 +180,7 @@ def tensor_over(ref: TensorRef, memory: memoryview) -> Tensor:
     dtype = dtype_from(ref.dtype)
     shape = ref.shape
     if min(shape, default=0) < 0:
-        raise ProtocolError(f"a tensor with shape {shape!r} cannot be: sizes are never negative")
+        raise ProtocolError(f"a tensor with shape {shape!r} is invalid: sizes are never negative")
     count = math.prod(shape)
     if count * dtype.itemsize != memory.nbytes:
         raise ProtocolError(

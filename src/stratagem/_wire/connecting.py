@@ -1,4 +1,4 @@
-"""The connecting side of connections: addresses, a connected socket, the key proved both ways.
+"""Open connections: parse addresses, connect a socket, prove the key both ways.
 
 `channel.py` uses the connection; `listener.py` is the other side.
 """

@@ -1,4 +1,4 @@
-"""Values as data: the results and exceptions that a coordinator decodes without running code of a worker.
+"""Decode results and exceptions of workers as data, without running a worker's code.
 
 The sender replaces objects by calls of the `make_…` functions below (`as_data`). An object of a class is the name of its class
 and its fields. The receiver (`find_global`) knows these functions, some immutable types and nothing else. It looks a class up

@@ -1,4 +1,4 @@
-"""Exceptions between processes: `failure_from` makes data of an exception, `exception_from` the reverse.
+"""Convert exceptions to data (`failure_from`) and back (`exception_from`).
 
 The receiver raises the same type where possible: unpickled if it may unpickle, rebuilt if the type is builtin or one of
 ours, else `RemoteError`. The remote traceback is the cause, and a note names the task.

@@ -1,4 +1,4 @@
-"""Layout of a frame in bytes, and the parser that makes frames of a stream of bytes.
+"""Byte layout of frames, and the parser of a byte stream.
 
 Pure, without a socket. `stream.py` sends and receives the bytes; `messages.py` and `codec.py` interpret messages and
 buffers.

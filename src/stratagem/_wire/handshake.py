@@ -1,4 +1,4 @@
-"""Mutual proof of the cluster key, before anything else is read from a connection.
+"""Mutual proof of the cluster key, before a connection carries anything else.
 
 Pure: bytes in, bytes out; `listener.py` and `connecting.py` send and receive them. Every record has a fixed size, so
 that an unknown peer can cause 80 bytes to be read and one digest to be computed, and no more::

@@ -1,4 +1,4 @@
-"""The listening side of connections: only peers that prove the cluster key get a channel.
+"""Accept connections, only from peers that prove the cluster key.
 
 A `Listener` runs any number of handshakes side by side, and returns authenticated channels. A slow, silent or hostile
 peer costs it one socket until a time limit, and delays no other peer. Used by parameter servers and workers.

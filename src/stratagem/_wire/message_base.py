@@ -1,4 +1,4 @@
-"""Parts that all messages share: base classes, references to tensors, and messages between any two tasks.
+"""Base classes of messages, references to tensors, and messages between any two tasks.
 
 Only data: no behaviour, no tensor, no socket.
 """

@@ -1,4 +1,4 @@
-"""Any Python object as bytes, for another process of the same user. Reading runs code of the writer."""
+"""Pickle arbitrary Python objects for another process of the same user. Unpickling can run code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judgement of a silent task: whether its process on this host uses the CPU.
+"""Decide whether a silent task on this host is alive: its process uses the CPU, or is stopped.
 
 A thread of Python sends heartbeats and answers pings. Native code that holds Python's lock (the GIL) for seconds
 silences it although the task is well. A process on the same host can be observed: one that uses the CPU is busy, one

@@ -451,7 +451,7 @@ class RestoreLedger(Message, frozen=True):
 
 
 class AskTransfer(Message, frozen=True):
-    """Ask how far WriteCut or ReadParts of this session has come. `hurry`: somebody waits for it."""
+    """Ask how far WriteCut or ReadParts of this session has come. `hurry`: a caller waits for it."""
 
     hurry: bool = False
 

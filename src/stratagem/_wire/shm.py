@@ -1,4 +1,4 @@
-"""Shared memory between processes of one host: segments, their layout and their owners.
+"""Shared memory between processes of one host: segments and their layout.
 
 The only module that uses mmap. A segment is a `memfd`, or a file on disk (`table_files.py`): it has no name, so that nothing
 is left behind however a process ends. The kernel frees it when its owner and all processes that mapped it are gone. A peer opens it through

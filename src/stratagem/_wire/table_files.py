@@ -1,4 +1,4 @@
-"""Files without a name for tables that may be larger than memory.
+"""Unnamed files for tables that may be larger than memory.
 
 A file has all its space from the start, so that writing to a mapping of it never fails for want of space. It has no name
 in any directory: nothing is left behind however its process ends.
@@ -30,7 +30,7 @@ def open_table_file(size: int) -> int:
     directory = config.table_directory()
     if not directory.is_dir():
         raise ValueError(
-            f"STRATAGEM_TABLE_DIRECTORY={str(directory)!r} is no directory: expected one on a disk of "
+            f"STRATAGEM_TABLE_DIRECTORY={str(directory)!r} is not a directory: expected a directory on a disk of "
             f"{os.uname().nodename}."
         )
     kind = _file_system(directory)

@@ -1,4 +1,4 @@
-"""Notices by which the tasks of this user on this machine are found: ``stratagem top`` reads them.
+"""Notices in which the tasks of this user on this machine announce themselves to ``stratagem top``.
 
 A notice is a `memfd` of the task's process: a file without a name in any directory, which ends with the process however
 that ends. Others read it through ``/proc/<pid>/fd``, which the kernel allows only to the same user (and root), so that it

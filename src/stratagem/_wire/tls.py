@@ -1,4 +1,4 @@
-"""TLS between tasks: the files of a certificate, and sockets that encrypt.
+"""TLS between tasks: certificate files, and encrypting sockets.
 
 The proof of the cluster key (`handshake.py`) runs inside the encrypted connection. Certificates are checked against the cluster's
 own authority; host names are not, because tasks come back at other addresses. `stream.py` uses a `TlsSocket` like any
@@ -36,12 +36,12 @@ _WRITE_BYTES: Final = 256 << 10
 @final
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """Files that let a task encrypt its connections, in PEM format. ``stratagem certificates`` makes them.
+    """Certificate files that encrypt the connections of a task, in PEM format (``stratagem certificates``).
 
     Attributes:
         cert: certificate of this task, signed by the cluster's authority.
         key: private key of the certificate; other users must not be able to read it.
-        ca: certificate of the cluster's authority. Every peer must have a certificate that it signed.
+        ca: certificate of the cluster's authority, which must have signed the certificate of every peer.
 
     Example:
         >>> import stratagem as sg

@@ -1,4 +1,4 @@
-"""Modules, closure variables, weak references and scripted functions as they are sent to workers.
+"""Pickle users' modules, closure variables, weak references and scripted functions for workers.
 
 Modules of the user's program are sent by value, others by name.
 """

@@ -1,4 +1,4 @@
-"""`ClusterDeviceFilters`: tf.distribute's way to limit which tasks see each other's devices."""
+"""`ClusterDeviceFilters`: tf.distribute's device filters, without effect."""
 
 from __future__ import annotations
 

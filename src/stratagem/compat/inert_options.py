@@ -1,4 +1,4 @@
-"""Option objects and decorators that exist only so that code written for tf.distribute runs unchanged."""
+"""Option objects and decorators that are accepted for tf.distribute and have no effect."""
 
 from __future__ import annotations
 

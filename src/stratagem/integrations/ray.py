@@ -1,4 +1,4 @@
-"""Parameter-server training as a job of Ray Train.
+"""Parameter-server training as a Ray Train job.
 
 Ray Train runs the *coordinator*: its checkpoints, failures and metrics are handled as for every other trainer of Ray.
 Workers and parameter servers run in an `sg.RayCluster` that the coordinator owns.

@@ -1,4 +1,4 @@
-"""Start closures so that none misses more than a given number of updates of others.
+"""Start closures so that none misses the updates of more than a given number of others.
 
 A closure reads the parameters when it starts, and writes them before it ends. The updates between its read and its
 write are made by closures that run beside it, and by closures that ended since it started. So the rule keeps, for

@@ -1,4 +1,4 @@
-"""Actions that `ClosureQueue` returns; the engine executes every one of them."""
+"""Actions that `ClosureQueue` returns and the engine executes."""
 
 from typing import Final, Literal, NamedTuple
 

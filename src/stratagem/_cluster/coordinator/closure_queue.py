@@ -1,4 +1,4 @@
-"""Decide which worker runs which closure, and what happens to closures when something fails.
+"""Decide which worker runs which closure, and handle failures of workers and closures.
 
 Pure: no thread, clock, socket or user's exception. The engine calls a method for every event while it holds
 its lock, and executes every action that the method returns. Closures and workers are known by number.

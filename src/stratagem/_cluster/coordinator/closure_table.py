@@ -1,4 +1,4 @@
-"""The closures that are not done: their results and errors are stored in their remote values.
+"""Table of unfinished closures; stores results and errors in their remote values.
 
 Executes, for the engine and under its lock, the queue's actions that need no I/O.
 """

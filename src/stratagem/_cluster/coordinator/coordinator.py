@@ -165,15 +165,15 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     @property
     def recoveries(self) -> list[ServerRecovery]:
-        """Parameter servers that were lost and restored from a checkpoint so far, oldest first."""
+        """Parameter servers that were lost and restored, or replaced by a backup, oldest first."""
         return list(self._engine.recoveries.done)
 
     @property
     def workers(self) -> WorkersView:
-        """Present state of every worker, in the order in which they joined: a live view.
+        """State of every worker, in the order in which they joined: a live view.
 
-        Workers that appear in the resolver join within ``membership_s``; workers that disappear from it leave
-        when they have finished what they run.
+        A worker that the resolver lists joins within ``membership_s``. A worker that it no longer lists leaves
+        after its current closure.
         """
         engine = self._engine
 
@@ -193,7 +193,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     @property
     def metrics_by_worker(self) -> dict[int, metrics.Snapshot]:
-        """Latest metrics of each worker by its index; threads of this process report only their steps."""
+        """Latest metrics of each worker by its index. Workers that are threads report only their steps."""
         with self._engine.lock:
             return {link.task_index: link.metrics for link in self._engine.links.values()}
 
@@ -207,22 +207,22 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     ) -> RemoteValue:
         """Queue a call of `fn`; the next free worker runs it.
 
-        Returns at once unless the queue is full. Strategy, model, optimizer, variables and per-worker
-        values, captured or passed, arrive as the worker's view of the same object.
+        Returns at once unless the queue is full. The function may capture the strategy, models, optimizers,
+        variables and per-worker values, or take them as arguments: a worker uses its own view of the same object.
 
         Args:
             fn: any callable, including lambdas and functions of ``__main__``.
             args: its positional arguments; their current values are sent.
             kwargs: its keyword arguments.
-            exactly_once: if a worker is lost and the call is repeated on another one, servers do not apply
-                writes to variables again that they have applied. The function must make its writes in
-                the same order each time. False: such writes are applied twice.
+            exactly_once: if the call is repeated after the loss of a worker, servers skip the writes that they
+                have already applied. The function must make its writes in the same order each time. False:
+                such writes are applied twice.
 
         Raises:
             TypeError: `fn` is not callable or is asynchronous (``async def``), `args` is not a tuple or
                 list, `kwargs` is not a mapping, or one of them cannot be sent.
             ValueError: a `RemoteValue` among the arguments.
-            EndOfData: a `SharedDataset` among the arguments has come to the end of an epoch.
+            EndOfData: a `SharedDataset` among the arguments has reached the end of an epoch.
             Exception: the first error of an earlier closure, once.
         """
         if not callable(fn):
@@ -267,7 +267,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
         Raises:
             DeadlineExceeded: not done within `timeout_s`; nothing is cancelled.
-            Exception: the first error of a closure, once; the rest has been cancelled.
+            Exception: the first error of a closure, once; queued closures have been cancelled.
         """
         engine = self._engine
         refuse_in_callback("join()")
@@ -309,10 +309,10 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def as_completed(
         self, values: Iterable[RemoteValue], timeout_s: float | None = None
     ) -> Iterator[RemoteValue]:
-        """Yield each value as soon as its result or error is there, in the order in which they finish.
+        """Yield each value as soon as its closure has ended.
 
         Args:
-            values: results of `schedule`; one that is given twice is yielded once.
+            values: results of `schedule`; duplicates are yielded once.
             timeout_s: how long all of them may take together; by default without limit.
 
         Raises:
@@ -332,7 +332,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def cancel(self) -> None:
         """Cancel every closure that no worker has started; their values raise `ClosureCancelled`.
 
-        Closures that run go on: `join` waits for them. Use it to stop early with a long queue.
+        Running closures continue, and `join` waits for them. Use it to stop early with a long queue.
 
         Example:
             >>> import stratagem as sg
@@ -383,13 +383,13 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         Args:
             dataset_fn: a dataset, or a function that returns one. The function runs here and on the workers, and
                 must return the same dataset everywhere.
-            at_least_once: use elements again that a failed function has perhaps used; by default they count as lost.
-            per_closure: elements that each function gets.
-            interleave: files or row groups that are read in turn.
+            at_least_once: repeat elements that a failed function may have used; by default they count as lost.
+            per_closure: number of elements that each function gets.
+            interleave: number of files or row groups that are read in turn.
 
         Raises:
-            DataError: the dataset cannot be read by several processes: a DataLoader, an endless source, `cache()`.
-            TypeError: `dataset_fn` is no dataset and no function.
+            DataError: several processes cannot read the dataset: a DataLoader, an infinite source, `cache()`.
+            TypeError: `dataset_fn` is neither a dataset nor a function.
         """
         refuse_async(dataset_fn, "create_shared_dataset()")
         self._refuse_if_closed("create_shared_dataset")

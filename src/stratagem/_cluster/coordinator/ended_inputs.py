@@ -1,4 +1,4 @@
-"""Workers whose per-worker datasets are used up: closures that read them run on other workers. Pure."""
+"""Record of workers whose per-worker datasets have ended, so that other workers run the closures. Pure."""
 
 from __future__ import annotations
 

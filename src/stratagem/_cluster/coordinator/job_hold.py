@@ -1,4 +1,4 @@
-"""The engine's part in a named job (docs/design/0009): numbers that continue, and the end when it is replaced."""
+"""The engine's part in a named job (docs/design/0009): continued closure numbers, and replacement by a new coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which the elements of a shared dataset are leased: a pure function of the dataset and a seed.
+"""The order in which the elements of a shared dataset are leased: a pure function of dataset and seed.
 
 A dataset has *parts*, such as row groups of a file. An epoch reads `interleave` parts at a time, in turn, so that
 workers can read different parts. The order does not depend on workers, failures or time. So a position is a few

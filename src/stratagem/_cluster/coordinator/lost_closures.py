@@ -1,4 +1,4 @@
-"""Record of closures that were lost with their workers: one that is lost several times in a row is probably the cause."""
+"""Record of closures that were lost with their workers, to stop one that repeatedly ends its worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs functions, arguments and definitions into messages.
+"""Pack functions, arguments and definitions into messages.
 
 A function is sent to a worker once, and again when something that it sees has changed. The packer knows a
 function by its fingerprint (`_core/fingerprints.py`). With a new fingerprint the function is packed, and sent if the digest of its bytes is new. So a worker always sees what the

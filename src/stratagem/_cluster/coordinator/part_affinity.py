@@ -1,4 +1,4 @@
-"""Prefer to send closures to the worker that reads the same part of a shared dataset already.
+"""Prefer to send a closure to the worker that already reads the same part of a shared dataset.
 
 Opening a file or decoding a row group costs more than reading on. Pure; `ClosureQueue` asks it.
 """

@@ -1,4 +1,4 @@
-"""State of one worker in the closure queue, and how many closures it gets ahead."""
+"""State of one worker in the closure queue, and the number of closures to send ahead."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class RemoteValue:
             timeout_s: how long to wait; by default without limit.
 
         Raises:
-            ClosureCancelled: another closure failed first, or the coordinator was closed.
+            ClosureCancelled: another closure failed first, `cancel` was called, or the coordinator was closed.
             DeadlineExceeded: there is no result within `timeout_s`.
             Exception: the exception of the function.
         """
@@ -193,7 +193,7 @@ class RemoteValue:
         return map_leaves(_to_numpy, self.get(timeout_s))
 
     def add_done_callback(self, fn: Callable[[RemoteValue], object]) -> None:
-        """Call ``fn(value)`` once, when the result or the error is there; at once if it is there already.
+        """Call ``fn(value)`` once, when the closure has ended; at once if it already has.
 
         A thread of the coordinator runs `fn`, so `fn` should be short and must not wait: `schedule`, `join` and
         `get` of an unfinished value raise inside it. An exception of `fn` is logged.

@@ -1,4 +1,4 @@
-"""Advances of schedulers, gradient scalers and settings, in the reports of a worker about its closures."""
+"""Advances of schedulers, gradient scalers and settings that workers report with their closures."""
 
 from __future__ import annotations
 

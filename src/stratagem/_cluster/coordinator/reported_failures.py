@@ -1,4 +1,4 @@
-"""Count what workers report about parameter servers and deadlines, and decide what is ignored (FLT-10, FLT-11)."""
+"""Count workers' reports about parameter servers and deadlines, and decide when to raise an error (FLT-10, FLT-11)."""
 
 from __future__ import annotations
 

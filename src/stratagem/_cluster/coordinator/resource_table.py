@@ -1,4 +1,4 @@
-"""The per-worker values of a coordinator, and the calls that build them."""
+"""Table of the per-worker values of a coordinator, and of the calls that build them."""
 
 from __future__ import annotations
 

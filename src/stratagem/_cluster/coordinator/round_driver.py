@@ -1,4 +1,4 @@
-"""Drive synchronous rounds: hold results, let the servers make the steps of a round, and begin small rounds."""
+"""Run synchronous rounds: hold results, let the servers apply the step of a round, start smaller rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pack calls, and build the batches of messages that bring a closure to a worker.
+"""Pack calls, and build the batches of messages that send closures to a worker.
 
 A worker receives each function and definition once per incarnation, updates when something changed, then
 the closure itself. `Sender` packs on the user's thread (`packer.py`) and builds batches for the links. The

@@ -1,8 +1,8 @@
-"""Recovery of lost parameter servers: a thread promotes a backup, or restores the server while everything else waits.
+"""Recover lost parameter servers: a thread promotes a backup, or restores the server from a checkpoint.
 
-If a backup takes over, workers go on: their connections find it. Otherwise the sessions of all workers are ended first, as if the workers had been lost: their unfinished closures are queued again
-and no late write of them counts. While the server is restored no worker gets a new session. Requests of the coordinator
-itself to the lost server wait (`await_recovery`).
+If a backup takes over, workers continue: their connections find it. Otherwise the sessions of all workers end first, as if
+the workers had been lost: their unfinished closures are queued again, and servers refuse their late writes. No worker gets
+a new session while the server is restored. The coordinator's own requests to the lost server wait (`await_recovery`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`SharedDataset`: one dataset that all workers read together, and the account of its elements.
+"""`SharedDataset`: one dataset that all workers read together, with an account of its elements.
 
 Each scheduled function that receives the dataset gets the next elements, at the time of `schedule`. They are read by
 the worker that runs the function (`_data/shared_parts.py`). `LeaseLedger` decides; the engine's lock guards it.
@@ -66,12 +66,12 @@ class InputLedger:
     Attributes:
         epoch: the epoch of the elements that were leased last, from 0.
         rows_trained: rows that finished functions have read, in all epochs. A coordinator that continues a job does
-            not know the rows of functions that ran when its predecessor died.
+            not know the rows of functions that ran when its predecessor was lost.
         trained: elements of this epoch that were trained.
-        running: elements of functions that are queued or run.
-        repeated: elements of all epochs that were perhaps trained twice.
-        lost: elements of all epochs that were perhaps not trained, and will not be: the function failed, or has not
-            read them.
+        running: elements of functions that are queued or running.
+        repeated: elements of all epochs that may have been trained twice.
+        lost: elements of all epochs that may not have been trained, and will not be: the function failed, or did
+            not read them.
 
     Example:
         >>> import stratagem as sg
@@ -119,8 +119,8 @@ class HeldLease(NamedTuple):
 class SharedDataset:
     """A dataset that all workers read together. Made by `ClusterCoordinator.create_shared_dataset`.
 
-    Pass it to `schedule`: the function receives an iterator over the elements that it was given. On the coordinator it
-    has a length and a position, and `ledger` accounts for every element.
+    Pass it to `schedule`: the function receives an iterator over its elements. On the coordinator, the dataset has a
+    length and a position, and `ledger` accounts for every element.
 
     Example:
         >>> import stratagem as sg
@@ -176,8 +176,8 @@ class SharedDataset:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values, for any number of workers.
 
-        Elements of functions that no worker has received belong to the rest of the data. Elements of functions that
-        run are trained again or count as lost by a program that continues here, see `ledger`; after `join` there are none.
+        Functions that no worker has received count as not trained. A program that continues at this position repeats
+        the elements of running functions, or counts them as lost (`ledger`). After `join` there are none.
         """
         with self._engine.lock:
             pinned = self._pinned or self._ledger.snapshot()
@@ -192,8 +192,8 @@ class SharedDataset:
         """Continue at a position.
 
         Raises:
-            ValueError: the position is one of another dataset.
-            MisuseError: functions with elements of this dataset are queued or run.
+            ValueError: the position belongs to another dataset.
+            MisuseError: functions with elements of this dataset are queued or running.
         """
         found = {
             name: state.get(name) for name in ("version", "dataset", "per_closure", "interleave")
@@ -217,7 +217,7 @@ class SharedDataset:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Let `state_dict` return the present position inside the context, while training goes on.
+        """Let `state_dict` return the present position inside the context, while training continues.
 
         Functions that have finished when the context is entered count as trained. Functions that no worker has
         received when `state_dict` is called count as not trained.

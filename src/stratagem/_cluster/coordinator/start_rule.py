@@ -1,4 +1,4 @@
-"""Interface between the closure queue and a rule that says when closures may start."""
+"""Interface of the rules that decide when a closure may start."""
 
 from __future__ import annotations
 

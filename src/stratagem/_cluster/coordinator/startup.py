@@ -1,4 +1,4 @@
-"""Start a coordinator: make its engine, wait for the workers.
+"""Start a coordinator: create its engine and wait for the workers.
 
 The links' threads connect, and go on trying after the start. This module decides how long the coordinator
 waits for them. A worker that does not answer may be starting. A worker that refused will refuse again, and

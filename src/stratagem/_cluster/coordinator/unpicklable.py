@@ -1,4 +1,4 @@
-"""Find the object that cannot be pickled, for the error about it."""
+"""Find the object that cannot be pickled, for the error message."""
 
 from __future__ import annotations
 

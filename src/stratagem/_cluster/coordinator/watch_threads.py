@@ -1,4 +1,4 @@
-"""Threads beside a coordinator's engine: for heartbeats, closures, parameter servers, and the resolver.
+"""Background threads of a coordinator: heartbeats, closures, parameter servers, and the resolver.
 
 They report events to the engine. The first thread never waits for another process: otherwise a worker that
 hangs in the middle of a large message would delay the heartbeats to the others.

@@ -1,4 +1,4 @@
-"""The coordinator's connection to one worker, through all incarnations of the worker.
+"""The coordinator's connection to one worker, across all incarnations of the worker.
 
 One thread per worker connects (again and again), opens a session, passes the worker's messages to the
 engine, and reports the end of the session. Other threads send, holding the link's `sending` lock, so that

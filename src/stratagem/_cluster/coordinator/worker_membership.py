@@ -1,4 +1,4 @@
-"""Follow the resolver while training runs: connect to workers that appear, drain workers that disappear."""
+"""Follow the resolver during training: connect to new workers, drain removed ones."""
 
 from __future__ import annotations
 

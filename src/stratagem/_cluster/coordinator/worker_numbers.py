@@ -1,4 +1,4 @@
-"""Warnings about Python numbers and tensors that a scheduled function changes and that stay on the worker.
+"""Warn about numbers and tensors that a scheduled function changes and that stay on the worker.
 
 Integers in attributes, global and nonlocal variables are counters, which the coordinator keeps in step (`_core/counters.py`). Any
 other number or plain tensor that a function computes from its own value changes on the worker that runs the function. So does a tensor that

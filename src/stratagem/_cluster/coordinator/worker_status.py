@@ -1,4 +1,4 @@
-"""State of the workers, as `coordinator.workers` shows it."""
+"""Public state of a worker, for `coordinator.workers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters of this user on this machine, put together from the notices of their running tasks."""
+"""Find the clusters of this user on this machine, from the notices of their running tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FileResolver`: the cluster in a JSON file, which may change while training runs."""
+"""`FileResolver`: reads the cluster from a JSON file, which may change during training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stratagem._cluster.discovery.resolvers import ClusterResolver, Found
 
 @final
 class FileResolver(ClusterResolver):
-    """Reads the cluster from a JSON file, again at every access.
+    """Resolver that reads the cluster from a JSON file at every access.
 
     The file holds a cluster specification, ``{"worker": [...], "ps": [...]}``, or the content of
     ``TF_CONFIG``, ``{"cluster": {...}, "task": {...}}``. A running coordinator follows the workers in the file.
-    Give workers that come and go by index, ``{"worker": {"0": "a:1", "4": "b:1"}}``, so that the others keep
-    theirs. Replace the file by renaming: a coordinator that reads half a file ignores it and logs a warning.
+    List workers by index, ``{"worker": {"0": "a:1", "4": "b:1"}}``, so that the other workers keep their indices
+    when one leaves. Replace the file by renaming: a coordinator that reads half a file ignores it and logs a warning.
 
     Args:
         path: the file.

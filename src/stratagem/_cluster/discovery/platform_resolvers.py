@@ -1,4 +1,4 @@
-"""Resolvers that ask another system: Slurm, Kubernetes, Google Compute Engine, SageMaker.
+"""Resolvers that query another system: Slurm, Kubernetes, Google Compute Engine, SageMaker.
 
 Client libraries are imported only when used, and every resolver accepts a client instead.
 """
@@ -77,10 +77,10 @@ def _numbers(ranges: str, hostlist: str) -> list[str]:
 
 @final
 class SlurmClusterResolver(ClusterResolver):
-    """The cluster of a Slurm job step, one task per Slurm task.
+    """Resolver of a Slurm job step, with one task per Slurm task.
 
-    Hosts are sorted; task k of a host listens on ``port_base + k``; tasks are given to jobs in the order of
-    the job names. On machines without GPUs leave the GPU arguments out.
+    Hosts are sorted. Task k of a host listens on ``port_base + k``. Tasks are assigned to jobs in the order of
+    the job names. Omit the GPU arguments on machines without GPUs.
 
     Args:
         jobs: number of tasks of each job; by default all are workers.
@@ -216,7 +216,7 @@ class ExecutableLocation(enum.Enum):
 
 @final
 class KubernetesClusterResolver(ClusterResolver):
-    """The cluster of the running pods that carry certain labels.
+    """Resolver of the running Kubernetes pods that have certain labels.
 
     Args:
         job_to_label_mapping: job name → label selectors of its pods.
@@ -225,8 +225,8 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: an object with ``list_pod_for_all_namespaces(label_selector=...)``, used instead
             of the kubernetes package's client.
         executable_location: whether this program runs inside the Kubernetes cluster.
-        elastic: pods come and go while training runs. The task index is then the number at the end of the pod's
-            name, as a StatefulSet gives it, so that pods keep their index; pods that do not run are left out.
+        elastic: let pods join and leave during training. The task index is then the number at the end of the
+            pod's name, as in a StatefulSet, so that pods keep their index. Pods that do not run are omitted.
 
     Example:
         >>> from types import SimpleNamespace as Bag
@@ -312,7 +312,7 @@ def _kubernetes_client(location: ExecutableLocation) -> Any:
 
 @final
 class GCEClusterResolver(ClusterResolver):
-    """The running machines of a Google Compute Engine instance group, as one job.
+    """Resolver of the running machines of a Google Compute Engine instance group, as one job.
 
     Args:
         project: the project's name.
@@ -394,7 +394,7 @@ def _compute_service(credentials: Any) -> Any:
 
 @final
 class SageMakerClusterResolver(ClusterResolver):
-    """The hosts of a SageMaker training job, all of them workers.
+    """Resolver of the hosts of a SageMaker training job, all of them workers.
 
     Example:
         >>> from unittest import mock

@@ -1,4 +1,4 @@
-"""Find the cluster and this task's place in it: the resolvers that ask no other system.
+"""Base class of resolvers, and resolvers that query no other system.
 
 `platform_resolvers.py` has those that ask Slurm, Kubernetes and clouds. Resolvers read; they start nothing.
 Strategies, `Server` and users' scripts (`resolver.task_type`) use them.
@@ -26,9 +26,9 @@ class Found(NamedTuple):
 
 
 class ClusterResolver(ABC):
-    """Base of all resolvers: finds the tasks of the cluster, and which of them this process is.
+    """Base class of resolvers, which find the tasks of the cluster and the task of this process.
 
-    `cluster_spec` is called again whenever a task has to be found, so a task may come back elsewhere.
+    Stratagem calls `cluster_spec` before every attempt to connect, so a task may return at another address.
 
     Example:
         >>> import stratagem as sg
@@ -136,7 +136,7 @@ class ClusterResolver(ABC):
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A resolver of a cluster that is known already.
+    """Resolver of a known cluster.
 
     Example:
         >>> import stratagem as sg
@@ -201,9 +201,9 @@ class SimpleClusterResolver(ClusterResolver):
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads the cluster from the environment variable ``TF_CONFIG``, at every access.
+    """Resolver that reads the environment variable ``TF_CONFIG`` at every access.
 
-    Arguments override it.
+    Arguments override the variable.
 
     Example:
         >>> import json, os
@@ -299,7 +299,7 @@ class LiveResolver(ClusterResolver):
 
 @final
 class UnionResolver(ClusterResolver):
-    """Joins several clusters into one.
+    """Resolver that joins several clusters into one.
 
     Lists of the same job are concatenated in order; if one of them has gaps, they are merged by index.
 

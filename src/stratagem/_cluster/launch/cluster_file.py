@@ -1,4 +1,4 @@
-"""The address file of a cluster that other processes use: where its tasks are, its key, and which process owns it.
+"""The address file of a detached cluster: addresses of the tasks, cluster key, and owner process.
 
 The owner writes the file and keeps it up to date; only its user can read it. A lock on a second file says whether the
 owner runs: the system ends it with the process.
@@ -60,7 +60,7 @@ def read_cluster_file(path: Path) -> ClusterRecord:
         return ClusterRecord(**json.loads(text))
     except (TypeError, ValueError) as error:
         raise UnavailableError(
-            f"{str(path)!r} is no address file of a cluster: {error}.", task="/job:worker"
+            f"{str(path)!r} is not an address file of a cluster: {error}.", task="/job:worker"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`DetachedCluster`: a local cluster in a process of its own, which outlives the script that uses it."""
+"""`DetachedCluster`: a local cluster owned by a background process, which outlives the script."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _LOG_LINES: Final = 20
 
 @final
 class DetachedCluster:
-    """A local cluster that a process of its own owns: it stays when the script ends.
+    """A local cluster that a background process owns, so that it outlives the script.
 
-    Creating the object starts the cluster, or uses the one of this name that runs. `stop` ends it, and so does
-    ``stratagem cluster stop --name NAME``. All tasks end with the owner process, even if that is killed.
+    Creating the object starts the cluster, or uses the running one of this name. `stop`, or ``stratagem cluster stop
+    --name NAME``, ends it. All tasks end with the owner process, even if that is killed.
 
     Args:
         name: name of the cluster.
@@ -54,7 +54,7 @@ class DetachedCluster:
         start_timeout_s: how long the start may take.
 
     Raises:
-        StartupError: the cluster could not start, or one of this name runs with other numbers of tasks.
+        StartupError: the cluster could not start, or the running one of this name has other numbers of tasks.
 
     Example::
 
@@ -67,7 +67,7 @@ class DetachedCluster:
         >>> sg.DetachedCluster("two words")
         Traceback (most recent call last):
         ...
-        ValueError: 'two words' is no name of a cluster: expected up to 100 letters, digits, dots, dashes and underscores.
+        ValueError: 'two words' is not a valid cluster name: expected up to 100 letters, digits, dots, dashes and underscores.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ def path_of(name: str) -> Path:
         return Path(name)
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no name of a cluster: expected up to 100 letters, digits, dots, dashes and "
+            f"{name!r} is not a valid cluster name: expected up to 100 letters, digits, dots, dashes and "
             "underscores."
         )
     return config.user_directory() / "clusters" / f"{name}.json"

@@ -1,4 +1,4 @@
-"""An evaluator as a task of a local cluster. The cluster passes the `Evaluator` through a file."""
+"""Run an `Evaluator` as a task of a local cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ForkLauncher`: starts tasks as processes of this machine, through a fork server.
+"""`ForkLauncher`: starts tasks as processes on this machine, through a fork server.
 
 The user's side of `fork_server.py`. Together they are the only modules that use subprocess, fork and signals.
 """

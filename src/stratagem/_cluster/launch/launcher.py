@@ -1,4 +1,4 @@
-"""The `Launcher` interface: starts and stops the tasks of a cluster, wherever they run.
+"""The `Launcher` interface: starts and stops the tasks of a cluster.
 
 A launcher starts one process (or thread) per order and reports what happens to it; `TaskSupervisor` decides.
 `fork_launcher.py` starts processes on this machine, `thread_launcher.py` threads of this process.

@@ -1,4 +1,4 @@
-"""`LocalCluster`: a whole cluster on this machine, for work, tests and teaching."""
+"""`LocalCluster`: a complete cluster on this machine."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class LocalCluster(SupervisedCluster):
             they are restored from the newest checkpoint, if there is a `CheckpointManager`.
         threads: torch threads of each task; 1 by default, because the tasks share this machine.
         start_timeout_s: how long the start may take.
-        evaluator: an `Evaluator` to run in a task of its own, beside the training; see `wait_evaluated`.
+        evaluator: an `Evaluator` to run in a separate task during training; see `wait_evaluated`.
 
     Raises:
-        TypeError: `evaluator` is no `Evaluator`, or cannot be pickled.
+        TypeError: `evaluator` is not an `Evaluator`, or cannot be pickled.
         StartupError: a task was not ready in time, or exited while starting, or the limit of open files
             of this process is too low.
 
@@ -139,7 +139,7 @@ class LocalCluster(SupervisedCluster):
 
         Raises:
             MisuseError: the cluster has no evaluator.
-            CheckpointTimeout: it has not finished within the limit.
+            CheckpointTimeout: the evaluator has not finished within the limit.
             ClusterError: the evaluator raised an error.
 
         Example:

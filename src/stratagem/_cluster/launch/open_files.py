@@ -1,4 +1,4 @@
-"""The limit of open files that a cluster needs."""
+"""Check that the limit of open files is high enough for a cluster."""
 
 from __future__ import annotations
 

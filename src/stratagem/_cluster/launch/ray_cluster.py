@@ -40,15 +40,15 @@ GROW_S: Final = 1.0
 class RayCluster(SupervisedCluster):
     """Workers and parameter servers on the nodes of a Ray cluster.
 
-    Ray reserves the resources and places the tasks. On every node that has tasks, one small agent (an actor of
-    Ray) starts them as processes. Steps and parameters travel on Stratagem's own connections, not through Ray.
+    Ray reserves the resources and places the tasks. On every node with tasks, one small agent (a Ray actor) starts
+    them as processes. Steps and parameters use Stratagem's own connections, not Ray's.
 
-    A task that ends is replaced in a fraction of a second. If a node is lost, its tasks start on other nodes
-    when Ray has room for them; the resolver returns the new addresses. All tasks end with this process, even if
+    The agent replaces a task that ends in a fraction of a second. If a node is lost, its tasks start on other nodes
+    when Ray has room for them, and the resolver returns the new addresses. All tasks end with this process, even if
     it is killed with SIGKILL.
 
-    This process connects to the tasks, so it must reach the nodes: run it on a node of the Ray cluster, or with
-    ``ray job submit``. If Ray is not initialised yet, ``ray.init()`` is called, and ``ray.shutdown()`` at the end.
+    This process must be able to connect to the nodes: run it on a node of the Ray cluster, or with ``ray job
+    submit``. If Ray is not initialised, the constructor calls ``ray.init()``, and `close` calls ``ray.shutdown()``.
 
     Args:
         workers: number of workers, or the smallest and the largest number. The cluster starts with the smallest
@@ -62,11 +62,11 @@ class RayCluster(SupervisedCluster):
             checkpoint, if there is a `CheckpointManager`.
         threads: torch threads of each task; by default its number of CPUs.
         checkpoint_directories: directories that this process and all nodes share. Parameter servers write their
-            part of checkpoints themselves below these; without any, their rows pass through this process.
-        start_timeout_s: how long the start may take, the wait for resources included.
+            part of checkpoints below these. Without any, their rows pass through this process.
+        start_timeout_s: how long the start may take, including the wait for resources.
 
     Raises:
-        StartupError: Ray has not enough resources, or a task was not ready in time, or exited while starting.
+        StartupError: Ray has too few resources, or a task was not ready in time, or exited while starting.
         ImportError: Ray is not installed.
 
     Example::
@@ -201,12 +201,12 @@ class RayCluster(SupervisedCluster):
     def remove_worker(self, index: int | None = None, *, drain: bool = True) -> int:
         """Remove a worker, by default the one with the highest index; return its index without waiting.
 
-        An elastic cluster does not grow again for it. Ray gets its resources back when the process has ended, if
-        the worker joined later than the start; otherwise the next worker that is added uses them.
+        An elastic cluster does not replace the worker. If the worker joined after the start, Ray gets its resources
+        back when the process has ended. Otherwise the next worker that is added uses them.
 
         Args:
             index: the worker.
-            drain: let it finish the closure that it runs. False: kill it; its closures run on other workers.
+            drain: let the worker finish its current closure. False: kill it; its closures run on other workers.
 
         Raises:
             ValueError: there is no such worker, or it is the last one.

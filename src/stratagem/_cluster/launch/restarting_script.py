@@ -1,4 +1,4 @@
-"""Run a command again after it crashed: what ``stratagem train --restarts`` does around its script."""
+"""Run a command again after it crashed, for ``stratagem train --restarts``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SupervisedCluster`: the part that all clusters of this process share, wherever their tasks run."""
+"""`SupervisedCluster`: base class of the clusters that this process starts and supervises."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SupervisedCluster(Owner):
 
         Args:
             index: the worker.
-            drain: let it finish the closure that it runs. Its process ends when the coordinator has released
+            drain: let the worker finish its current closure. Its process ends when the coordinator has released
                 it, or at once without a coordinator. False: kill it; its closures run on other workers.
 
         Raises:

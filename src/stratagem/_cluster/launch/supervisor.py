@@ -1,4 +1,4 @@
-"""`TaskSupervisor`: the tasks of a cluster on any launcher, with their addresses and states.
+"""`TaskSupervisor`: the tasks of a cluster with their addresses and states, on any launcher.
 
 It starts the tasks, waits until they are ready, replaces tasks that exit, adds tasks and removes them.
 """

@@ -1,7 +1,7 @@
-"""The public `Server`: one task of a cluster, started by hand or by a scheduler.
+"""The public `Server`: one task of a cluster, started by a user or a scheduler.
 
-It makes the same task as a `LocalCluster` (`tasks.py`) and serves it from a thread. Used by scripts (one
-script for all roles, page 003) and by ``stratagem server``.
+It creates the same task as a `LocalCluster` (`tasks.py`) and serves it from a thread. ``stratagem server`` uses it, and
+so do scripts that run as every task.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Server(Owner):
 
     Args:
         server_or_cluster_def: the cluster, as a `ClusterSpec` or a dictionary.
-        job_name: job of this task; may be left out if there is only one.
-        task_index: its index; may be left out if the job has only one task.
+        job_name: job of this task; optional if there is only one.
+        task_index: index of this task; optional if the job has only one task.
         protocol: accepted for tf.distribute; the default ``"grpc"`` selects Stratagem's own protocol.
         config: `ClusterOptions`, or None.
         start: start to serve at once.
         key: the cluster key; by default from the environment (``STRATAGEM_CLUSTER_KEY``).
-        advertised_address: host, or ``host:port``, by which others reach this task, if that is not the
+        advertised_address: host, or ``host:port``, at which others reach this task, if that is not the
             address in the cluster specification (behind NAT, in a container).
-        checkpoint_directories: a parameter server writes and reads its part of a checkpoint only below
-            these. Without any, its rows pass through the coordinator.
-        tls: files that encrypt the connections of this task; by default those of the environment
+        checkpoint_directories: directories below which a parameter server may write and read its part of a
+            checkpoint. Without any, its rows pass through the coordinator.
+        tls: certificate files that encrypt the connections of this task; by default those of the environment
             (``STRATAGEM_TLS_CERT``, ``STRATAGEM_TLS_KEY``, ``STRATAGEM_TLS_CA``), else no encryption.
         threads: torch threads of this process, set by `join`. By default the cores of this machine divided
             by the number of the cluster's tasks on it, unless ``OMP_NUM_THREADS`` is set.
@@ -148,11 +148,11 @@ class Server(Owner):
         _log.info("/job:%s/task:%d serves at %s", self.job_name, self.task_index, self.address)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the server is closed; by default without limit, for one coordinator after another.
+        """Wait until the server is closed; by default without limit. It serves one coordinator after another.
 
-        From this call on, the process belongs to the task: a worker also sends printed lines and log
-        records to its coordinator, and derives the random numbers of closures from the coordinator's
-        seed. It has its own number of torch threads, and its name says which task it is.
+        From this call on, the process belongs to the task. It sets the number of torch threads and the name of
+        the process. A worker also sends printed lines and log records to its coordinator, and derives the random
+        numbers of closures from the coordinator's seed.
         """
         self.start()
         name_process(f"sg-{self.job_name}-{self.task_index}")

@@ -1,4 +1,4 @@
-"""Make and run the task that a job name stands for: a parameter server, a worker or an evaluator.
+"""Create and run the task of a job: a parameter server, a worker or an evaluator.
 
 Used by `Server` and by every launcher, so that all of them run the same code.
 """

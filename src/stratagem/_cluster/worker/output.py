@@ -1,4 +1,4 @@
-"""Send a worker's prints and log records to its coordinator's log.
+"""Send a worker's printed lines and log records to its coordinator.
 
 In a worker process `OutputForwarder` replaces standard output and standard error and adds a log handler. Workers
 in the coordinator's own process do not use it. `worker_link.py` logs the lines on the coordinator.

@@ -1,4 +1,4 @@
-"""Results of closures, held until the servers have acknowledged everything the closures wrote.
+"""Hold results of closures until the servers have acknowledged the closures' writes.
 
 Several results are sent together, for one system call and one wake-up of the coordinator. The working thread
 flushes; the receiving thread does so while a closure runs for long (`coordinator_session.py`).

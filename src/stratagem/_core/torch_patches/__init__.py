@@ -1,6 +1,6 @@
 """All changes to torch's own behaviour, installed by one function.
 
-House rule 9 forbids monkeypatching. These are the exceptions; docs/design/0004-torch-patches.md gives the reasons. Each
+Stratagem avoids monkeypatching. These are the exceptions; docs/design/0004-torch-patches.md gives the reasons. Each
 patch is one module with one function ``apply_patch``; `install` applies a group of them once per process. Outside replicas
 every patched function does what torch's does.
 
@@ -19,7 +19,7 @@ every patched function does what torch's does.
 | ARRAYS | `numpy_views` | ``Tensor.numpy`` | writes of functions through arrays are noticed | 0.5 µs per call | public names |
 
 `private_api` looks every private name up once. Names with a replacement cost speed only; the others raise
-`NotImplementedError` with the name at their first use. ``stratagem doctor`` lists what is missing. `compiling` is no patch: it
+`NotImplementedError` with the name at their first use. ``stratagem doctor`` lists what is missing. `compiling` is not a patch: it
 keeps ``torch.compile`` out of our functions.
 """
 

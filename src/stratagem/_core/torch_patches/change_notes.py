@@ -1,4 +1,4 @@
-"""Notes of which modules and optimizers were changed: torch's own methods write them.
+"""Record which modules and optimizers were changed, by patching torch's methods.
 
 Comparing a model of a thousand modules at every `schedule` would cost more than scheduling does. So a
 `ChangeWatch` names the objects it is about, and changes of them are noted there: an attribute set or deleted; a

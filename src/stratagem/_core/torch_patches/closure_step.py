@@ -1,4 +1,4 @@
-"""``optimizer.step(closure)`` in replicas (LBFGS, SAM): one optimizer, whose closure runs in every replica.
+"""``optimizer.step(closure)`` in replicas (LBFGS, SAM): the closure runs in every replica.
 
 The optimizer's own step runs once, on the central parameters, on a thread of its own. Whenever it calls its closure, the
 thread pauses and every replica calls its closure on its rows; the optimizer gets the aggregated gradients and the loss

@@ -1,4 +1,4 @@
-"""Modules built under a scope: their parameters and buffers depend on the context.
+"""Parameters and buffers of modules built under a scope, which depend on the context.
 
 torch's own global registration hooks report every parameter, buffer and submodule that a module registers. If the
 current strategy takes over a parameter or buffer (`managed`), the module's ``_parameters`` or ``_buffers`` becomes a dict

@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer in a replica: the replica's leaves, and the settings that the replica has set."""
+"""Parameter groups of an optimizer in a replica: the replica's leaves and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``optimizer.state`` of optimizers over managed parameters: keyed by the central parameters, in any context."""
+"""``optimizer.state`` over managed parameters: keyed by the central parameters in every context."""
 
 from __future__ import annotations
 

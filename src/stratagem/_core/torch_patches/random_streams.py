@@ -1,4 +1,4 @@
-"""A random stream of its own for each replica, independent of thread timing.
+"""A separate random stream for each replica, independent of thread timing.
 
 torch's default CPU generator is one per process, so concurrent replicas would draw from it in an order that changes
 from run to run; and most random functions (``F.dropout``, attention, recurrent layers) take no generator. But every

@@ -1,4 +1,4 @@
-"""State of one connection to a parameter server, as a pure state machine.
+"""Pure state machine of one connection to a parameter server.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A coordinator's hold on a named job: the claim, signs of life, and the record of its position.
+"""A coordinator's connection to its named job: the claim, heartbeats, and the record of its position.
 
 The connections are apart from those for data, and a thread of their own uses them: the servers hear the coordinator also
 while it builds a model or waits for a long step. Every answer says whether a newer coordinator has replaced this one.

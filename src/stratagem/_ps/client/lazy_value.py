@@ -1,4 +1,4 @@
-"""Value that a write returns inside a scheduled function, read at its first use.
+"""Return value of a write inside a scheduled function, read at its first use.
 
 Most functions never use the value, and waiting for the server's reply would cost more than the write.
 Other code can use a `LazyReadTensor` like any tensor.

@@ -1,4 +1,4 @@
-"""One task's access to all parameter servers of a session.
+"""`PsClient`: one task's access to all parameter servers of a session.
 
 `PsClient` joins requests: one request per server carries everything asked of it, and requests to several
 servers are on their way at the same time. On the servers' host values are read from shared memory, elsewhere

@@ -1,4 +1,4 @@
-"""Rows of the keys of a dynamic table on parameter servers, as a client finds them.
+"""Client-side lookup of the rows of a dynamic table's keys on parameter servers.
 
 A key belongs to a bucket, and a shard holds consecutive buckets. All servers are asked at once. If rows stay with their keys, the
 client remembers them, so that servers are asked about new keys only.
@@ -50,7 +50,7 @@ class RemoteKeys:
     def rows(self, rule: KeyRule, keys: Ints, *, create: bool, epoch: int = 0) -> Ints:
         """Return the row of each key, -1 for keys without one; with `create` servers make rows for new keys.
 
-        What was remembered in another epoch is forgotten: the table was restored since.
+        Discard rows that were cached in an earlier epoch, because the table was restored since.
         """
         with self._client.lock:
             if epoch != self._epoch:

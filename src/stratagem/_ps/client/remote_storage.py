@@ -1,4 +1,4 @@
-"""`RemoteStorage`: a `Variable` on a parameter server, read and written by the coordinator and by workers."""
+"""`RemoteStorage`: storage of a `Variable` on a parameter server, for coordinator and workers."""
 
 from __future__ import annotations
 

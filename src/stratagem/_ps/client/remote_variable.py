@@ -1,4 +1,4 @@
-"""One variable on parameter servers, in one piece or in shards, as any task reads and writes it.
+"""`RemoteVariable`: one variable on parameter servers, undivided or in shards.
 
 `RemoteVariable` combines a `Placement` with a `PsClient`: it divides ids and values among the shards and joins
 rows again. It is the `RowSource` of tables and the storage of variables.
@@ -102,7 +102,7 @@ class RemoteVariable:
             raise ConnectionLost(
                 f"variable {self.name!r} is gone: parameter servers freed it when its strategy or "
                 "coordinator was closed. Read what you need before closing (variable.numpy(), "
-                "model.state_dict()) or save it (sg.Checkpoint), and make it anew under a new strategy."
+                "model.state_dict()) or save it (sg.Checkpoint), and create it again under a new strategy."
             )
         return self._connections
 

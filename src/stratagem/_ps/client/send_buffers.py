@@ -1,4 +1,4 @@
-"""Shared memory from which parameter servers on this host read what a client writes.
+"""Shared memory from which parameter servers on this host read a client's writes.
 
 Two kinds of memory, both owned by the client and mapped by the servers:
 

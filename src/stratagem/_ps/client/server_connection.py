@@ -1,4 +1,4 @@
-"""Connection of one client to one parameter server, made again when it breaks.
+"""Connection of one client to one parameter server, which reconnects when it breaks.
 
 `PsClient` holds one `ServerConnection` per server. A connection keeps every request until the reply
 arrives. If it breaks while the server is running, it reconnects and repeats them, in order; servers recognise
@@ -461,7 +461,7 @@ class ServerConnection:
             "and run the script again: restore_or_initialize() continues the job from the newest "
             "checkpoint, or from the beginning if there is none"
             if self._membership.instance
-            else "create the strategy anew and restore the last checkpoint"
+            else "create a new strategy and restore the last checkpoint"
         )
         hint = SURVIVAL if self._membership.is_owner and self.recovery is None else ""
         return ParameterServerLost(

@@ -1,4 +1,4 @@
-"""Pings and statistics on connections of their own, and the decision that a server is lost.
+"""Pings and statistics on separate connections, and the decision that a server is lost.
 
 Servers answer these connections from a thread of their own, also while a long step runs, and independently
 of the requests of `PsClient`. `LivenessCheck` (`_wire/process_probe.py`) judges the silence of a server that

@@ -1,4 +1,4 @@
-"""Replacing a lost parameter server by one that was restored, in the client of the coordinator.
+"""Replace a lost parameter server by a restored one, in the coordinator's client.
 
 Nothing here takes the client's lock: a thread that waits for the lost server may hold it.
 """

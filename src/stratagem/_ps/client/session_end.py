@@ -1,4 +1,4 @@
-"""The end of a coordinator's session: all servers free its variables."""
+"""End a coordinator's session: all servers free its variables."""
 
 from __future__ import annotations
 

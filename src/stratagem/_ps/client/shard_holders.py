@@ -1,4 +1,4 @@
-"""Processes that hold the shards of a session with backups; a worker finds them after a loss.
+"""Find the process that serves a shard, in a session with backups.
 
 Without backups, server number i is process number i. With backups, process j may have taken the shard of server i over.
 """

@@ -1,4 +1,4 @@
-"""Optimizer state between a client and one parameter server, large tensors in pieces."""
+"""Transfer optimizer state between a client and one parameter server, large tensors in pieces."""
 
 from __future__ import annotations
 

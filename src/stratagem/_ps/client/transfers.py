@@ -1,4 +1,4 @@
-"""Waiting for a parameter server that writes or reads its rows of a checkpoint."""
+"""Wait for a parameter server that writes or reads its rows of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratagem._wire import messages
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 Urgent: TypeAlias = Callable[[], bool]
-"""Returns whether somebody waits for a transfer: the server writes without rests then."""
+"""Returns whether a caller waits for a transfer; the server then writes without rests."""
 
 _FIRST_POLL_S: Final = 0.002
 _LONGEST_POLL_S: Final = 0.05
@@ -26,7 +26,7 @@ def read_stall_s() -> float:
 
 
 def always() -> bool:
-    """Return that somebody waits."""
+    """Return that a caller waits."""
     return True
 
 
@@ -42,7 +42,7 @@ def follow(
         connection: to the server.
         progress: gets the number of bytes that were written or read since it was last called.
         stall_s: how long this number may be 0. To flush a file to disk may take any time.
-        urgent: whether somebody waits; asked again and again.
+        urgent: whether a caller waits; called repeatedly.
 
     Raises:
         CheckpointCorrupt: a file is missing or damaged.

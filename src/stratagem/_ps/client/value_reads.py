@@ -1,4 +1,4 @@
-"""Reads of variables over the connections: one request per server carries everything asked of it."""
+"""Read variables over connections, with one request per server."""
 
 from __future__ import annotations
 

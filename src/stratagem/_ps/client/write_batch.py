@@ -1,4 +1,4 @@
-"""Writes of one step, collected per server before they are sent.
+"""Collect the writes of one step, per server, before they are sent.
 
 `PsClient.batch` makes a `WriteBatch`, its caller fills it, `PsClient.send` sends it: one message per
 server, for any number of variables. A server that would get more bytes than it accepts in one message

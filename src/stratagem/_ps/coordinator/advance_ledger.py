@@ -1,4 +1,4 @@
-"""Advances that closures made on schedulers, gradient scalers and optimizer settings, applied once each.
+"""Apply each advance that closures made on schedulers, gradient scalers and settings once.
 
 The coordinator's objects have the state that counts: `state_dict()` of a scheduler is current when `join` returns. A
 worker continues with its own state. It gets the coordinator's before a closure if another worker, or the program

@@ -1,4 +1,4 @@
-"""Changes of a strategy's objects since workers saw them: the one mechanism that finds them.
+"""Find changes of a strategy's objects since they were last sent to workers.
 
 An object has entries (`object_entries.py`). The tracker has a fingerprint (`_core/fingerprints.py`) of each entry as
 workers know it, compares at each `schedule`, and returns an `EntryChange` for every difference. It compares

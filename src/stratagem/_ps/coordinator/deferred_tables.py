@@ -1,4 +1,4 @@
-"""Tables that are too large for the coordinator: only servers hold them.
+"""Tables that are too large for the coordinator and exist only on servers.
 
 While a scope is open, `DeferredTables` (a torch function mode) catches factory calls such as
 ``torch.empty((1_000_000_000, 16))``, with which ``nn.Embedding`` begins, and returns a `TableParameter` over a

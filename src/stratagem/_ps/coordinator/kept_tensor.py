@@ -1,4 +1,4 @@
-"""One local tensor of the coordinator and its variable on parameter servers.
+"""One local tensor of the coordinator, with its variable on parameter servers.
 
 `CoordinatorVariables` owns these: it creates them for the parameters and buffers of modules, and flushes them.
 """

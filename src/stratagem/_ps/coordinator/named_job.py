@@ -1,4 +1,4 @@
-"""A named job as its coordinator has it: whether it is adopted, which variables it has, where its closures go on.
+"""State of a named job on its coordinator: adoption, variables, and closure numbers.
 
 See docs/design/0009. `CoordinatorVariables` compares what the script creates with the live job; `_checkpoint/job_position.py`
 puts the position back; `_cluster/coordinator` numbers closures and incarnations by it.
@@ -162,7 +162,7 @@ class NamedJob(Owner):
         more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise JobMismatch(
             f"the script does not create the variables of the live job {self.name!r}:{shown}{more}\n"
-            "Start the script that made the job, or use another job name for this one.",
+            "Start the script that created the job, or use another job name for this one.",
             differences=differences,
         )
 
@@ -176,9 +176,9 @@ class NamedJob(Owner):
         self._connection.check()
         if self.is_attaching:
             raise MisuseError(
-                f"job {self.name!r} is live, and this script has not said that it continues it. Call "
+                f"job {self.name!r} is live, and this script does not continue it. Call "
                 "CheckpointManager.restore_or_initialize() before scheduling, and begin the loop at the "
-                "step that it returns; or use another job name to begin anew."
+                "step that it returns; or use another job name to begin a new job."
             )
 
     def resumed(self, first_closure: int) -> None:

@@ -1,4 +1,4 @@
-"""The state of a module, parameter or optimizer as a flat dict of entries; a module as pickle writes it.
+"""The state of a module, parameter or optimizer as a flat dict of entries.
 
 A module's entries are its class and its attributes, among them the dicts of parameters, buffers, submodules and
 hooks. A parameter's are ``requires_grad`` and its dicts of hooks; an optimizer's are its groups, their settings

@@ -1,4 +1,4 @@
-"""Trials that show whether an optimizer class can run on several parameter servers.
+"""Test whether an optimizer class can run on several parameter servers.
 
 Each server steps with a real instance of the class, over the parameters and shards that it holds. The result is
 plain PyTorch's only if no parameter's update depends on parameters that are elsewhere. torch's own classes are known. Any
@@ -44,7 +44,7 @@ def check_construction(optimizer: Optimizer) -> None:
             raise UnsupportedOptimizer(
                 f"{_name(optimizer)} keeps tensors in a {type(value).__name__}: state {key!r} of each parameter. "
                 "Parameter servers save and send state that is tensors and numbers. Keep each tensor "
-                "under a key of its own, or use another optimizer or another strategy."
+                "under its own key, or use another optimizer or another strategy."
             )
 
 

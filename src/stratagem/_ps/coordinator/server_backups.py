@@ -1,4 +1,4 @@
-"""The coordinator's decisions about backups: where they are, promotion, and redundancy after a loss (docs/design/0010).
+"""The coordinator's decisions about backups: placement, promotion, and new backups after a loss (docs/design/0010).
 
 Only the coordinator decides. `_cluster/coordinator/server_recoveries.py` calls from its thread, which takes no lock of
 `PsClient`: another thread may hold that lock while it waits for a lost server.
@@ -68,7 +68,7 @@ class ServerBackups:
         """Give every shard a backup that has none.
 
         Raises:
-            StartupError: no server can keep one. Shards of a live job go on alone instead, until one can.
+            StartupError: no server can keep one. Shards of a live job continue alone instead, until one can.
         """
         for shard, known in enumerate(self.backups):
             if known is not None:
@@ -145,24 +145,24 @@ class ServerBackups:
         return [shard for shard, view in told.items() if view == self.views[shard]]
 
     def release(self, variables: CoordinatorVariables) -> None:
-        """Let primaries go on alone whose backup does not answer: they hold their replies."""
+        """Let primaries continue alone whose backup does not answer: they hold their replies."""
         for shard in self.left_alone(variables):
             if self.backups[shard] is not None:
                 self._left_alone(shard)
             try:
                 self._decide(variables, shard, "")
             except _FAILURES as error:
-                _log.debug("%s cannot go on alone yet: %s", self._name(shard), error)
+                _log.debug("%s cannot continue alone yet: %s", self._name(shard), error)
 
     def _release_others(self, variables: CoordinatorVariables, lost: int) -> None:
-        """Let the primaries go on alone whose backup was on a lost process: it may hang, and never answer."""
+        """Let the primaries continue alone whose backup was on a lost process: it may hang, and never answer."""
         for shard, process in enumerate(self.backups):
             if process == lost and self.holders.holders[shard] != lost:
                 self._left_alone(shard)
                 try:
                     self._decide(variables, shard, "")
                 except _FAILURES as error:
-                    _log.debug("%s cannot go on alone yet: %s", self._name(shard), error)
+                    _log.debug("%s cannot continue alone yet: %s", self._name(shard), error)
 
     def repair(self, variables: CoordinatorVariables) -> list[int]:
         """Give shards without a backup a new one, as far as that is possible now; return the processes."""

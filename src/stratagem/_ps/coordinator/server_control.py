@@ -1,4 +1,4 @@
-"""The parameter servers of a strategy, as the coordinator checks, fences and restores them."""
+"""Check, fence and restore the parameter servers of a strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Create `Variable` s on parameter servers: whole, in shards as the partitioner says, or one for each worker."""
+"""Create `Variable` s on parameter servers: undivided, in shards, or one per worker."""
 
 from __future__ import annotations
 

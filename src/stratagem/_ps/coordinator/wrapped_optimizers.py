@@ -1,4 +1,4 @@
-"""Optimizers and schedulers around others.
+"""Optimizers and schedulers that wrap others.
 
 A user's optimizer around another one (SAM) runs its own code on workers, and the optimizer inside steps on the servers.
 

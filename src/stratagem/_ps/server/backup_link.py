@@ -1,8 +1,8 @@
-"""The link of a primary to its backup: forwarded messages, and replies that wait for the backup (docs/design/0010).
+"""The connection of a primary to its backup: forwarded messages, and replies that wait for the backup (docs/design/0010).
 
 Every message that changes the shard is forwarded before it is applied here, so that both servers work at the same time. Its
 reply is held until the backup has answered. A broken link holds all replies: only the coordinator decides that the
-primary goes on alone. No socket call waits: `replication.py` calls when the connection is ready.
+primary continues alone. No socket call waits: `replication.py` calls when the connection is ready.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class BackupLink:
         return waiting
 
     def release(self) -> list[Forwarded]:
-        """Return all held replies: the coordinator lets this server go on alone."""
+        """Return all held replies: the coordinator lets this server continue alone."""
         held, self._held = self._held, []
         return [one for one in held if one.connection is not None and one.reply is not None]
 

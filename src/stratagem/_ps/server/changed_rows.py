@@ -1,4 +1,4 @@
-"""Record of the rows that were written since a cut, for checkpoints that hold only changes.
+"""Record of the rows that were written since a cut, for delta checkpoints.
 
 One mark (a byte) per row. Periods begin with a cut: a delta on a checkpoint holds the rows of all periods since the
 cut of that checkpoint, so that a save that failed loses no mark.

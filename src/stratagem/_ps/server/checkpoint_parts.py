@@ -1,4 +1,4 @@
-"""One session's part of a checkpoint: the server writes its rows to a file, and reads them from files.
+"""A session's part of a checkpoint: the server writes its rows to a file, or reads them.
 
 `SessionCheckpoints` answers the messages. Files are written and read by a thread, while the working thread serves
 requests; one transfer of a session runs at a time. The format is the business of `BlockFiles`, which the
@@ -187,7 +187,9 @@ class SessionCheckpoints(Owner):
         path = Path(message.path)
         self._check(str(path.parent))
         if not _BLOCK_FILE.fullmatch(path.name):
-            raise CheckpointError(f"{path.name!r} is no name of a block file of a checkpoint.")
+            raise CheckpointError(
+                f"{path.name!r} is not a valid name of a block file of a checkpoint."
+            )
         files, cut = self._access.files, self._cut
         assert files is not None
         parts = []
@@ -281,7 +283,7 @@ class SessionCheckpoints(Owner):
         """Return how far the transfer is, and the variables whose rows have just been read.
 
         Args:
-            hurry: whether somebody waits for the transfer.
+            hurry: whether a caller waits for the transfer.
         """
         transfer = self._transfer
         if hurry and transfer is not None and transfer.pace is not None:

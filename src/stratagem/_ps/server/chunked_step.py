@@ -1,4 +1,4 @@
-"""Optimizer steps on large shards, a chunk at a time, so that the optimizer's temporaries stay small.
+"""Optimizer steps on large shards, one chunk at a time, so that temporary memory stays small.
 
 A step of Adam makes tensors as large as its parameter. On chunks that fit the caches it makes small ones again
 and again: a server needs hardly any memory beside parameters and state, and only the first pass goes through main

@@ -1,4 +1,4 @@
-"""Shared memory of one client, mapped by the server, and the writes that were read from it before.
+"""Shared memory of one client, mapped by the server, and a cache of decoded writes.
 
 Clients write the same variables from the same places step after step. So tensors over a client's memory are
 kept, and so are whole writes, decoded and ready to be applied again, by the bytes of their messages.

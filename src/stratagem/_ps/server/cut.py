@@ -1,4 +1,4 @@
-"""The cut of a store: the rows of its tensors as they were at one moment, while writes go on.
+"""The cut of a store: the rows of its tensors at one moment, while writes continue.
 
 A thread reads the rows in order (`CutTensor.read`). The working thread calls `Cut.before_write` before it changes
 rows: rows that were not read yet are copied aside first. Sparse writes copy the rows they touch, dense writes copy

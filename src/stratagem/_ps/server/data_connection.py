@@ -1,4 +1,4 @@
-"""A data connection of a parameter server, as its working thread sees it."""
+"""A data connection of a parameter server, for its working thread."""
 
 from __future__ import annotations
 

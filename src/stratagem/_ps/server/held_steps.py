@@ -1,4 +1,4 @@
-"""Optimizer steps that wait for the end of a synchronous round, and their combination into one step.
+"""Hold the optimizer steps of a synchronous round, and combine them into one step.
 
 With ``staleness=0`` servers do not apply the gradients of a closure when they arrive: other closures of the round still
 read the parameters. They are held here by closure. At the end of the round the coordinator names the closures that count

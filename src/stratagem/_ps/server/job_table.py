@@ -1,4 +1,4 @@
-"""The named jobs of a parameter server: which coordinator has each of them, and its position.
+"""The named jobs of a parameter server, with the coordinator and the position of each.
 
 A named job is a session with an *instance*, an *epoch* and a *record* (docs/design/0009). This module has no clock and no
 socket: `loop.py` passes the messages, the connections and the time, and cuts off the connections of replaced coordinators.

@@ -1,4 +1,4 @@
-"""Dynamic tables on one server: the rows of keys, made when a key is first used.
+"""Dynamic tables on one server: create the row of a key when it is first used.
 
 The rows and the keys of a table are two ordinary variables, so that optimizers, checkpoints and reads through shared memory
 know nothing of keys. A dynamic table is bound to both when its variable of keys is initialised (``keys_of``).
@@ -175,7 +175,7 @@ class KeyedTables:
     def _find(self, variable: int) -> _Keyed:
         table = self._tables.get(variable)
         if table is None:
-            raise NotFoundError(f"variable {variable!r} is no dynamic table of this server.")
+            raise NotFoundError(f"variable {variable!r} is not a dynamic table of this server.")
         if table.is_stale:
             table.is_stale = False
             table.index.rebuild()

@@ -1,4 +1,4 @@
-"""Decides which writes a server applies: recognises repetitions and refuses fenced workers.
+"""Decide which writes a server applies: recognise repetitions, refuse fenced workers.
 
 Pure: a function of the writes seen so far. `store.py` asks before it touches a variable.
 

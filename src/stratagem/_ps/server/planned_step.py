@@ -1,4 +1,4 @@
-"""Steps of SGD without momentum and of Adagrad, both without decay, on dense gradients.
+"""Fast steps of SGD without momentum and of Adagrad on dense gradients.
 
 This is the whole of these classes' steps; their own loops cost several times the arithmetic for small parameters.
 """

@@ -1,6 +1,6 @@
-"""Optimizer steps that a client repeats: the same gradients, in the same memory, with new values.
+"""Repeated optimizer steps of a client: the same gradients in the same memory, with new values.
 
-What a step has to find out (variables, groups, the way in which gradients are applied) is found out once.
+Variables, groups and the method of applying gradients are looked up once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of a shard as messages to its backup, and back."""
+"""Convert the state of a shard to messages for its backup, and back."""
 
 from __future__ import annotations
 

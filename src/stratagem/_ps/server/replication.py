@@ -1,7 +1,7 @@
 """Backups on one parameter server: links to the backups of its shards, and backups of other servers (docs/design/0010).
 
 Part of the working thread of `loop.py`. The coordinator decides everything: which server keeps a backup, that a backup becomes the
-primary, that a primary goes on alone. A *view* numbers its decisions about a shard, and older ones are refused.
+primary, that a primary continues alone. A *view* numbers its decisions about a shard, and older ones are refused.
 """
 
 from __future__ import annotations

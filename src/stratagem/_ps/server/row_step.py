@@ -1,4 +1,4 @@
-"""Steps of an optimizer class on some rows of variables: gather rows and their state, step, put them back.
+"""Steps of an optimizer class on some rows: gather rows and their state, step, write them back.
 
 For classes in which a zero gradient changes nothing, so that the result is that of the dense gradient. Called by
 `shard_optimizer.py`.

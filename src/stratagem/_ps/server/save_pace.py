@@ -1,4 +1,4 @@
-"""Pace of the thread that writes a cut to a file while a server is trained.
+"""Pace of the thread that writes a cut to a file during training.
 
 Writing takes processor time, and on a host whose cores all train, every millisecond of it is taken from the steps. So
 the thread works in small pieces and rests after each. It does not rest if no step comes or if a program waits for the save.
@@ -32,7 +32,7 @@ class SavePace:
 
     def __init__(self, cut: Cut, nbytes: int) -> None:
         self.hurries = False
-        """Set if somebody waits for the file. Any thread may set it."""
+        """Set if a caller waits for the file. Any thread may set it."""
         self.rests = 0
         self._cut = cut
         self._nbytes = max(1, nbytes)
@@ -40,7 +40,7 @@ class SavePace:
         self._used = 0.0  # processor time of the thread at the end of its last rest
 
     def rest(self, moved: int) -> None:
-        """Rest, if training goes on; called by the writing thread after each piece, with the bytes it has written in all."""
+        """Rest, if training continues; called by the writing thread after each piece, with the bytes it has written in all."""
         if not self._is_late(moved) and self._cut.is_trained and not self._cut.is_crowded:
             self.rests += 1
             time.sleep(min(LONGEST_REST_S, REST * (time.thread_time() - self._used)))

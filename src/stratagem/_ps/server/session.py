@@ -1,4 +1,4 @@
-"""One session on a parameter server: turns requests into replies.
+"""One session on a parameter server: handles requests and makes replies.
 
 Knows the store, shared memory and messages, but no socket, thread or clock. `loop.py` receives the frames, calls
 `Session.handle` for each of them in order, and sends the replies. This module never unpickles.
@@ -147,7 +147,9 @@ class Session:
         kind = type(frame.message)
         handler = self._handlers.get(kind)
         if handler is None:
-            raise ProtocolError(f"a {kind.__name__} is no message for a parameter server's session")
+            raise ProtocolError(
+                f"a {kind.__name__} is not a message for a parameter server's session"
+            )
         if self.link is not None and kind in _FORWARDED:
             self.link.forward(frame, memory)
         return handler(frame.message, frame, memory)

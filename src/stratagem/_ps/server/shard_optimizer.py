@@ -97,7 +97,7 @@ def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> typ
         main = module_name == "__main__"
         raise UnsupportedOptimizer(
             f"{class_name!r} is not a torch.optim.Optimizer class that a parameter server can import."
-            + (" Move the class from the main script to a module of its own." if main else "")
+            + (" Move the class from the main script to its own module." if main else "")
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Memory of optimizer state: its size, the check of loaded state, and pages apart from the allocator's heap.
+"""Memory of optimizer state: its size, the check of loaded state, and its allocation.
 
 Used by `shard_optimizer.py`; knows torch only.
 """

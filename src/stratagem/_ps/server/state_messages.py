@@ -1,4 +1,4 @@
-"""Optimizer state in messages: read it from a store, and find what a message brings."""
+"""Optimizer state in messages: read it from a store, and decode it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A variable in a store, and how a store gets its memory."""
+"""A variable in a store, and the allocation of its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings whose ids are any int64 numbers: rows are made when an id is first used."""
+"""Embeddings for arbitrary int64 ids: an id gets a row when it is first used."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class DynamicTable(nn.Module):
         return torch.from_numpy(self._rule.first_values(wanted)).to(dtype)
 
     def frozen(self) -> nn.Module:
-        """Return a plain layer with the rows of now, for ``torch.export`` and serving without Stratagem.
+        """Return a plain layer with the current rows, for ``torch.export`` and serving without Stratagem.
 
         Ids without a row give zeros.
 
@@ -198,21 +198,20 @@ class DynamicEmbedding(DynamicTable):
 
     Args:
         dim: numbers in a row.
-        max_rows: how many rows fit. Memory is used only by rows in use; on parameter servers that holds for
-            optimizer state, too. Choose it large: a checkpoint fits only a table with the same `max_rows`.
-        init: first values of a row: ``normal``, ``uniform`` or ``zeros``. They depend on the id and the seed alone.
+        max_rows: the largest number of rows. Only rows in use take memory, on parameter servers also for optimizer
+            state. Choose it large: a checkpoint fits only a table with the same `max_rows`.
+        init: first values of a row: ``normal``, ``uniform`` or ``zeros``. They depend only on the id and the seed.
         scale: standard deviation of ``normal``; ``uniform`` is from -`scale` to `scale`.
-        seed: of the first values; drawn from torch's generator by default.
-        admit_after: an id gets a row when it has been seen so often; until then it gives zeros and is not trained.
-        admit_probability: an id gets a row with this probability each time that it is seen.
-        max_age: a row is removed when so many training lookups in this table, and at most a quarter more, did not use
-            it; at least 64.
-        evict: if the table is full, remove the rows that were not used for the longest time (``age``) or that
-            were used least often (``count``). By default a full table raises MemoryError.
-        on_disk: keep the rows in a file; those in use are in memory, too. The file has space for `max_rows` from the
-            start and no name; it is in ``STRATAGEM_TABLE_DIRECTORY`` (``/var/tmp``) and ends with its process. On
-            parameter servers the optimizer's state is in files as well.
-        dtype: of the rows.
+        seed: seed of the first values; by default drawn from torch's generator.
+        admit_after: an id gets a row when it has been seen this often; until then it gives zeros and is not trained.
+        admit_probability: an id gets a row with this probability each time it is seen.
+        max_age: remove rows that were not used for this many training lookups in the table (at least 64; at the
+            latest after a quarter more).
+        evict: if the table is full, remove the least recently used rows (``age``) or the least often used rows
+            (``count``). By default a full table raises MemoryError.
+        on_disk: keep the rows in an unnamed file in ``STRATAGEM_TABLE_DIRECTORY`` (``/var/tmp``), with space reserved
+            for `max_rows`. It disappears with its process. On parameter servers the optimizer state is also on disk.
+        dtype: dtype of the rows.
 
     Example:
         >>> import torch, stratagem as sg
@@ -285,7 +284,7 @@ class DynamicEmbeddingBag(DynamicTable):
 
     @override
     def frozen(self) -> nn.Module:
-        """Return a plain layer with the rows of now that makes the same bags; ids without a row count as zeros.
+        """Return a plain layer with the current rows that computes the same bags; ids without a row count as zeros.
 
         Example:
             >>> import torch, stratagem as sg

@@ -1,4 +1,4 @@
-"""Sizes of dynamic tables, by which a parameter-server scope recognises them, and their initialisation on servers.
+"""Sizes of dynamic tables, and their initialisation on servers.
 
 A module makes its tensors with ``torch.empty_strided((KeyedRows(…), width), …)``. To torch the size is an ordinary number. The scope of
 a parameter-server strategy finds the table's rule in it and makes a table on servers.

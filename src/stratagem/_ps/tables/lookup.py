@@ -19,12 +19,12 @@ Combiner = Literal["mean", "sqrtn", "sum"]
 
 
 def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> Tensor:
-    """Return the rows of `params` with these ids, in the order and shape asked.
+    """Return the rows of `params` with these ids, in the order and shape of `ids`.
 
     Args:
         params: a sharded variable, a variable, a parameter or a tensor.
         ids: integers of any shape.
-        max_norm: longer rows are returned shortened; stored rows do not change.
+        max_norm: rows with a larger norm are scaled down to it; stored rows do not change.
 
     Raises:
         ValueError: an id is out of range.
@@ -98,8 +98,8 @@ def safe_embedding_lookup_sparse(
 ) -> Tensor:
     """Combine embeddings as `embedding_lookup_sparse` does; skip invalid ids and empty rows.
 
-    Ids below 0 are left out, and so are entries with a weight of 0 or less (except with ``"sum"``). A
-    row without any id left gives zeros, or the embedding of `default_id`.
+    Ids below 0, and entries with a weight of 0 or less (except with ``"sum"``), are skipped. A row without valid
+    ids gives zeros, or the embedding of `default_id`.
 
     Example:
         >>> import torch, stratagem as sg

@@ -1,4 +1,4 @@
-"""Rows that were fetched for one operator, and the autograd function that repeats them."""
+"""Rows that were fetched for one operator, and the autograd function that expands them."""
 
 from __future__ import annotations
 

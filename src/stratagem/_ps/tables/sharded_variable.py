@@ -176,7 +176,7 @@ class ShardedVariable(Convertible):
         self._need_div_rule(method)
         if not isinstance(sparse, Tensor) or sparse.layout != torch.sparse_coo:
             raise AttributeError(
-                f"{method} of {self._called()} got a {type(sparse).__name__} that is no sparse "
+                f"{method} of {self._called()} got a {type(sparse).__name__} that is not a sparse "
                 "tensor: expected row numbers and rows, as torch.sparse_coo_tensor([ids], rows, size) "
                 "makes."
             )

@@ -1,4 +1,4 @@
-"""A layer's ``weight`` on a worker, if its rows are on parameter servers.
+"""`TableParameter`: a layer's ``weight`` on a worker, whose rows are on parameter servers.
 
 `TableParameter` is a tensor by type and shape, but holds no rows. Operators that look rows up (`F.embedding`,
 `F.embedding_bag`, ``weight[ids]``, `index_select`) fetch only the rows they need into a small leaf

@@ -1,4 +1,4 @@
-"""torch's functions about a tensor that need none of its numbers: a table answers them without its rows."""
+"""torch functions that need only the metadata of a tensor, which a table answers without its rows."""
 
 from __future__ import annotations
 

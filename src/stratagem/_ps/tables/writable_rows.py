@@ -1,4 +1,4 @@
-"""Rows of a table that a function may write in place: an update by hand, clipping of weights, SAM's perturbation.
+"""Table rows that a function writes in place: updates by hand, weight clipping, SAM's perturbation.
 
 The first write makes a local copy of the whole table. From then on the function sees the copy, until its worker sends it to the
 servers: before the next step of an optimizer, or at the function's end (`worker/written_parameters.py`).

@@ -1,4 +1,4 @@
-"""Records what a closure does to schedulers, gradient scalers and settings of optimizers.
+"""Record a closure's changes of schedulers, gradient scalers and optimizer settings.
 
 The worker's own object changes at once, as in plain PyTorch. The report of the closure tells the coordinator, which makes
 the same change once (`training_state.py`). A closure that fails changes nothing: its objects get their earlier state.

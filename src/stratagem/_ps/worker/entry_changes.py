@@ -1,4 +1,4 @@
-"""Writes the coordinator's changes into a worker's modules, parameters and optimizers, in place.
+"""Apply the coordinator's changes to a worker's modules, parameters and optimizers, in place.
 
 A function may give the same objects attributes, buffers and hooks of its own: those stay, behind the
 coordinator's.

@@ -1,4 +1,4 @@
-"""Batches that send the gradients of a worker's parameters to the servers, one for each step of an optimizer."""
+"""Build the batches that send a worker's gradients to the servers, one per optimizer step."""
 
 from __future__ import annotations
 

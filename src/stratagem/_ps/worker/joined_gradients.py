@@ -1,4 +1,4 @@
-"""Gradients of several tables with rows of one shape, sorted, summed and sent as one.
+"""Combine the gradients of several tables with equal row shapes: sort, sum and send them as one.
 
 Lookups leave gradients in the order of the ids asked. A step removes duplicates in all tables at once: each shard of each
 table gets its own range of numbers, ordered by server, so that one sort puts together what one server gets.

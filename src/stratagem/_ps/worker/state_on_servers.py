@@ -1,4 +1,4 @@
-"""State and groups of a worker's optimizers: the state is on the servers, and the coordinator has the groups.
+"""State and groups of a worker's optimizers, which are on the servers and on the coordinator.
 
 A worker's optimizer would show an empty state, and keep a group or a state that a function gives it. So both are refused.
 """

@@ -1,4 +1,4 @@
-"""Optimizers around other optimizers (SAM) on a worker: their own code runs here, their state lasts for one function.
+"""Wrapping optimizers (SAM) on a worker: their own code runs here, their state lasts for one function.
 
 The step of the optimizer inside goes to the parameter servers. A worker may be lost, and another one may run the next
 function: state that such an optimizer keeps from one function to the next would be lost or differ without a sign. So a

@@ -1,4 +1,4 @@
-"""Buffers on a worker: private copies, since layers write them. Changes are sent with the step."""
+"""Buffers on a worker: private copies, whose changes are sent with the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of variables on a worker, and how they are kept up to date.
+"""Copies of variables on a worker, and their updates.
 
 Parameters on other hosts, parameters in shards, and buffers are copies. One request per server asks for all of them, and the
 server sends only values that have changed. An optimizer's step asks in the same message as its write.

@@ -1,4 +1,4 @@
-"""The worker's own objects for the coordinator's strategy, modules, optimizers and variables.
+"""The worker's views of the coordinator's strategy, modules, optimizers and variables.
 
 `PsWorkerSetup` is sent to a worker and connects it to the servers. `WorkerObjects` then rebuilds, from the
 coordinator's definitions, the objects that a scheduled function works with: real modules over the worker's

@@ -1,4 +1,4 @@
-"""A worker's side of the variables on parameter servers.
+"""The worker's side of variables on parameter servers.
 
 `WorkerVariables` makes the parameters and buffers that a scheduled function uses:
 

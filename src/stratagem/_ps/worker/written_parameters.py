@@ -1,4 +1,4 @@
-"""Parameters that a scheduled function writes in place, beside the steps of optimizers.
+"""Parameters that a scheduled function writes in place, without an optimizer.
 
 Frozen parameters are running statistics, targets and moving averages: their new values are sent, like buffers. A trained
 parameter that the function wrote (an update by hand, clipping of weights, SAM's perturbation) is sent as well if this

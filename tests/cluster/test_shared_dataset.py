@@ -235,7 +235,7 @@ def test_a_position_of_another_dataset_or_a_busy_one_is_refused(threads: Any, ga
 def test_wrong_arguments(threads: Any) -> None:
     _, coordinator = threads
     loader = torch.utils.data.DataLoader(Squares(), 2)
-    with pytest.raises(DataError, match="order of its own"):
+    with pytest.raises(DataError, match="its own order"):
         coordinator.create_shared_dataset(loader)
     with pytest.raises(ValueError, match="per_closure=0"):
         coordinator.create_shared_dataset(Dataset.range(3), per_closure=0)

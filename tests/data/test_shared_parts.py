@@ -179,7 +179,7 @@ def test_datasets_that_differ_between_processes_are_refused() -> None:
     for made, text in (
         (sg.data.as_dataset(loader), r"as_dataset\(loader.dataset\)"),
         (Dataset.range(4).cache(), "cache"),
-        (sg.data.as_dataset(iter([1, 2])), "order of its own"),
+        (sg.data.as_dataset(iter([1, 2])), "its own order"),
     ):
         with pytest.raises(DataError, match=text):
             PartedDataset.of(made)

@@ -129,7 +129,7 @@ def test_a_full_disk_is_an_error_with_numbers(cluster: sg.LocalCluster, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("directory", "text"), [("/dev/shm", "are in memory"), ("/no/such/place", "is no directory")]
+    ("directory", "text"), [("/dev/shm", "are in memory"), ("/no/such/place", "is not a directory")]
 )
 def test_directories_that_cannot_hold_a_table(
     monkeypatch: pytest.MonkeyPatch, directory: str, text: str

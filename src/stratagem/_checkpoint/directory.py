@@ -262,7 +262,7 @@ def find(path: Path) -> SavedCheckpoint:
         _log.warning("skipping a checkpoint: %s", error)
     if latest is None:
         raise CheckpointError(
-            f"{path} is no complete checkpoint (it has no {manifests.NAME}) and holds none. `stratagem "
+            f"{path} is not a complete checkpoint (it has no {manifests.NAME}) and contains none. `stratagem "
             "checkpoint ls` lists those of a directory."
         )
     return latest

@@ -57,11 +57,9 @@ class CheckpointManager(Owner):
         max_to_keep: how many of the newest checkpoints to keep; None keeps all.
         every_s: `step` saves when this many seconds have passed since the last save.
         every_steps: `step` saves when this many steps have been made since the last save.
-        keep_best: a metric; the manager also keeps the best checkpoints by this metric. With a leading ``-``
-            smaller is better: ``keep_best="-loss"``.
+        keep_best: a metric; the best checkpoints by it are kept, too. ``"-loss"``: smaller is better.
         best_to_keep: how many of the best checkpoints to keep.
-        save_on_sigterm: after SIGTERM the next `step` saves, waits, and ends the program with
-            exit code 143.
+        save_on_sigterm: after SIGTERM the next `step` saves, waits, and ends the program with exit code 143.
         allow_pickle: accept values of any class in states; only pickle can save and read them.
         full_every: with parameter servers, one of this many saves contains all rows, and the others only the
             rows that changed (a *delta*). By default (1) every save is full.

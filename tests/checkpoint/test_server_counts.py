@@ -116,14 +116,15 @@ def test_every_number_of_servers_to_every_other(
     saved: dict[Path, dict[str, torch.Tensor]] = {}
     choices = itertools.cycle(PARTITIONERS)
     for count in counts:
+        writers = []
         with servers(count) as cluster:
             for turn in range(layouts if count else 1):
                 with trained(cluster, next(choices), seed=10 * count + turn) as made:
                     path = tmp_path / f"{count}-{turn}"
-                    written_by = made.checkpoint.save(path)
+                    files = made.checkpoint.save(path).manifest.files
+                    writers.append(sum(each.endswith(".distcp") for each in files))
                     saved[path] = made.state()
-            files = [each for each in written_by.manifest.files if each.endswith(".distcp")]
-            assert len(files) == 1 + count  # the last partitioner puts rows on every server
+        assert max(writers) == 1 + count  # some partitioner puts rows on every server
     for path, expected in saved.items():
         tensors = {IN_CHECKPOINT[name]: value for name, value in expected.items()}
         assert len(tensors) == len(expected)

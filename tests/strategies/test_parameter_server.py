@@ -28,7 +28,7 @@ GOOD = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
         ({}, (None, None), ValueError, "empty"),
         ({**GOOD, "master": ["m:1"]}, (None, None), ValueError, "'master'"),
         (GOOD, ("boss", 0), ValueError, "'boss'"),
-        ({"worker": ["w:1"], "ps": ["p:1"]}, ("chief", 0), ValueError, "'chief' is no job"),
+        ({"worker": ["w:1"], "ps": ["p:1"]}, ("chief", 0), ValueError, "'chief' is not a job"),
         ({**GOOD, "chief": ["a:1", "b:1"]}, (None, None), ValueError, "2 tasks of 'chief'"),
         ({**GOOD, "evaluator": ["a:1", "b:1"]}, (None, None), ValueError, "'evaluator'"),
         (GOOD, ("worker", 2), ValueError, "task_id=2"),

@@ -23,7 +23,7 @@ $(BIN)/python:
 	@echo "Creating the virtual environment $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
 
-$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+$(RUNTIME): pyproject.toml constraints.txt src/stratagem/_ps/row_kernels.c | $(BIN)/python
 	@echo "Installing Stratagem, PyTorch and matplotlib into $(VENV) (about 1 GB, once; minutes on a slow line) ..."
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --editable ".[demo]"
 	@touch $@

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem._ps.server import cut as cuts
+from stratagem._ps.server import kept_rows
 from stratagem._ps.server.cut import Cut
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.types import Gradient, GroupSpec
@@ -18,10 +19,12 @@ from stratagem._ps.types import Gradient, GroupSpec
 ROWS = 1000
 
 
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "_BUCKET_BYTES", 1000)
-    monkeypatch.setattr(cuts, "_MERGE_AFTER", 2)
+@pytest.fixture(params=["kernels", "numpy"])
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies in many blocks, made by the kernels or without them."""
+    monkeypatch.setattr(kept_rows, "BLOCK_BYTES", 2000)
+    if request.param == "numpy":
+        monkeypatch.setattr(kept_rows, "kernels", None)
 
 
 def filled_store(columns: int) -> VariableStore:
@@ -51,7 +54,7 @@ def state_of(store: VariableStore) -> dict[tuple[int, int, str], Tensor]:
 
 @pytest.mark.parametrize("columns", [1, 3, 16, 40])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_are_those_of_the_cut(small_buckets: None, columns: int, seed: int) -> None:
+def test_rows_are_those_of_the_cut(small_blocks: None, columns: int, seed: int) -> None:
     """Sparse pushes, scatters, whole assignments and row writes between reads: none shows."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -82,7 +85,7 @@ def test_rows_are_those_of_the_cut(small_buckets: None, columns: int, seed: int)
     store.end_cut()
 
 
-def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch, small_buckets: None) -> None:
+def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch, small_blocks: None) -> None:
     """Beyond the limit a write waits for the thread that reads; copies are freed as it goes on."""
     monkeypatch.setattr(cuts, "LEAST_ASIDE_BYTES", 0)
     value = torch.zeros(100_000, 4)
@@ -107,6 +110,53 @@ def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch, small_buckets: Non
     assert done.is_set()
     assert 0 < cut.most_aside_bytes <= value.nbytes // 10
     assert bool((value == 1).all())
+
+
+def test_the_places_of_copies_are_used_again(small_blocks: None) -> None:
+    """A save of any length needs memory for the copies of one moment."""
+    value, sums = torch.zeros(4096, 16), torch.ones(4096, 16)
+    cut = Cut({(1, 0, ""): value, (1, 1, "sum"): sums})
+    cut.begin_reading()
+    [(kept, _)] = cut._groups[1]
+    chance = random.Random(1)
+    for first in range(0, 4096, 64):
+        ids = torch.tensor(sorted(chance.sample(range(first, 4096), 64)))
+        cut.before_write(1, ids)
+        value[ids] += 1
+        sums[ids] += 1
+        assert not cut.tensors[1, 0, ""].read(first, first + 64).any()
+        assert (cut.tensors[1, 1, "sum"].read(first, first + 64) == 1).all()
+    places = len(kept._blocks) << kept._block_bits
+    assert places < 4096 * 2 // 3  # all 64 rounds together wrote more rows than there are
+    assert kept.nbytes == kept._places.nbytes  # type: ignore[union-attr]
+    cut.close()
+
+
+def test_rows_that_nobody_reads_are_not_copied() -> None:
+    """A checkpoint of a model without its optimizer: the state must not fill the memory for copies."""
+    value, sums = torch.zeros(1000, 4), torch.zeros(1000, 4)
+    cut = Cut({(1, 0, ""): value, (1, 1, "sum"): sums})
+    cut.begin_reading({(1, 0, "")})
+    cut.before_write(1, torch.arange(10))
+    cut.tensors[1, 0, ""].read(0, 1000)
+    cut.before_write(1, None)
+    assert cut.tensors[1, 1, "sum"]._rest is None
+    [(kept, _)] = cut._groups[1]
+    assert kept.keep(torch.arange(1000), room=0).numel() == 0  # none is needed
+    cut.close()
+
+
+def test_optimizer_state_with_another_number_of_rows(small_blocks: None) -> None:
+    """Ids of the table mean nothing there: such state is copied as a whole."""
+    value, other = torch.zeros(100, 4), torch.zeros(7, 4)
+    cut = Cut({(1, 0, ""): value, (1, 1, "factors"): other})
+    cut.begin_reading()
+    cut.before_write(1, torch.tensor([50, 99]))
+    value[[50, 99]] += 1
+    other += 1
+    assert not cut.tensors[1, 1, "factors"].read(0, 7).any()
+    assert not cut.tensors[1, 0, ""].read(0, 100).any()
+    cut.close()
 
 
 def test_closing_lets_a_waiting_write_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +196,9 @@ def test_a_deleted_variable_is_still_saved() -> None:
 @pytest.mark.parametrize("columns", [1, 16])
 @pytest.mark.parametrize("by_ids", [False, True])
 def test_rows_are_those_of_the_cut_while_another_thread_writes(
-    small_buckets: None, columns: int, by_ids: bool
+    small_blocks: None, columns: int, by_ids: bool
 ) -> None:
-    """The reading thread sorts copies while the working thread makes further ones, and at last copies the rest."""
+    """The reading thread puts copies back while the working thread makes further ones, and at last copies the rest."""
     rows = 20_000
     value = torch.randn(rows, columns)
     expected = value.clone()
@@ -219,7 +269,7 @@ def test_a_write_does_not_wait_for_rows_that_are_being_read(by_ids: bool, is_den
                 write_meanwhile()
             return super().__torch_function__(function, types, args, kwargs or {})
 
-    tensor._rows = value.as_subclass(Watched)
+    tensor.rows = value.as_subclass(Watched)
     if by_ids:
         found = tensor.read_ids(wanted, is_last=False)
     else:

@@ -10,7 +10,7 @@ import torch
 
 from stratagem._ps import row_kernels, rows
 from stratagem._ps.row_kernels import TableShards
-from stratagem._ps.server import row_step
+from stratagem._ps.server import kept_rows, row_step
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.types import Gradient, GroupSpec
 from stratagem._ps.worker import joined_gradients
@@ -164,6 +164,43 @@ def test_rows_of_joined_tables_are_summed_as_by_numpy(built, count, edges, width
 @pytest.mark.parametrize("bad", [-1, 9, 2**62])
 def test_numbers_outside_the_joined_tables_are_not_grouped(built, bad):
     assert built.group(torch.tensor([0, bad, 3]), torch.tensor([0, 4, 9])) is None
+
+
+@pytest.mark.parametrize("widths", [(16,), (16, 16), (1,), (3, 1, 5), (200, 8)])
+@pytest.mark.parametrize("bad", [-1, 999, 2**62])
+def test_rows_are_kept_once_and_put_back(built, widths, bad, monkeypatch):
+    """As without kernels: copies before the first write, in blocks, some tensors read further than others."""
+    monkeypatch.setattr(kept_rows, "BLOCK_BYTES", 5000)
+    start = [torch.randn(999, width) for width in widths]
+    found = []
+    for kernels in (built, None):
+        monkeypatch.setattr(kept_rows, "kernels", kernels)
+        random = torch.Generator().manual_seed(len(widths))
+        tensors = [one.clone() for one in start]
+        kept = kept_rows.KeptRows(tensors)
+        rooms = []
+        for read in range(0, 900, 90):
+            ids = torch.randperm(999, generator=random)[:200].sort().values
+            left = kept.keep(ids, 10 * kept.unit_bytes)
+            rooms.append(left.tolist())
+            done = ids[: len(ids) - len(left)]
+            for number, one in enumerate(tensors):
+                one[done] += 1
+                rows = one[read : read + 90].clone()
+                kept.put_back(number, read, read + 90, rows)
+                assert torch.equal(rows, start[number][read : read + 90])
+                some = torch.arange(read + 1, read + 90, 3)
+                rows = one[some]
+                kept.put_back_ids(number, some, rows)
+                assert torch.equal(rows, start[number][some])
+                kept.advance(number, read + 90)
+        assert any(rooms)
+        assert kept.keep(torch.arange(980, 999), None).numel() == 0
+        found.append((rooms, kept.nbytes))
+    assert found[0] == found[1]
+    changed = torch.tensor([bad])  # after the check, by a client: it counts as row 0
+    monkeypatch.setattr(kept_rows, "kernels", built)
+    assert kept_rows.KeptRows(tensors).keep(changed, None).numel() == 0
 
 
 def test_a_library_of_another_version_is_not_used(tmp_path, caplog):

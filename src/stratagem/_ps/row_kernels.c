@@ -32,7 +32,7 @@
 #define PASSES 6       /* most passes: for 64 bits */
 
 /* Number of the functions below, as `row_kernels.py` calls them: increase both if a function changes. */
-int64_t sg_version(void) { return 2; }
+int64_t sg_version(void) { return 3; }
 
 static inline void prefetch_read(const char *row, int64_t bytes) {
     for (int64_t line = 0; line < bytes && line < LINES * LINE; line += LINE)
@@ -294,5 +294,65 @@ VERSIONS void sg_add_quotients(float *table, int64_t rows, const int64_t *ids, c
         const float *value = values + i * width, *root = roots + i * width;
         INDEPENDENT
         for (int64_t j = 0; j < width; j++) row[j] += rate * value[j] / (root[j] + epsilon);
+    }
+}
+
+#define PART 256 /* ids that are looked up before their rows are copied */
+
+/* Copy rows that are about to change, once each, in units of 2^unit_bits rows. `places` has the place of the copy of each unit, 0
+   without one. New places are taken from the end of `free_places`, at most `allowed`. A block has copies at 2^block_bits
+   places, for each of the tables; blocks[block * tables + t] are those of table t. Rows of table t before safe[t] need no copies;
+   `first` is the least of these. Returns how many ids are done: fewer than `count` if no place was left; *used: places taken. */
+VERSIONS int64_t sg_keep_rows(const int64_t *ids, int64_t count, int64_t rows, int64_t first,
+                              int64_t unit_bits, int32_t *places, const int32_t *free_places,
+                              int64_t free_count, int64_t allowed, const int64_t *safe, int64_t tables,
+                              const char *const *tables_at, const int64_t *row_bytes,
+                              char *const *blocks, int64_t block_bits, int64_t *used) {
+    int64_t units[PART], unit_rows = (int64_t)1 << unit_bits, mask = ((int64_t)1 << block_bits) - 1;
+    int64_t taken = 0, done = 0;
+    for (int is_full = 0; done < count && !is_full;) {
+        int64_t end = done + PART < count ? done + PART : count, found = 0, before = taken;
+        for (int64_t i = done; i < end; i++) __builtin_prefetch(places + (inside(ids[i], rows) >> unit_bits), 1, 3);
+        for (; done < end; done++) {
+            int64_t unit = inside(ids[done], rows) >> unit_bits;
+            if (((unit + 1) << unit_bits) <= first || places[unit]) continue;
+            if (taken == allowed) {
+                is_full = 1;
+                break;
+            }
+            places[unit] = free_places[free_count - ++taken];
+            units[found++] = unit;
+            for (int64_t t = 0; t < tables; t++)
+                prefetch_read(tables_at[t] + (unit << unit_bits) * row_bytes[t], row_bytes[t] << unit_bits);
+        }
+        for (int64_t i = 0; i < found; i++) {
+            int64_t unit = units[i], start = unit << unit_bits, place = free_places[free_count - 1 - before - i];
+            int64_t size = start + unit_rows < rows ? unit_rows : rows - start;
+            for (int64_t t = 0; t < tables; t++)
+                if (start + size > safe[t])
+                    copy_row(blocks[(place >> block_bits) * tables + t] + ((place & mask) << unit_bits) * row_bytes[t],
+                             tables_at[t] + start * row_bytes[t], size * row_bytes[t]);
+        }
+    }
+    *used = taken;
+    return done;
+}
+
+/* Put the copies of `sg_keep_rows` of the rows of one table from `first` to below `last` into `out`, which has these rows. */
+VERSIONS void sg_put_kept_rows(const int32_t *places, int64_t first, int64_t last, int64_t unit_bits,
+                               char *const *blocks, int64_t block_bits, int64_t tables, int64_t table,
+                               int64_t row_bytes, char *out) {
+    int64_t mask = ((int64_t)1 << block_bits) - 1, end = (last + ((int64_t)1 << unit_bits) - 1) >> unit_bits;
+    for (int64_t unit = first >> unit_bits; unit < end; unit++) {
+        int64_t place = places[unit], start = unit << unit_bits, size = (int64_t)1 << unit_bits;
+        if (!place) continue;
+        const char *kept = blocks[(place >> block_bits) * tables + table] + ((place & mask) << unit_bits) * row_bytes;
+        if (start < first) {
+            kept += (first - start) * row_bytes;
+            size -= first - start;
+            start = first;
+        }
+        if (start + size > last) size = last - start;
+        copy_row(out + (start - first) * row_bytes, kept, size * row_bytes);
     }
 }

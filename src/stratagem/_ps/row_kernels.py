@@ -11,6 +11,7 @@ import importlib.machinery
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -25,7 +26,7 @@ _LIBRARY: Final = "_row_kernels"
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _TYPES: Final[dict[str, Any]] = {"a": _ADDRESS, "c": _COUNT, "n": ctypes.c_float}
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 """Of the functions in the library."""
 
 _ROWS_AT_ONCE: Final = 2048
@@ -82,6 +83,33 @@ class GroupedRows(NamedTuple):
     bounds: Tensor
 
 
+@dataclass
+class KeptAddresses:
+    """Where `kept_rows.py` has copies of rows of some tables: addresses of its arrays.
+
+    Attributes:
+        unit_bits: a unit has so many rows, as a power of two.
+        block_bits: a block has so many places, as a power of two.
+        count: number of tables.
+        tables: of the addresses of the tables.
+        row_bytes: of the sizes of their rows.
+        safe: of the first rows that need copies.
+        places: of the place of each unit.
+        blocks: of the addresses of blocks, for each block those of all tables.
+        free: of the places that are free.
+    """
+
+    unit_bits: int
+    block_bits: int
+    count: int
+    tables: int
+    row_bytes: int
+    safe: int
+    places: int = 0
+    blocks: int = 0
+    free: int = 0
+
+
 @final
 class RowKernels:
     """The functions of the library. All ids are contiguous int64 tensors in host memory.
@@ -116,6 +144,8 @@ class RowKernels:
         self._step_sgd = function("sg_step_sgd", "acaaccn")
         self._add_squares = function("sg_add_squares", "acaacca")
         self._add_quotients = function("sg_add_quotients", "acaaaccnn")
+        self._keep_rows = function("sg_keep_rows", "accccaaccacaaaca", _COUNT)
+        self._put_kept_rows = function("sg_put_kept_rows", "acccacccca")
 
     def in_range(self, ids: Tensor, rows: int) -> bool:
         """Return whether all ids are from 0 to below `rows`."""
@@ -207,6 +237,35 @@ class RowKernels:
             self._add_quotients(table_at, all_rows, number, value, to, count, width, -rate, epsilon)
             number += 8 * count
             value += 4 * count * width
+
+    def keep_rows(
+        self, ids: Tensor, rows: int, first: int, copies: KeptAddresses, free: int, allowed: int
+    ) -> tuple[int, int]:
+        """Copy rows that are about to change (`kept_rows.py`); return how many ids are done, and how many places were taken."""
+        count, used = ids.numel(), _COUNT(0)
+        done = self._keep_rows(
+            *(ids.data_ptr(), count, rows, first, copies.unit_bits, copies.places),
+            *(
+                copies.free,
+                free,
+                allowed,
+                copies.safe,
+                copies.count,
+                copies.tables,
+                copies.row_bytes,
+            ),
+            *(copies.blocks, copies.block_bits, ctypes.byref(used)),
+        )
+        return int(done), used.value
+
+    def put_kept_rows(
+        self, first: int, last: int, copies: KeptAddresses, table: int, row_bytes: int, out: Tensor
+    ) -> None:
+        """Put copies of rows of a table into `out`, which has the rows from `first` to `last`."""
+        self._put_kept_rows(
+            *(copies.places, first, last, copies.unit_bits, copies.blocks, copies.block_bits),
+            *(copies.count, table, row_bytes, out.data_ptr()),
+        )
 
 
 def load(folder: Path) -> RowKernels | None:

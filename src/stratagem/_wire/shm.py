@@ -70,12 +70,18 @@ def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def zeros_apart(
-    shape: tuple[int, ...], dtype: torch.dtype, *, beside: Tensor | None = None
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    beside: Tensor | None = None,
+    large_pages: bool = True,
 ) -> Tensor:
     """Return a private tensor of zeros in pages of its own, outside the allocator's heap.
 
     For large tensors that stay: they leave no holes in the heap, cost memory only where they are written, and use large
     pages where the kernel has some. If `beside` is on disk, the new tensor is, too.
+
+    `large_pages`: without them the first write to a page never waits until the kernel has moved other pages.
     """
     if beside is not None and is_on_disk(beside):
         return zeros_on_disk(shape, dtype)
@@ -86,7 +92,10 @@ def zeros_apart(
     memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=flags)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE_BYTES
     with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
+        if large_pages:
+            memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
+        else:
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
     count = size // dtype.itemsize
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 

@@ -211,7 +211,7 @@ class SessionCheckpoints(Owner):
             of_rows = one.shape[:1] == cut.tensors[part.variable, 0, ""].shape[:1]
             used = self._used.get(part.variable) if of_rows and ids is None else None
             parts += [whole] if used is None else [_range_of(whole, *each) for each in used]
-        cut.begin_reading()
+        cut.begin_reading({(one.variable, one.optimizer, one.key) for one in message.parts})
 
         def write(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
             try:

@@ -15,7 +15,7 @@ REST: Final = 11.0
 """Rest after a piece, as a multiple of the processor time that the piece took."""
 
 LONGEST_REST_S: Final = 0.012
-"""Longer rests would lengthen a save, and every step during a save makes copies, which the thread has to sort."""
+"""Longer rests would lengthen a save, and every step during a save makes copies."""
 
 PACED_S: Final = 30.0
 """Rests are shortened if the file would take longer than this."""

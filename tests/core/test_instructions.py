@@ -2,20 +2,11 @@
 
 import torch
 
-from stratagem._core.counters import counted_names
 from stratagem._core.instructions import instructions_of
-from stratagem._core.number_writes import numbers_in
-from stratagem._core.write_kinds import writes_of
+from stratagem._core.step_code import changes_in
 
 
-class Base:
-    """A class with a result that depends on a number."""
-
-    def scale(self):
-        return self.rate
-
-
-class Counts(Base):
+class Counts:
     """Statements that newer versions of Python compile to other instructions."""
 
     def by_list(self, xs):
@@ -39,17 +30,16 @@ class Counts(Base):
         first, self.second = pair
         self.steps, self.other = self.steps + 1, first
 
+    def conditional(self, x):
+        self.steps += 1 if x else 2
+        self.best = x if x > 2 * self.best else self.best
+        self.loss = self.first and x
+
     def after_loop(self, xs):
         for x in xs:
             x.mul_(2)
         self.ready = True
         self.ready_before = self.ready
-
-    def by_super(self, loss):
-        return loss * super().scale()
-
-    def compared(self, loss):
-        return 2 * (self.steps != 0 and loss)
 
     def keeps(self, x, y):
         a, b = x, y
@@ -57,54 +47,49 @@ class Counts(Base):
         torch.add(x, b, out=self.result)
 
 
+def numbers_of(function):
+    return {name: {*kinds} for name, kinds in changes_in(function.__code__).numbers.items()}
+
+
 def test_a_comprehension_ends_no_statement():
-    found = numbers_in(Counts.by_list.__code__)
-    assert found.attributes == {"total", "steps"}
-    assert (found.moved, found.varying) == ({"steps"}, {"total"})
-    assert "weight" in found.used
+    assert numbers_of(Counts.by_list) == {".total": {"adds"}, ".steps": {"moves"}}
 
 
 def test_a_comprehension_without_a_result_is_a_statement():
-    found = numbers_in(Counts.by_dict.__code__)
-    assert (found.moved, found.varying) == ({"steps"}, frozenset())
-    assert counted_names(Counts.by_dict.__code__).attributes == {"steps"}
+    assert numbers_of(Counts.by_dict) == {".steps": {"moves"}}
+    assert changes_in(Counts.by_dict.__code__).counted == {".steps"}
 
 
 def test_a_variable_may_have_the_name_of_the_comprehensions_own():
-    found = numbers_in(Counts.same_name.__code__)
-    assert (found.moved, found.varying) == ({"steps"}, frozenset())
+    assert numbers_of(Counts.same_name) == {".steps": {"moves"}}
 
 
 def test_variables_of_a_comprehension_may_be_captured():
-    found = numbers_in(Counts.captured.__code__)
-    assert (found.moved, found.varying) == (frozenset(), {"steps"})
+    assert numbers_of(Counts.captured) == {".steps": {"adds"}}
 
 
 def test_pairs_of_variables_are_two_variables():
     code = Counts.unpacked.__code__
-    assert numbers_in(code).moved >= {"steps"}
+    assert numbers_of(Counts.unpacked)[".steps"] == {"moves"}
     assert {"first", "pair"} <= {one.argval for one in instructions_of(code)}
     assert {"mul_", "add_", "a", "b", "x", "y"} <= {
         one.argval for one in instructions_of(Counts.keeps.__code__)
     }
 
 
+def test_a_conditional_expression_ends_no_statement():
+    assert numbers_of(Counts.conditional) == {".steps": {"varies"}, ".best": {"varies"}}
+    assert changes_in(Counts.conditional.__code__).counted == {".steps"}
+
+
 def test_the_end_of_a_loop_is_no_part_of_the_next_statement():
-    assert "ready" in numbers_in(Counts.after_loop.__code__).fixed
-
-
-def test_results_of_a_base_class_are_used():
-    assert "scale" in numbers_in(Counts.by_super.__code__).returned
-
-
-def test_a_comparison_that_goes_on_is_a_use():
-    assert "steps" in numbers_in(Counts.compared.__code__).used
+    assert numbers_of(Counts.after_loop)[".ready"] == {"sets"}
 
 
 def test_writes_by_name_and_by_keyword_are_found():
-    found = writes_of(Counts.keeps.__code__)
-    assert {"moves", "adds"} & {*found["shadow"]}
-    assert "sets" in found["result"]
+    found = changes_in(Counts.keeps.__code__).tensors
+    assert {"moves", "adds"} & {*found[".shadow"]}
+    assert "sets" in found[".result"]
 
 
 def test_a_function_with_many_constants_is_read():
@@ -113,4 +98,4 @@ def test_a_function_with_many_constants_is_read():
     source = "\n".join(["def step(counts):", *lines, "    counts['n'] = counts['n'] + 7"])
     held = {}
     exec(source, held)
-    assert numbers_in(held["step"].__code__).items == {("", "n", "moved")}
+    assert changes_in(held["step"].__code__).items == {("", "n"): {"moves"}}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stratagem as sg
-from stratagem._core.number_writes import numbers_in, numbers_of
+from stratagem._core.step_code import changes_in
 from stratagem.errors import ReplicaError
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -196,6 +196,20 @@ def test_numbers_for_a_log_are_no_error_and_sums_add_up(pair):
     assert mine["average"] == pytest.approx(own, rel=1e-5)
 
 
+def ring(numbers, x):
+    n = len(x)
+    numbers.rows = (numbers.rows + n) % 7
+
+
+def test_a_number_that_may_count_rows_is_named_if_all_replicas_agree(pair, caplog):
+    """Equal parts: 3 rows in each replica cannot be told from a constant."""
+    numbers = Annealed()
+    for _ in range(3):
+        pair.run(lambda x: ring(numbers, x), args=(sg.PerReplica([X[:2], X[2:4]]),))
+    assert numbers.rows == 6
+    assert [one.getMessage() for one in caplog.records if "Annealed.rows" in one.getMessage()]
+
+
 @pytest.mark.parametrize("kind", [sg.CentralStorageStrategy, sg.MirroredStrategy])
 def test_numbers_are_refused_if_replicas_run_at_the_same_time(kind):
     with kind(["cpu:0", "cpu:1"], parallel_replicas=True) as strategy:
@@ -225,44 +239,39 @@ def recurrences(self, loss):
     )  # fmt: skip
 
 
+def numbers_of(function):
+    return {name[1:]: {*kinds} for name, kinds in changes_in(function.__code__).numbers.items()}
+
+
 def uses(self, loss, writer):
     print("loss", self.a, self.b)
     writer.add_scalar("c", self.c)
-    writer.values.append(self.k)
     text = f"{self.d}"
     if self.e == -1.0 or self.f is None:
         return text
     weight = self.g * 2
     (torch.log(loss) * self.h).backward()
-    writer.losses.append(loss * self.m)
     if self.i > 0.5:
         return weight
+    self.k += 1
     return self.j
 
 
-def scaled(self, loss):
-    return loss * self.uses()
-
-
-def around(self, loss):
-    self.scaled(loss).backward()
-
-
 def test_sums_are_no_recurrences():
-    found = numbers_in(sums.__code__)
-    assert (found.moved, found.varying) == (frozenset(), frozenset("abcd"))
-    assert found.items == {("f", 0, "moved")}
+    found = numbers_of(sums)
+    assert {name for name, kinds in found.items() if kinds == {"adds"}} == set("abcd")
+    assert found.keys() == set("abcd")
+    assert changes_in(sums.__code__).items == {(".f", 0): {"moves"}}
 
 
 def test_recurrences_are_found():
-    assert numbers_in(recurrences.__code__).moved == frozenset("abcdegh")
+    found = numbers_of(recurrences)
+    assert {name for name, kinds in found.items() if kinds & {"moves", "varies"}} == set("abcdegh")
 
 
 def test_what_goes_into_a_log_is_not_used():
-    alone = numbers_of([uses.__code__]).used
-    assert {name for name in alone if len(name) == 1} == set("ghim")
-    called = numbers_of([uses.__code__, scaled.__code__, around.__code__]).used
-    assert {name for name in called if len(name) == 1} == set("ghijm")
+    used = {name for name in changes_in(uses.__code__).used if len(name) == 2}
+    assert used == {".g", ".h", ".i", ".j"}
 
 
 def set_aside(model):

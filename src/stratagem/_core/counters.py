@@ -2,7 +2,7 @@
 
 Examples are ``self.steps += 1``, ``global steps; steps += 1`` and the same with ``nonlocal``. Scheduled functions run in
 several processes, so their counters are kept in step by the coordinator (`_ps/coordinator/advance_ledger.py`). Replicas
-share counters: `kept_numbers` gives each replica its own values.
+share counters: `kept_values` gives each replica its own values.
 """
 
 from __future__ import annotations
@@ -11,68 +11,29 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from typing_extensions import override
 
-from stratagem._core.instructions import instructions_of
+from stratagem._core.step_code import changes_in
 
-_ADDING: Final = frozenset({"+", "-", "+=", "-="})
 _SETUP: Final = frozenset({"__init__", "__new__", "__setstate__", "load_state_dict"})
 """Methods that prepare an object: what they add up is no counter of steps."""
 
 
-class CountedNames(NamedTuple):
-    """Names that code increases, by where they are."""
-
-    attributes: frozenset[str]
-    globals: frozenset[str]
-    cells: frozenset[str]
-
-
-@functools.lru_cache(maxsize=1024)
-def counted_names(code: types.CodeType) -> CountedNames:
-    """Return the names that code, and the functions defined in it, increase or decrease.
-
-    Example:
-        >>> def step(trainer):
-        ...     trainer.steps += 1
-        ...     trainer.loss = 2.0
-        >>> sorted(counted_names(step.__code__).attributes)
-        ['steps']
-    """
-    found: dict[str, set[str]] = {"ATTR": set(), "GLOBAL": set(), "DEREF": set()}
-    loaded: set[tuple[str, str]] = set()
-    adds = False
-    for one in instructions_of(code):
-        if one.starts_line:
-            loaded, adds = set(), False
-        kind, _, place = one.opname.partition("_")
-        if kind == "LOAD":
-            loaded.add((place, str(one.argval)))
-        elif one.opname == "BINARY_OP":
-            adds |= one.argrepr in _ADDING
-        elif kind == "STORE" and place in found and adds and (place, one.argval) in loaded:
-            found[place].add(one.argval)
-    names = [found["ATTR"], found["GLOBAL"], found["DEREF"] & {*code.co_freevars}]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = counted_names(constant)
-            names[0] |= inner.attributes
-            names[1] |= inner.globals
-            names[2] |= inner.cells & {*code.co_freevars}
-    return CountedNames(*map(frozenset, names))
+def _attributes_in(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name[1:] for name in changes_in(code).counted if name[0] == ".")
 
 
 @functools.lru_cache(maxsize=1024)
 def counted_attributes(kind: type[Any]) -> frozenset[str]:
-    """Return the names of attributes that the methods of a class increase; see `counted_names`."""
+    """Return the names of attributes that the methods of a class increase or decrease."""
     return frozenset(
         name
         for base in kind.__mro__[:-1]
         for method, member in vars(base).items()
         if isinstance(member, types.FunctionType) and method not in _SETUP
-        for name in counted_names(member.__code__).attributes
+        for name in _attributes_in(member.__code__)
     )
 
 
@@ -84,7 +45,7 @@ def attributes_counted_by(function: Any) -> frozenset[str]:
             function = function.func
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if isinstance(code, types.CodeType):
-            found |= counted_names(code).attributes
+            found |= _attributes_in(code)
         function = getattr(function, "__wrapped__", None)
     return found
 
@@ -207,7 +168,6 @@ class CountedFunction:
 
 def counted_in(function: types.FunctionType) -> Iterator[tuple[Owner, str]]:
     """Yield the closure variables and global variables that a function counts with."""
-    names = counted_names(function.__code__)
-    for name in (*names.cells, *names.globals):
-        if is_counter(CounterSlot(function, name).get()):
+    for name in changes_in(function.__code__).counted:
+        if name[0] != "." and is_counter(CounterSlot(function, name).get()):
             yield function, name

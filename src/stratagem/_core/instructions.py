@@ -1,6 +1,6 @@
 """Python bytecode in one form for all versions: that of Python 3.11, without helper instructions.
 
-`number_writes`, `write_kinds` and `counters` read code. From version to version, CPython joins two instructions to one, splits
+`step_code` reads code. From version to version, CPython joins two instructions to one, splits
 others, gives them other names, and (from 3.12) puts list, set and dict comprehensions into the function around them.
 """
 
@@ -42,7 +42,6 @@ class Instruction(NamedTuple):
         argval: the name of the variable or attribute, the constant, or the offset of a jump.
         argrepr: the operator of ``BINARY_OP``: "+", "+=".
         offset: its place in the code.
-        starts_line: whether it is the first of a source line.
         effect: by how much the stack grows.
     """
 
@@ -50,7 +49,6 @@ class Instruction(NamedTuple):
     argval: Any
     argrepr: str
     offset: int
-    starts_line: bool
     effect: int
 
 
@@ -80,10 +78,9 @@ def _warn_of_version() -> None:
 
 
 def _in_one_form(code: types.CodeType) -> Iterator[Instruction]:
-    starts, last = False, ""
+    last = ""
     cells = {*code.co_cellvars, *code.co_freevars}
     for one in dis.get_instructions(code):
-        starts |= one.starts_line is not None and one.starts_line is not False
         name, value, text = one.opname, one.argval, one.argrepr
         before, last = last, name
         if name in _SKIPPED or (before == "END_FOR" and name == _AFTER_FOR):
@@ -91,14 +88,14 @@ def _in_one_form(code: types.CodeType) -> Iterator[Instruction]:
         effect = dis.stack_effect(one.opcode, one.arg)
         name = name.replace("LOAD_FAST_BORROW", "LOAD_FAST")
         if name == "RETURN_CONST":
-            yield Instruction("LOAD_CONST", value, text, one.offset, starts, 1)
-            name, effect, starts = "RETURN_VALUE", -1, False
+            yield Instruction("LOAD_CONST", value, text, one.offset, 1)
+            name, effect = "RETURN_VALUE", -1
         elif name in ("LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST"):
             first, name = name[: name.index("FAST") + 4], name[name.index("FAST") + 5 :]
             effect = 1 if name == "LOAD_FAST" else -1
             height = 1 if first == "LOAD_FAST" else -1
-            yield Instruction(first, value[0], value[0], one.offset, starts, height)
-            value, starts = value[1], False
+            yield Instruction(first, value[0], value[0], one.offset, height)
+            value = value[1]
         elif name == "BINARY_OP" and text == "[]":
             name = "BINARY_SUBSCR"
         elif name == "KW_NAMES":  # whose names `dis` of 3.11 does not look up
@@ -109,8 +106,7 @@ def _in_one_form(code: types.CodeType) -> Iterator[Instruction]:
             name = "LOAD_METHOD" if "NULL" in text else "LOAD_ATTR"
         elif name == "LOAD_FAST" and value in cells:  # from 3.13, for functions defined in this one
             name = "LOAD_CLOSURE"
-        yield Instruction(name, value, text, one.offset, starts, effect)
-        starts = False
+        yield Instruction(name, value, text, one.offset, effect)
 
 
 def _without_comprehensions(instructions: Iterator[Instruction]) -> Iterator[Instruction]:

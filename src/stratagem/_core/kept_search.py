@@ -1,4 +1,4 @@
-"""Find the tensors that a function keeps between its calls and that replicas share.
+"""Find what a function keeps between its calls and replicas share: tensors, and the numbers that it changes.
 
 They lie in closure variables, globals, attributes of objects and modules, lists and dicts. Parameters and buffers of
 modules are left out: the strategy manages them. `kept_values` uses the result.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -20,11 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem._core.installed import is_installed
-from stratagem._core.kept_numbers import KeptNumbers, is_number
+from stratagem._core.kept_places import NUMBERS, Place
 from stratagem._core.managed import find_managed
-from stratagem._core.number_writes import ANY, Numbers, key_name, numbers_in, numbers_of
 from stratagem._core.same_code import PLAIN, names_of
-from stratagem._core.write_kinds import LOCAL, Kinds, writes_of
+from stratagem._core.step_code import (
+    ANY,
+    LOCAL,
+    Changes,
+    Kinds,
+    changes_in,
+    may_be_called,
+    union,
+)
 
 MOST_OBJECTS: Final = 20_000
 """Objects that one search visits."""
@@ -32,7 +39,7 @@ MOST_ITEMS: Final = 4096
 """Items of a list or dict that is searched; larger ones are data."""
 
 MOST_UNNAMED: Final = 256
-"""Items of a list or dict whose numbers are watched because code moves items of a local variable."""
+"""Items of a list or dict whose numbers are watched because code changes items of a local variable."""
 
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _LEFT_OUT: Final = (
@@ -50,81 +57,17 @@ _OF_MODULES: Final = frozenset(
 _SETUP: Final = ("init", "reset", "load", "setstate")
 """How the names of methods begin that prepare an object; a step does not call them."""
 _FUNCTION: Final = types.FunctionType
-_KINDS: Final = ("moved", "varying", "added")
 _OTHERS: Final = frozenset({"builtins", "collections", "keras", "numpy", "stratagem", "torch"})
 """Packages whose classes count nothing that concerns a step."""
 _OF_BATCHES: Final = (Tensor, list, tuple, dict, np.ndarray)
-
-
-@final
-class Place:
-    """Place in which a program keeps tensors: a dict, list, closure cell, or the attributes of an object.
-
-    Args:
-        holder: the object that holds the tensors: a dict (also of attributes or globals), list, deque, tuple or cell; for
-            numbers also a class, or an object with slots.
-        keys: the keys of the tensors in a dict of attributes or globals; None: everything in the holder.
-        path: the place in words, for errors.
-        name: the variable or attribute by which code refers to it.
-
-    Attributes:
-        kinds: how the code that was found writes it; empty: no code that was found does.
-        by_memory: whether code may write it through ``.data``, which counts no version.
-        is_moved: whether code that names it computes its tensors from their own values.
-    """
-
-    __slots__ = ("by_memory", "holder", "is_moved", "keys", "kinds", "name", "path")
-
-    def __init__(self, holder: Any, keys: tuple[str, ...] | None, path: str, name: str) -> None:
-        self.holder, self.keys, self.path, self.name = holder, keys, path, name
-        self.kinds: Kinds = frozenset()
-        self.by_memory = self.is_moved = False
-
-    def values(self) -> list[Any]:
-        """Return what the place holds now."""
-        holder = self.holder
-        if self.keys is not None:
-            if not isinstance(holder, dict):
-                return [getattr(holder, key, None) for key in self.keys]
-            return [holder.get(key) for key in self.keys]
-        if isinstance(holder, types.CellType):
-            try:
-                return [holder.cell_contents]
-            except ValueError:  # the variable has been deleted
-                return [None]
-        return list(holder.values()) if isinstance(holder, dict) else list(holder)
-
-    def within(self, value: Any) -> Place:
-        """Return the place of a list or dict that this place holds."""
-        found = Place(value, None, self.path, self.name)
-        found.kinds, found.by_memory = self.kinds, self.by_memory
-        return found
-
-    def contents(self) -> Any:
-        """Return what `put` needs to bring back what the place holds now."""
-        holder = self.holder
-        if self.keys is None and isinstance(holder, dict):
-            return dict(holder)
-        return self.values()
-
-    def put(self, contents: Any) -> None:
-        """Bring back contents."""
-        holder = self.holder
-        if self.keys is not None:
-            for key, value in zip(self.keys, contents, strict=True):
-                holder[key] = value
-        elif isinstance(holder, types.CellType):
-            holder.cell_contents = contents[0]
-        elif isinstance(holder, dict):
-            holder.clear()
-            holder.update(contents)
-        elif isinstance(holder, list):
-            holder[:] = contents
+_NOTHING: Final[Kinds] = frozenset()
+_MOVES: Final[Kinds] = frozenset({"moves"})
+_SETS: Final[Kinds] = frozenset({"sets"})
 
 
 @final
 class Search:
-    """Find the tensors that a function keeps.
+    """Find what a function keeps.
 
     Args:
         function: the function, perhaps with objects that it gets as arguments (``functools.partial``).
@@ -132,18 +75,18 @@ class Search:
 
     Attributes:
         places: where the tensors are.
-        numbers: the Python numbers that the user's code moves.
-        carried: where results of a graph are that the user's code carries to the next step.
+        changing: where the numbers are that the user's code changes, other than by adding up, and results of a graph that it
+            carries to the next step.
         writes: whether any code that was found writes in place.
     """
 
     def __init__(self, function: Callable[..., Any], *, only_numbers: bool = False) -> None:
         self._only_numbers = only_numbers
         self.places: list[Place] = []
-        self.numbers: list[KeptNumbers] = []
-        self._number_places: list[Place] = []
+        self.changing: list[Place] = []
+        self._with_number: list[Place] = []
+        self._with_results: list[Place] = []
         self._containers: list[Place] = []
-        self.carried: list[Place] = []
         self._codes: set[types.CodeType] = set()
         self._own_codes: set[types.CodeType] = set()
         self._seen: set[Any] = set()
@@ -152,59 +95,67 @@ class Search:
         self._visit(function, "the step", LOCAL)
         while self._todo and len(self._seen) < MOST_OBJECTS:
             self._todo.popleft()()
-        writing = [(_names(code), table) for code in self._codes if (table := writes_of(code))]
+        self._todo.clear()
+        self._own = union(changes_in(one) for one in self._own_codes if may_be_called(one))
+        self._find_writes()
+        self._find_changes()
+
+    def _find_writes(self) -> None:
+        """Find out how the tensors are written."""
+        writing = [
+            (_names(code), table) for code in self._codes if (table := changes_in(code).tensors)
+        ]
         self.writes = bool(writing)
         anything = frozenset(kind for _, table in writing for kind in table.get(LOCAL, ()))
         for place in self.places:
-            found = [table.get(place.name, table.get(LOCAL, frozenset()))
-                     for names, table in writing if place.name in names]  # fmt: skip
+            name, plain = place.name, place.name.lstrip(".")
+            naming = [(names, table) for names, table in writing if plain in names]
+            found = [table.get(name, table.get(LOCAL, _NOTHING)) for _, table in naming]
             place.kinds = frozenset().union(*found) or anything - {"binds"}
             is_cell = isinstance(place.holder, types.CellType)
-            holds = not (is_cell or place.keys) or any(map(holds_tensors, place.values()))
-            named = found if holds else [table.get(place.name, ()) for _, table in writing]
+            holds = not (is_cell or place.key) or any(map(holds_tensors, place.values()))
+            named = found if holds else [table.get(name, _NOTHING) for _, table in writing]
             place.is_moved = any("moves" in kinds for kinds in named)
-            place.by_memory = any("data" in names for names, _ in writing if place.name in names)
-        self._keep_what_moves()
-        self._todo.clear()
+            place.by_memory = any("data" in names for names, _ in naming)
+            if name in self._own.carried and "binds" in place.kinds:
+                place.kinds |= {"moves"}
 
-    def _keep_what_moves(self) -> None:
-        """Find the numbers that the user's code moves, and the results that it carries to the next step."""
-        found = numbers_of(self._own_codes)
+    def _find_changes(self) -> None:
+        """Find the numbers that the user's code changes, and the results that it carries to the next step."""
+        own = self._own
         # The step's own code counts more than methods that it may never call, such as a loop over all batches.
-        step = None if self._step is None else numbers_in(self._step)
-        counted = frozenset() if step is None else step.moved - step.varying
-        changed = found.moved | (found.varying if self._only_numbers else frozenset())
-        for place in self._number_places:
-            name = place.name
-            is_variable = place.path == f"variable {name!r}"
+        step = changes_in(self._step) if self._step else union(())
+        for place in self._with_number:
+            kinds = own.numbers.get(place.name, _NOTHING)
+            if step.numbers.get(place.name, _NOTHING) == _MOVES:
+                kinds -= {"adds", "varies"}
             is_set_aside = (
-                not (self._only_numbers or is_variable)
-                and name in found.carried & found.fixed
+                kinds == _SETS
+                and place.name in own.carried
                 and not any(isinstance(one, bool) for one in place.values())
             )
-            if is_set_aside or (
-                name in changed and name in (found.variables if is_variable else found.attributes)
-            ):
-                is_sum = name in found.varying - counted and not self._only_numbers
-                moves = functools.partial(_constantly, "varying" if is_sum else True)
-                uses = functools.partial(_constantly, name in found.used)
-                self.numbers.append(
-                    KeptNumbers(place.holder, moves, place.path, uses, place.keys or ())
-                )
-        self._number_places = []
-        names = {name for name, _, _ in found.items}
-        local = {key for name, key, _ in found.items if name == LOCAL}
+            if self._is_wanted(kinds) or (is_set_aside and not self._only_numbers):
+                place.kinds |= kinds
+                place.is_used = place.name in own.used
+                self.changing.append(place)
+        items = {at: kinds for at, kinds in own.items.items() if self._is_wanted(kinds)}
+        named = {name for name, _ in items}
         for place in self._containers:
-            is_small = ANY in local and len(place.holder) <= MOST_UNNAMED and not self._only_numbers
-            if place.name in names or is_small or not local.isdisjoint(_keys_of(place.holder)):
-                self.numbers.append(_kept_items(place, found, with_sums=self._only_numbers))
-        self._containers = []
-        self.carried = [place for place in self.carried if place.name in found.carried]
-        for place in self.carried:
-            place.kinds = frozenset({"moves", "binds"})
-        for place in self.places:
-            if place.name in found.carried and "binds" in place.kinds:
+            small = len(place.holder) <= MOST_UNNAMED and not self._only_numbers
+            place.wanted = functools.partial(_changes_item, items, place.name, small)
+            if place.name in named or place.read():
                 place.kinds |= {"moves"}
+                place.is_used = place.name in own.used or place.name == LOCAL
+                self.changing.append(place)
+        for place in self._with_results:
+            if place.name in own.carried:
+                place.kinds = frozenset({"moves", "binds"})
+                self.changing.append(place)
+
+    def _is_wanted(self, kinds: Kinds) -> bool:
+        """Return whether numbers of these kinds are found: not if code only adds up."""
+        wanted = {"moves", "varies", "adds"} if self._only_numbers else {"moves", "varies"}
+        return not kinds.isdisjoint(wanted)
 
     def _visit(self, value: Any, path: str, name: str) -> None:
         """Search a value, later: the order is by distance from the function."""
@@ -222,7 +173,7 @@ class Search:
                 self._visit(one, path, name)
         elif isinstance(value, (*_DICTS, list, tuple, deque)):
             if len(value) <= MOST_ITEMS:
-                self._todo.append(lambda: self._container(value, path, name))
+                self._todo.append(lambda: self._held(Place(value, None, path, name), items=True))
         elif isinstance(value, type):
             self._todo.append(lambda: self._class(value))
         elif not isinstance(value, types.ModuleType) and not _is_ours(kind):
@@ -230,11 +181,10 @@ class Search:
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         code, held = function.__code__, function.__globals__
-        installed = is_installed(function.__module__)
         self._codes.add(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._held(Place(cell, None, f"variable {name!r}", name))
-        if installed:
+        if is_installed(function.__module__):
             return
         self._own_codes.add(code)
         names = names_of(code)
@@ -243,7 +193,7 @@ class Search:
             if isinstance(value, types.ModuleType):
                 self._module(value, names, name)
             elif value is not None:
-                self._global(held, name, f"variable {name!r}")
+                self._global(Place(held, name, f"variable {name!r}", name))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(default, path, LOCAL)
 
@@ -252,18 +202,16 @@ class Search:
         held = vars(module)
         if not is_installed(module.__name__):
             for name in names:
-                self._global(held, name, f"{path}.{name}")
+                self._global(Place(held, name, f"{path}.{name}", f".{name}"))
         elif module.__name__.partition(".")[0] != "torch":
             found = [held.get(name) for name in names]
             self._codes.update(one.__code__ for one in found if type(one) is _FUNCTION)
 
-    def _global(self, held: dict[str, Any], name: str, path: str) -> None:
-        if name in held and (id(held), name) not in self._seen:
-            self._seen.add((id(held), name))
-            self._held(Place(held, (name,), path, name))
-
-    def _container(self, value: Any, path: str, name: str) -> None:
-        self._held(Place(value, None, path, name), items=True)
+    def _global(self, place: Place) -> None:
+        mark = id(place.holder), place.key
+        if place.key in place.holder and mark not in self._seen:
+            self._seen.add(mark)
+            self._held(place)
 
     def _class(self, kind: type[Any]) -> None:
         for base in kind.__mro__[:-1]:
@@ -271,9 +219,9 @@ class Search:
                 continue
             own = not is_installed(base.__module__)
             for name, member in vars(base).items():
-                if own and is_number(member):
+                if own and isinstance(member, NUMBERS):
                     path = f"{base.__qualname__}.{name}"
-                    self._number_places.append(Place(base, (name,), path, name))
+                    self._with_number.append(Place(base, name, path, f".{name}"))
                 if name.lstrip("_").startswith(_SETUP):
                     continue
                 function = getattr(member, "fget", None) or getattr(member, "__func__", member)
@@ -292,37 +240,43 @@ class Search:
         held = getattr(value, "__dict__", None)
         where = f"{path} → {kind.__qualname__}"
         for name, member in _members(kind):
-            is_default = type(held) is dict and is_number(member) and name not in held
+            is_default = type(held) is dict and isinstance(member, NUMBERS) and name not in held
             if is_default or type(member) is types.MemberDescriptorType:
                 holder = held if is_default else value
-                self._number_places.append(Place(holder, (name,), f"{where}.{name}", name))
+                self._with_number.append(Place(holder, name, f"{where}.{name}", f".{name}"))
         if type(held) is not dict:
             return
         for name in _counted_by_packages(kind):  # type: ignore[arg-type]
             if type(held.get(name)) is int:
-                self.numbers.append(
-                    KeptNumbers(held, lambda _: True, f"{where}.{name}", lambda _: False, (name,))
-                )
+                self.changing.append(Place(held, name, f"{where}.{name}", f".{name}"))
         if isinstance(value, nn.Module):
             for name, part in list(value._modules.items()):
                 self._visit(part, f"{where}.{name}", LOCAL)
         for name in list(held):
             if not (isinstance(value, nn.Module) and name in _OF_MODULES):
-                self._held(Place(held, (name,), f"{where}.{name}", name))
+                self._held(Place(held, name, f"{where}.{name}", f".{name}"))
 
     def _held(self, place: Place, *, items: bool = False) -> None:
-        """Note a place with tensors; search the other values in it."""
+        """Note a place with tensors or numbers; search the other values in it."""
         values = place.values()
         if not self._only_numbers and any(is_kept(one) or holds_tensors(one) for one in values):
             self.places.append(place)
-        elif not items and len(values) == 1 and is_number(values[0]):
-            self._number_places.append(place)
         elif items and isinstance(place.holder, (dict, list)):
             self._containers.append(place)
+        elif not items and any(isinstance(one, NUMBERS) for one in values):
+            self._with_number.append(place)
         elif not items and any(map(_is_result, values)):
-            self.carried.append(place)
+            self._with_results.append(place)
         for number, value in enumerate(values):
             self._visit(value, f"{place.path}[{number}]" if items else place.path, place.name)
+
+
+def _changes_item(
+    items: Mapping[tuple[str, Hashable], Kinds], name: str, small: bool, key: Hashable
+) -> bool:
+    """Return whether code changes an item of a container with this name."""
+    places = [(name, key), (name, ANY), (LOCAL, key)]
+    return any(place in items for place in places) or (small and (LOCAL, ANY) in items)
 
 
 def _code_of(function: Any) -> types.CodeType | None:
@@ -332,49 +286,20 @@ def _code_of(function: Any) -> types.CodeType | None:
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
-def _constantly(value: bool | str, key: Hashable) -> Any:
-    return value
-
-
-def _keys_of(holder: dict[Hashable, Any] | list[Any]) -> Iterable[Hashable]:
-    return holder if isinstance(holder, dict) else range(len(holder))
-
-
-def _kept_items(place: Place, found: Numbers, *, with_sums: bool) -> KeptNumbers:
-    """Return the numbers of a dict or list that code moves; code that names it counts more than other code."""
-    kinds: dict[tuple[str, Hashable], str] = {}
-    for name, key, kind in sorted(found.items, key=lambda each: _KINDS.index(each[2])):
-        kinds[name, key] = kind  # the last one counts
-
-    def moves(key: Hashable) -> bool | str:
-        for name in (place.name, LOCAL):
-            for each in (key, ANY):
-                if name == LOCAL and each is ANY and with_sums:
-                    continue  # it may concern any container
-                if (kind := kinds.get((name, each))) is not None:
-                    return with_sums or {"moved": True, "added": False}.get(kind, kind)
-        return False
-
-    def uses(key: Hashable) -> bool:
-        return key_name(key) in found.used or (
-            (place.name, ANY) in kinds and place.name in found.used
-        )
-
-    return KeptNumbers(place.holder, moves, place.path, uses)
-
-
 @functools.lru_cache(maxsize=1024)
 def _counted_by_packages(kind: type[Any]) -> frozenset[str]:
     """Return the attributes that methods of installed classes move, which count calls of a module or object."""
     bases = [base for base in kind.__mro__[:-1] if is_installed(base.__module__)]
     parts = [vars(base) for base in bases if base.__module__.partition(".")[0] not in _OTHERS]
-    found = numbers_of(
-        member.__code__
+    found: Changes = union(
+        changes_in(member.__code__)
         for members in parts
         for name, member in members.items()
-        if type(member) is _FUNCTION and not name.lstrip("_").startswith(_SETUP)
+        if type(member) is _FUNCTION
+        and not name.lstrip("_").startswith(_SETUP)
+        and may_be_called(member.__code__)
     )
-    return found.moved - found.varying
+    return frozenset(name[1:] for name, kinds in found.numbers.items() if kinds == _MOVES)
 
 
 def _members(kind: type[Any]) -> list[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from stratagem._core import gradients
 from stratagem._core.context import Replica, current_replica
-from stratagem._core.kept_values import is_equal
+from stratagem._core.kept_places import is_equal
 from stratagem._core.managed import (
     BLANK,
     ManagedParameter,

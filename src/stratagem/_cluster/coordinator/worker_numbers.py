@@ -17,7 +17,8 @@ from typing import Any, Final, final
 from torch import Tensor, nn
 
 from stratagem._core.counters import CounterSlot
-from stratagem._core.kept_search import Place, Search
+from stratagem._core.kept_places import NUMBERS, Place
+from stratagem._core.kept_search import Search
 from stratagem._core.managed import find_managed
 
 _log = logging.getLogger("stratagem.cluster")
@@ -49,10 +50,10 @@ class NumbersOnWorkers:
         self._warn_of_tensors(function, inner, places)
         kept = {_place(owner, name) for owner, name in owners}
         found = [
-            words
-            for numbers in Search(function, only_numbers=True).numbers
-            for key, words in numbers.places().items()
-            if (id(numbers.holder), key) not in kept and (id(numbers.holder), "") not in kept
+            place.words(key)
+            for place in Search(function, only_numbers=True).changing
+            for key, value in place.read().items()
+            if isinstance(value, NUMBERS) and (id(place.holder), key) not in kept
         ]
         found += dict.fromkeys(
             f"the tensor in {place.path}"

@@ -62,7 +62,7 @@ def test_parallel_replicas_run_at_the_same_time(parallel):
 
 
 def test_replicas_take_turns_in_their_order(strategy):
-    """Issue 20.6: between two rendezvous one replica runs, then the next."""
+    """Issue 20.6: between two rendezvous one replica runs, then the next. The last to arrive goes on first."""
     size = strategy.num_replicas_in_sync
     seen = []
 
@@ -74,29 +74,127 @@ def test_replicas_take_turns_in_their_order(strategy):
             meet(None, lambda values: values)
 
     strategy.run(step)
-    in_turns = [(phase, i) for phase in range(3) for i in range(size) for _ in range(20)]
+    orders = [[*range(size)]]
+    for _ in range(2):
+        *others, last = orders[-1]
+        orders.append([last, *sorted(others)])
+    in_turns = [(phase, i) for phase, order in enumerate(orders) for i in order for _ in range(20)]
     assert seen == in_turns
 
 
-def test_a_replica_that_is_delayed_after_combining_takes_its_turn_once(monkeypatch):
-    """Replica 0 reaches the next rendezvous before replica 1 looks whether it is its turn."""
-    plain, delayed = Rendezvous._combine, []
+def test_a_replica_goes_on_until_it_needs_the_result(strategy):
+    """A meeting where nobody waits costs no change of turns; the last to arrive combines."""
+    size = strategy.num_replicas_in_sync
+    seen, total = [], []
 
-    def combine(self, arrived, runner=-1):
-        goes_on = plain(self, arrived, runner)
-        if runner == 1 and not delayed:
-            delayed.append(runner)
-            wait_until(lambda: 0 in self._waiting)
-        return goes_on
+    def combine(brought):
+        seen.append("combined")
+        total.append(sum(brought))
+        return total * size
 
-    monkeypatch.setattr(Rendezvous, "_combine", combine)
+    def step():
+        context.current_replica().is_ahead = meet(me(), combine, waits=False) is None
+        seen.append(("went on", me()))
+        if context.current_replica().is_ahead:
+            context.current_replica().group.wait(me())
+        seen.append(("needed it", me()))
+        return total[0]
+
+    assert strategy.run(step) == sum(range(size))
+    last = size - 1
+    order = [*range(last)]
+    assert seen == [
+        *[("went on", i) for i in order],
+        "combined",
+        ("went on", last),
+        ("needed it", last),
+        *[("needed it", i) for i in order],
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    plans=st.lists(st.lists(st.sampled_from(["waits", "goes on", "late"]), max_size=4),
+                   min_size=3, max_size=3),
+    leaves=st.booleans(),
+)  # fmt: skip
+def test_meetings_are_combined_in_order_whoever_goes_on(three, plans, leaves):
+    """Replicas wait, go on, or go on and wait later; one without rows leaves: every meeting is combined once."""
+    rows = [1, 1, 0] if leaves else [1, 1, 1]
+    batch = sg.PerReplica([torch.zeros(n) for n in rows])
+    combined = []
+
+    def step(_):
+        group = context.current_replica().group
+        for place, how in enumerate(plans[me()]):
+
+            def combine(brought, place=place):
+                combined.append((place, brought))
+                return [place] * 3
+
+            found = meet(me(), combine, label=f"place {place}", waits=how == "waits")
+            assert found in ((place,) if how == "waits" else (place, None))
+            if how == "late":
+                group.wait(me())
+            if how != "goes on" or found is not None:
+                assert combined[-1][0] >= place
+        return "done"
+
+    lengths = [len(plan) for plan in plans]
+    if lengths[0] == lengths[1] and (
+        lengths[2] == lengths[0] or (leaves and lengths[2] < lengths[0])
+    ):
+        assert three.run(step, args=(batch,)) == "done"
+        assert combined == [
+            (place, [i if place < lengths[i] else None for i in range(3)])
+            for place in range(lengths[0])
+        ]
+    else:
+        with pytest.raises(sg.errors.ReplicaMismatch):
+            three.run(step, args=(batch,))
+    assert three.run(me).values == (0, 1, 2)
+
+
+def test_an_error_of_a_meeting_where_nobody_waits_ends_the_run(strategy):
+    """A replica that has gone on cannot be given the error."""
+    trail = []
+
+    def combine(brought):
+        raise ZeroDivisionError("together")
+
+    def step():
+        try:
+            meet(0, combine, waits=False)
+            meet(0, lambda brought: brought, label="next")
+            trail.append("went on")
+        finally:
+            trail.append(me())
+
+    with pytest.raises(ZeroDivisionError, match="together") as caught:
+        strategy.run(step)
+    assert sorted(trail) == [*range(strategy.num_replicas_in_sync)]
+    assert not hasattr(caught.value, "__notes__")
+    assert strategy.run(lambda: 1) == 1
+
+
+def test_a_replica_that_is_delayed_before_it_waits_takes_its_turn_once(monkeypatch):
+    """Replica 1 has combined and come to the next rendezvous before replica 0 looks whether it may go on."""
+    plain, delayed = Rendezvous._wait, []
+
+    def wait(self, replica_id):
+        if not delayed:
+            delayed.append(replica_id)
+            wait_until(lambda: 1 in self._waits_for)
+        return plain(self, replica_id)
+
+    monkeypatch.setattr(Rendezvous, "_wait", wait)
 
     def step():
         return [meet(me(), lambda values: [sum(values)] * len(values)) for _ in range(3)]
 
     with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as two:
         assert two.run(step) == [1, 1, 1]
-    assert delayed
+    assert delayed == [0]
 
 
 def test_a_replica_that_waits_for_a_later_one_is_named(monkeypatch):

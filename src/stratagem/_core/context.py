@@ -42,9 +42,10 @@ class Replica:
         device: the torch device it computes on.
         strategy: the strategy that runs it.
         record: the tensors it touched in this run; None until it touches one.
+        is_ahead: whether its gradients are not aggregated yet, because it has not waited at the end of ``backward()``.
     """
 
-    __slots__ = ("_context", "_logical", "device", "group", "id", "record", "strategy")
+    __slots__ = ("_context", "_logical", "device", "group", "id", "is_ahead", "record", "strategy")
 
     def __init__(
         self, id: int, group: ReplicaGroup, device: Device, strategy: StrategyHooks
@@ -54,6 +55,7 @@ class Replica:
         self.device = device.torch_device
         self.strategy = strategy
         self.record: RunRecord | None = None
+        self.is_ahead = False
         self._logical = device
         self._context: ReplicaContext | None = None
 

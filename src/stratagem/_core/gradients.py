@@ -117,8 +117,34 @@ def _end_of_backward(record: RunRecord) -> None:
     record.accumulated, record.put_aside, record.queued = {}, [], False
     record.arrived = len(accumulated)
     if accumulated and replica is not None:
-        _aggregate(replica, list(accumulated), BACKWARD)
+        parameters = list(accumulated)
+        _aggregate(
+            replica, parameters, waits=bool(put_aside) or not _may_go_on(replica, parameters)
+        )
     _restore_bases(put_aside)
+
+
+def _may_go_on(replica: Replica, parameters: Sequence[ReplicatedParameter]) -> bool:
+    """Return whether a replica may go on before its gradients are aggregated, until it uses one (`wait_for_gradients`).
+
+    Not if code of the user acts on the aggregated gradients, if aggregating may raise an error, or if gradients may be
+    used where no patch of ours notices it.
+    """
+    if replica.device.type != "cpu" or private_api.compiler_used():
+        return False
+    if any(managed.has_rows for managed in parameters):
+        return False
+    if private_api.any_has_hooks([managed.central for managed in parameters]):
+        return False
+    me = replica.id
+    tensors = [managed.by_replica[me].tensor for managed in parameters]
+    return private_api.are_plain(list(map(read_grad, tensors)))
+
+
+def wait_for_gradients(replica: Replica) -> None:
+    """Wait for the others at the end of the last backward pass, before the replica's code uses a gradient."""
+    replica.is_ahead = False
+    replica.group.wait(replica.id)
 
 
 def add_to_pass(replica: Replica, found: Iterable[tuple[Tensor, Tensor | None]]) -> None:
@@ -179,33 +205,31 @@ def are_aggregated(leaves: Sequence[Leaf]) -> bool:
     return True
 
 
-def aggregate_by_hand(replica: Replica, parameters: list[ReplicatedParameter], label: str) -> None:
-    """Aggregate gradients that no backward pass aggregated, at ``optimizer.step()``."""
-    _aggregate(replica, parameters, label, by_hand=True)
+def aggregate_by_hand(group: ReplicaGroup, leaves: Mapping[int, Sequence[Leaf]]) -> None:
+    """Aggregate gradients that were set by hand, while all replicas wait. If one replica has one, all aggregate.
 
-
-def aggregate_pending(group: ReplicaGroup) -> None:
-    """Aggregate gradients that were set by hand, while all replicas wait."""
-    leaves = {r.id: r.record.leaves for r in group.replicas if r.record is not None}
+    Args:
+        group: the replicas of the run.
+        leaves: by replica number, the leaves whose gradients were aggregated or set.
+    """
     if not all(map(are_aggregated, leaves.values())):
         used = {i: [leaf.managed for leaf in each] for i, each in leaves.items() if each}
         with torch.no_grad():
             _Aggregation(group, used).run(by_hand=True)
 
 
-def _aggregate(
-    replica: Replica, parameters: list[ReplicatedParameter], label: str, *, by_hand: bool = False
-) -> None:
-    """Wait for the other replicas; afterwards the leaves of all their parameters hold the aggregated gradients."""
+def _aggregate(replica: Replica, parameters: list[ReplicatedParameter], *, waits: bool) -> None:
+    """Meet the other replicas; afterwards the leaves of all their parameters hold the aggregated gradients."""
     group = replica.group
 
-    def combine(brought: list[list[ReplicatedParameter] | None]) -> list[None]:
+    def combine(brought: list[list[ReplicatedParameter] | None]) -> list[bool]:
         with torch.no_grad():
             present = {i: each for i, each in enumerate(brought) if each is not None}
-            _Aggregation(group, present).run(by_hand=by_hand)
-        return [None] * len(brought)
+            _Aggregation(group, present).run()
+        return [True] * len(brought)
 
-    group.rendezvous(replica.id, label, parameters, combine)
+    done = group.rendezvous(replica.id, BACKWARD, parameters, combine, waits=waits)
+    replica.is_ahead = not done
 
 
 class _Aggregation:
@@ -234,7 +258,7 @@ class _Aggregation:
             self._partial = {i: set(each) for i, each in brought.items()}
         self.factors = [1.0] * len(self.live) if self.order[0].adds_up else self.weights
 
-    def run(self, *, by_hand: bool) -> None:
+    def run(self, *, by_hand: bool = False) -> None:
         """Aggregate all gradients: plain ones as lists, the others one by one."""
         for i, parameters in self._partial.items():
             unused = [each for each in self.order if each not in parameters]

@@ -4,16 +4,20 @@ Everything that replicas do together (``merge_call``, collectives, gradient aggr
 rendezvous. `Rendezvous` also tells the thread that called ``run`` when all replicas have ended, and aborts the run
 when one of them fails.
 
-Between two rendezvous the replicas take turns, in the order of their numbers: replica 1 starts when replica 0 waits or
-has ended. Replicas are threads that share Python objects, so a step that keeps a value in an attribute
-(``self.loss = ...``, ``weight_norm``) would otherwise read the value of another replica. Counters of steps have a value
-for each replica, which is set when its turn begins.
+A replica waits at a rendezvous until all others have arrived. At the end of ``backward()`` it need not wait at once:
+it goes on until it needs the result (`Rendezvous.wait`) or comes to the next rendezvous.
+
+Replicas take turns: one runs until it waits or ends, then the next one runs, in the order of their numbers. The one that
+arrives last combines the values and goes on, without a change of threads. Replicas are threads that share Python objects, so
+a step that keeps a value in an attribute (``self.loss = ...``, ``weight_norm``) would otherwise read the value of another
+replica. Counters of steps have a value for each replica, which is set when its turn begins.
 """
 
 from __future__ import annotations
 
 import _thread
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -25,13 +29,15 @@ from stratagem._core.context import Replica
 from stratagem.errors import ReplicaMismatch, ReplicaTimeout
 
 Combine = Callable[[list[Any]], Sequence[Any]]
-_Arrived = dict[int, tuple[Any, Combine]]
 
 STRAGGLER_LIMIT_S = 2.0
 """How long a replica may take to end after a timeout or Ctrl-C, before its thread is abandoned."""
 
 POLL_S = 0.5
 """How often the waiting caller wakes up: a Ctrl-C that arrives just before the wait does not interrupt it."""
+
+TURN_POLL_S = 60.0
+"""How often a replica that waits for its turn wakes up. The caller has the limit, and ends the run."""
 
 
 class Aborted(BaseException):
@@ -69,6 +75,25 @@ class _Failure:
         self.error = error
 
 
+class _Meeting:
+    """One place at which the replicas meet, until their values have been combined.
+
+    Attributes:
+        label: names the place.
+        arrived: values and combine functions of the replicas that have arrived, in the order of arrival.
+        on_caller: whether the thread that called ``run`` combines the values.
+        all_wait: whether every replica waits here from its arrival on.
+    """
+
+    __slots__ = ("all_wait", "arrived", "label", "on_caller")
+
+    def __init__(self, label: Hashable, *, on_caller: bool) -> None:
+        self.label = label
+        self.arrived: dict[int, tuple[Any, Combine]] = {}
+        self.on_caller = on_caller
+        self.all_wait = True
+
+
 class Rendezvous:
     """Barrier at which the replicas of one run wait for each other, and their caller waits for them.
 
@@ -86,9 +111,9 @@ class Rendezvous:
     """
 
     __slots__ = (
-        "_blocked", "_caller", "_caller_combines", "_label", "_lock", "_own", "_parallel", "_replicas", "_results",
-        "_size", "_start", "_timeout_s", "_turn", "_turn_began_s", "_unstarted", "_waiting", "_wake", "_weights",
-        "aborted", "combine_error", "ended", "errors",
+        "_arrivals", "_caller", "_caller_combines", "_combining", "_done", "_lock", "_meetings", "_own", "_parallel",
+        "_replicas", "_results", "_runnable", "_size", "_start", "_timeout_s", "_turn", "_turn_began_s", "_unstarted",
+        "_waits_for", "_wake", "_weights", "aborted", "combine_error", "ended", "errors",
     )  # fmt: skip
 
     def __init__(
@@ -100,21 +125,25 @@ class Rendezvous:
         parallel: bool = False,
     ) -> None:
         self._replicas = replicas
-        self._size = len(replicas)
+        self._size = size = len(replicas)
         self._weights = weights
         self._timeout_s = None if timeout_s is None else min(timeout_s, _thread.TIMEOUT_MAX)
         self._lock = _thread.allocate_lock()
-        self._caller = _thread.allocate_lock()  # held while the caller has nothing to do
-        self._caller.acquire()
-        self._wake: dict[int, _thread.LockType] = {}  # held while replica i waits
-        self._waiting: _Arrived = {}
-        self._label: Hashable = None
-        self._caller_combines = False
+        self._caller = _held_lock()  # held while the caller has nothing to do
+        self._wake = [_held_lock() for _ in range(size)]  # held while the replica waits
+        self._meetings: deque[_Meeting] = deque()  # that are not combined yet, oldest first
+        self._done = 0  # meetings that are
+        self._arrivals = [0] * size  # meetings at which each replica has arrived
+        self._waits_for: dict[
+            int, int
+        ] = {}  # replica -> how many meetings have to be done before it goes on
+        self._runnable: set[int] = set()  # replicas that have their result and wait for their turn
         self._results: dict[int, Any] = {}
+        self._combining = False  # whether the oldest meeting is being combined
+        self._caller_combines = False  # whether the caller has to do it
         self._parallel = parallel
         self._start: Callable[[int], None]
-        self._unstarted = list(range(self._size))
-        self._blocked: set[int] = set()  # replicas that have their result and wait for their turn
+        self._unstarted = list(range(size))
         self._turn = 0  # the replica that runs now
         self._turn_began_s = 0.0
         self._own: Sequence[OwnValues] = ()
@@ -130,7 +159,7 @@ class Rendezvous:
             self._timeout_s = min(config.replica_timeout_s(), _thread.TIMEOUT_MAX)
         return self._timeout_s
 
-    # -------------------------------------------------------------- replicas
+    # -------------------------------------------------------------- turns
 
     def begin(self, start: Callable[[int], None], own: Sequence[OwnValues] = ()) -> None:
         """Start the replicas: all at once, or the first one, which starts the next when it waits.
@@ -146,11 +175,11 @@ class Rendezvous:
                 self._pass_turn()
 
     def _pass_turn(self) -> None:
-        """Let the next replica run that has not arrived at this rendezvous. Call it under the lock."""
+        """Let the next replica run that has what it waited for. Call it under the lock."""
         self._turn_began_s = time.monotonic()
-        if self._blocked:
-            self._turn = min(self._blocked)
-            self._blocked.remove(self._turn)
+        if self._runnable:
+            self._turn = min(self._runnable)
+            self._runnable.remove(self._turn)
             self._resume()
             self._wake[self._turn].release()
         elif self._unstarted:
@@ -162,122 +191,172 @@ class Rendezvous:
         for each in self._own:
             each.resume(self._turn)
 
+    def _pause(self, replica_id: int) -> None:
+        for each in self._own:
+            each.pause(replica_id)
+
+    # -------------------------------------------------------------- replicas
+
     def meet(
-        self, replica_id: int, label: Hashable, value: Any, combine: Combine, *, on_caller: bool
+        self,
+        replica_id: int,
+        label: Hashable,
+        value: Any,
+        combine: Combine,
+        *,
+        on_caller: bool,
+        waits: bool,
     ) -> Any:
-        """Wait for all replicas, combine their values once, return this replica's result.
+        """Meet all replicas, combine their values once, return this replica's result.
 
         See `ReplicaGroup.rendezvous`, which documents the arguments.
         """
         with self._lock:
-            if self.aborted or self.ended or (self._waiting and label != self._label):
-                self._check(replica_id, label)
-            self._label = label
-            self._waiting[replica_id] = (value, combine)
-            for each in self._own:
-                each.pause(replica_id)
-            complete = len(self._waiting) + len(self.ended) == self._size
-            arrived: _Arrived = {}
-            if replica_id not in self._wake:
-                self._wake[replica_id] = _thread.allocate_lock()
-                self._wake[replica_id].acquire()
-            if complete and not on_caller:
-                arrived, self._waiting = self._waiting, {}
-            elif complete:
-                self._caller_combines = True
-                self._wake_caller()
-            elif not self._parallel:
-                self._pass_turn()
-        goes_on = bool(arrived) and self._combine(arrived, runner=replica_id)
-        if self._parallel:
-            if not arrived and not self._wait(replica_id):
-                self._time_out(replica_id)
-        elif not goes_on:
-            while not self._wait(replica_id):
-                pass  # the caller ends the run if a turn takes too long
-            if self.aborted:
-                raise Aborted
-        if self.aborted and replica_id not in self._results:
-            raise Aborted
-        result = self._results.pop(replica_id)
+            meeting = self._arrive(replica_id, label, on_caller=on_caller)
+            meeting.arrived[replica_id] = (value, combine)
+            meeting.all_wait &= waits
+            if waits:
+                self._pause(replica_id)
+            is_oldest = meeting is self._meetings[0]
+            combines = is_oldest and not on_caller and self._is_complete()
+            if combines:
+                self._combining = True
+            elif waits:
+                self._stop(replica_id)
+            else:
+                return None
+        result = self._combine(replica_id) if combines else self._wait(replica_id)
         if type(result) is _Failure:
             raise result.error
         return result
 
-    def _check(self, replica_id: int, label: Hashable) -> None:
-        """Raise if the replica must not arrive here now."""
+    def wait(self, replica_id: int) -> None:
+        """Wait for the result of a meeting at which the replica did not wait."""
+        with self._lock:
+            if self.aborted:
+                raise Aborted
+            if self._arrivals[replica_id] <= self._done:
+                return
+            self._pause(replica_id)
+            self._stop(replica_id)
+        self._wait(replica_id)
+
+    def _arrive(self, replica_id: int, label: Hashable, *, on_caller: bool) -> _Meeting:
+        """Return the meeting at which a replica arrives; raise if it must not arrive there now."""
         if self.aborted:
             raise Aborted
-        if self._waiting and label != self._label:
-            others = sorted(self._waiting)
+        place = self._arrivals[replica_id] - self._done
+        if place == len(self._meetings):
+            gone = [i for i in self.ended if self._weights[i] > 0]
+            if gone:
+                self.abort()
+                raise _unequal(gone[0], label)
+            self._meetings.append(_Meeting(label, on_caller=on_caller))
+        meeting = self._meetings[place]
+        if label != meeting.label:
+            others = sorted(meeting.arrived)
             self.abort()
             raise ReplicaMismatch(
                 f"replicas met in different places: replica {replica_id} is at {label}, "
-                f"replicas {others} wait at {self._label}. Every replica must make the "
+                f"replicas {others} came to {meeting.label}. Every replica must make the "
                 "same collective calls in the same order."
             )
-        gone = [i for i in self.ended if self._weights[i] > 0]
-        if gone:
-            self.abort()
-            raise _unequal(gone[0], label)
+        self._arrivals[replica_id] += 1
+        return meeting
 
-    def _wait(self, replica_id: int) -> bool:
-        return self._wake[replica_id].acquire(timeout=self.timeout_s)
+    def _is_complete(self) -> bool:
+        """Return whether the oldest meeting can be combined: all replicas have arrived there or ended."""
+        if not self._meetings or self._combining or self.aborted:
+            return False
+        arrived = self._meetings[0].arrived
+        return len(arrived) == self._size or len(arrived.keys() | self.ended) == self._size
 
-    def _combine(self, arrived: _Arrived, runner: int = -1) -> bool:
-        """Combine the values of all replicas, distribute the results, wake the replicas.
+    def _stop(self, replica_id: int) -> None:
+        """Let others go on, while a replica waits for the last meeting at which it arrived. Call it under the lock."""
+        self._waits_for[replica_id] = self._arrivals[replica_id]
+        if self._is_complete():
+            self._caller_combines = True
+            self._wake_caller()
+        elif not self._parallel:
+            self._pass_turn()
 
-        Return whether the calling replica, ``runner``, goes on. Else it waits for its turn, which may already have
-        begun: another replica may be at the next rendezvous by now.
+    def _wait(self, replica_id: int) -> Any:
+        """Wait for a meeting, and in turns for this replica's turn; return the result."""
+        wake = self._wake[replica_id]
+        if self._parallel:
+            if not wake.acquire(timeout=self.timeout_s):
+                self._time_out(replica_id)
+        else:
+            while not wake.acquire(timeout=TURN_POLL_S):
+                pass  # the caller ends the run if a turn takes too long
+        if replica_id not in self._results:
+            raise Aborted
+        return self._results.pop(replica_id)
+
+    def _combine(self, runner: int | None) -> Any:
+        """Combine the values of the oldest meeting; return the result of the calling replica, ``runner``.
+
+        Replicas that wait for the result may go on: at once, or in turns when ``runner`` waits or has ended.
         """
+        meeting = self._meetings[0]
+        results = self._results_of(meeting)
+        with self._lock:
+            self._combining = False
+            self._turn_began_s = time.monotonic()
+            first = min(results)
+            if type(results[first]) is _Failure and not meeting.all_wait:
+                # A replica that has gone on is not here to get the error.
+                self.errors.setdefault(first, results[first].error)
+                self.abort()
+            if not self.aborted:
+                self._meetings.popleft()
+                self._done += 1
+                for i in [i for i, count in self._waits_for.items() if count <= self._done]:
+                    del self._waits_for[i]
+                    self._results[i] = results[i]
+                    if self._parallel:
+                        self._wake[i].release()
+                    else:
+                        self._runnable.add(i)
+                if meeting.all_wait and runner is not None:
+                    self._resume()
+        return None if runner is None else results[runner]
+
+    def _results_of(self, meeting: _Meeting) -> dict[int, Any]:
+        """Combine the values of a meeting; return the result of each replica that has arrived."""
+        arrived = meeting.arrived
         values = [arrived[i][0] if i in arrived else None for i in range(self._size)]
         first = min(arrived)
-        own = self._own
+        own = self._own if meeting.all_wait else ()
         try:
             for each in own:
                 each.settle([i for i in range(self._size) if self._weights[i] > 0])
                 each.resume(first)
             with context.entered(self._replicas[first].strategy, None):
-                results = arrived[first][1](values)
-            for i in arrived:
-                self._results[i] = results[i]
+                found = arrived[first][1](values)
+            results = {i: found[i] for i in arrived}
         except BaseException as error:  # noqa: BLE001 - raised again in every replica
             self.combine_error = error
-            self._results.update(dict.fromkeys(arrived, _Failure(error)))
+            results = dict.fromkeys(arrived, _Failure(error))
         for each in own:
             each.share(first)
-        if self._parallel:
-            for i in arrived:
-                if i != runner:
-                    self._wake[i].release()
-            return True
-        with self._lock:
-            self._blocked = set(arrived)
-            if self.aborted:
-                self.abort(but=runner)
-                return True
-            if min(arrived) == runner:
-                self._blocked.remove(runner)
-                self._turn, self._turn_began_s = runner, time.monotonic()
-                self._resume()
-                return True
-            self._pass_turn()
-            return False
+        return results
 
     def _time_out(self, replica_id: int) -> None:
         while True:
             with self._lock:
-                waiting = sorted(self._waiting)
-                here = {*waiting, *self.ended}
+                count = self._waits_for.get(replica_id, 0)
+                here = self.ended.union(i for i, n in enumerate(self._arrivals) if n >= count)
                 missing = [i for i in range(self._size) if i not in here]
-                if replica_id in self._waiting and missing:
+                if missing:
+                    waiting, label = sorted(self._waits_for), self._label
                     self.abort(but=replica_id)
                     break
             # All have arrived and are being combined, which may take long.
-            if self._wait(replica_id):
+            if self._wake[replica_id].acquire(timeout=self.timeout_s):
                 return
         raise ReplicaTimeout(
-            f"replicas {waiting} waited {self.timeout_s:g} s at {self._label} for "
+            f"replicas {waiting} waited {self.timeout_s:g} s at {label} for "
             f"{[self._replicas[i] for i in missing]}, which did not arrive. Every replica must make "
             "the same collective calls; raise STRATAGEM_REPLICA_TIMEOUT_S if it is merely slow.",
             waiting=waiting,
@@ -285,13 +364,14 @@ class Rendezvous:
             limit_s=self.timeout_s,
         )
 
-    def abort(self, but: int = -1) -> None:
+    def abort(self, but: int | None = None) -> None:
         """End the run: waiting replicas unwind now, others when they arrive. Call it under the lock."""
         self.aborted = True
-        for i in (*self._waiting, *self._blocked):
+        for i in (*self._waits_for, *self._runnable):
             if i != but:
+                self._results.pop(i, None)
                 self._wake[i].release()
-        self._waiting, self._blocked = {}, set()
+        self._waits_for, self._runnable = {}, set()
         self.ended.update(self._unstarted)
         self._unstarted = []
         self._wake_caller()
@@ -299,23 +379,19 @@ class Rendezvous:
     def leave(self, replica_id: int, error: BaseException | None) -> None:
         """Note that a replica's function has ended, with or without an error."""
         with self._lock:
-            for each in self._own:
-                each.pause(replica_id)
+            self._pause(replica_id)
             if error is not None:
                 self.errors[replica_id] = error
                 if error is not self.combine_error:
                     self.abort()
             self.ended.add(replica_id)
-            complete = False
-            if self._waiting and not self.aborted:
-                if self._weights[replica_id] > 0:
-                    self.errors[replica_id] = _unequal(replica_id, self._label)
-                    self.abort()
-                else:
-                    # The caller combines: it has nothing else to do.
-                    complete = len(self._waiting) + len(self.ended) == self._size
-                    self._caller_combines = complete
-            if complete or len(self.ended) == self._size:
+            place = self._arrivals[replica_id] - self._done
+            if place < len(self._meetings) and self._weights[replica_id] > 0 and not self.aborted:
+                self.errors[replica_id] = _unequal(replica_id, self._meetings[place].label)
+                self.abort()
+            if self._is_complete():
+                self._caller_combines = True
+            if self._caller_combines or len(self.ended) == self._size:
                 self._wake_caller()
             elif not (self._parallel or self.aborted):
                 self._pass_turn()
@@ -331,33 +407,37 @@ class Rendezvous:
         """Wait until all replicas have ended, combining where needed; False: some did not end in time."""
         deadline: float | None = None
         while True:
-            limit_s = POLL_S if deadline is None else deadline - time.monotonic()
-            if limit_s <= 0:
-                return False
-            self._caller.acquire(timeout=min(limit_s, POLL_S))
+            while self._takes_over():
+                self._combine(None)
             if len(self.ended) == self._size:
                 return True
-            arrived: _Arrived = {}
-            with self._lock:
-                if self._caller_combines and not self.aborted:
-                    self._caller_combines = False
-                    arrived, self._waiting = self._waiting, {}
-            if arrived:
-                self._combine(arrived)
-            elif not self._parallel:
-                self._end_long_turn()
             if self.aborted and deadline is None:
                 late = any(isinstance(e, ReplicaTimeout) for e in self.errors.values())
                 deadline = time.monotonic() + (STRAGGLER_LIMIT_S if late else self.timeout_s)
+            limit_s = POLL_S if deadline is None else deadline - time.monotonic()
+            if limit_s <= 0:
+                return False
+            if not (self._caller.acquire(timeout=min(limit_s, POLL_S)) or self._parallel):
+                self._end_long_turn()
+
+    def _takes_over(self) -> bool:
+        """Return whether the caller has to combine; if it has done so, let the next replica run."""
+        if not self._caller_combines:
+            return False
+        with self._lock:
+            self._combining = self._caller_combines = self._is_complete()
+            if not (self._combining or self._parallel or self.aborted):
+                self._pass_turn()
+            return self._combining
 
     def _end_long_turn(self) -> None:
         """Abort the run if one replica has kept the others waiting for too long."""
         with self._lock:
-            waiting = [*sorted({*self._waiting, *self._blocked}), *self._unstarted]
+            waiting = [*sorted({*self._waits_for, *self._runnable}), *self._unstarted]
             late = time.monotonic() - self._turn_began_s > self.timeout_s
-            if self.aborted or not waiting or not late or self._turn in self._waiting:
+            if self.aborted or self._combining or not waiting or not late or self._turn in waiting:
                 return
-            turn, at = self._turn, f" at {self._label}" if self._waiting else ""
+            turn, at = self._turn, f" at {self._label}" if self._waits_for else ""
             self.errors[waiting[0]] = ReplicaTimeout(
                 f"replicas {waiting} waited {self.timeout_s:g} s{at} for {self._replicas[turn]}, which did not "
                 "arrive. Every replica must make the same collective calls, and must not wait for a later replica: "
@@ -381,12 +461,23 @@ class Rendezvous:
         self._replicas = ()
         self._start = lambda _: None
 
+    @property
+    def _label(self) -> Hashable:
+        """The place where replicas wait, for messages; None: there is none."""
+        return self._meetings[-1].label if self._meetings else None
+
     @override
     def __repr__(self) -> str:
         return (
-            f"<Rendezvous of {self._size} [{len(self._waiting)} waiting at {self._label!r}, "
+            f"<Rendezvous of {self._size} [{len(self._waits_for)} waiting at {self._label!r}, "
             f"{len(self.ended)} ended, {len(self.errors)} failed]>"
         )
+
+
+def _held_lock() -> _thread.LockType:
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock
 
 
 def _unequal(replica_id: int, label: Hashable) -> ReplicaMismatch:

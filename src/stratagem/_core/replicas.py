@@ -228,6 +228,7 @@ class ReplicaGroup:
         combine: Combine,
         *,
         on_caller: bool = False,
+        waits: bool = True,
     ) -> Any:
         """Wait for all replicas, ``combine`` their values once, return this replica's result.
 
@@ -239,6 +240,8 @@ class ReplicaGroup:
                 returns one result per replica. It runs in cross-replica context; the function of the lowest
                 replica is used. An error is raised in every replica.
             on_caller: run ``combine`` on the thread that called ``run``, else on any.
+            waits: wait for the others here. Else the replica goes on, with the result None, and must call `wait`
+                before it uses what ``combine`` writes. Replicas that run at the same time always wait.
 
         Raises:
             ReplicaMismatch: the replicas make different calls.
@@ -247,7 +250,13 @@ class ReplicaGroup:
         if self.size == 1:
             with context.entered(self._strategy, None):
                 return combine([value])[0]
-        return self._rendezvous.meet(replica_id, label, value, combine, on_caller=on_caller)
+        return self._rendezvous.meet(
+            replica_id, label, value, combine, on_caller=on_caller, waits=waits or self._parallel
+        )
+
+    def wait(self, replica_id: int) -> None:
+        """Wait for the others at the last rendezvous, at which the replica has not waited."""
+        self._rendezvous.wait(replica_id)
 
     @override
     def __repr__(self) -> str:
@@ -322,7 +331,8 @@ def once_for_all(replica: Replica, label: Hashable, value: Any, combine: Combine
     used = [] if replica.record is None else [leaf.managed for leaf in replica.record.leaves]
 
     def on_centrals(brought: list[Any]) -> Sequence[Any]:
-        gradients.aggregate_pending(group)
+        records = {each.id: each.record for each in group.replicas if each.record is not None}
+        gradients.aggregate_by_hand(group, {i: each.leaves for i, each in records.items()})
         finish_run(group.replicas)
         return combine(brought)
 

@@ -69,6 +69,8 @@ def _backward(
     run: Any, replica: Replica, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a pass that accumulates gradients; ``args[3]`` are the inputs, empty for all leaves."""
+    if replica.is_ahead:
+        gradients.wait_for_gradients(replica)
     own = [own_leaf(each) for each in args[3]]
     inputs = tuple(each for each, _ in own)
     check = _PassCheck(replica, outputs, own) if replica.group.size > 1 else None

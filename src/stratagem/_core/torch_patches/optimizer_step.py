@@ -24,6 +24,7 @@ from stratagem._core.context import Replica, current_replica, current_strategy
 from stratagem._core.managed import ManagedParameter, find_managed, write_grad
 from stratagem._core.replicas import once_for_all
 from stratagem._core.replicated_parameters import (
+    Leaf,
     ReplicatedParameter,
     follow_centrals,
     is_any_written,
@@ -125,13 +126,12 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
     if group.size > 1 and callable(closure):
         return _step_closure(self, replica, closure, args[1:] if args else None, kwargs)
 
-    def once(brought: list[tuple[Optimizer, bool, Any] | None]) -> list[Any]:
-        present = [i for i, each in enumerate(brought) if each is not None]
-        if any(each is not None and each[1] for each in brought):
-            return [_BY_HAND] * len(brought)
-        lead = next((i for i in present if group.row_weights[i] > 0), present[0])
+    def once(brought: list[tuple[Optimizer, Sequence[Leaf], Any] | None]) -> list[Any]:
+        present = {i: each[1] for i, each in enumerate(brought) if each is not None}
+        gradients.aggregate_by_hand(group, present)
+        lead = next((i for i in present if group.row_weights[i] > 0), min(present))
         # Optimizers made in the replicas are several: the first one's keeps the state.
-        first = brought[present[0]]
+        first = brought[min(present)]
         assert first is not None
         real: Callable[[], Any] = functools.partial(private_api.step_of(first[0]), first[0])
         if args or kwargs:
@@ -142,17 +142,10 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
     for each in parameters:
         if me not in each.by_replica or each.by_replica[me].record is not replica.record:
             each.resolve()  # not used in this run: it may have the gradient of an earlier one
-    # A gradient set by hand was not aggregated yet. If one replica has one, all aggregate.
     own = [leaf for each in parameters if (leaf := each.by_replica.get(me)) is not None]
-    by_hand = not gradients.are_aggregated(own)
-    result = group.rendezvous(me, STEP, (self, by_hand, (args, kwargs)), once)
-    if result is _BY_HAND:
-        gradients.aggregate_by_hand(replica, parameters, STEP)
-        result = group.rendezvous(me, STEP, (self, False, (args, kwargs)), once)
+    result = group.rendezvous(me, STEP, (self, own, (args, kwargs)), once)
+    replica.is_ahead = False
     return result
-
-
-_BY_HAND = object()
 
 
 def _step_closure(
@@ -330,6 +323,8 @@ def _quick_zero_grad(plain: Callable[..., None]) -> Callable[..., None]:
         if replica is None or not set_to_none or private_api.profiling():
             plain(self, set_to_none)
             return
+        if replica.is_ahead:
+            gradients.wait_for_gradients(replica)
         for group in self.param_groups:
             if isinstance(group, GroupByReplica) and group.belongs_to(replica.strategy):
                 for leaf in group["params"]:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem._core.context import Replica, current_replica
+from stratagem._core.gradients import wait_for_gradients
 from stratagem._core.managed import find_managed, find_registered, read_grad, write_grad
 from stratagem._core.replicated_parameters import WRITE_ONCE, ReplicatedParameter
 from stratagem.errors import ReplicaError
@@ -71,6 +72,8 @@ def _get_grad(parameter: nn.Parameter) -> Tensor | None:
     replica = current_replica()
     if replica is None:
         return read_grad(parameter)
+    if replica.is_ahead:
+        wait_for_gradients(replica)
     managed = find_registered(parameter)
     if managed is None and replica.group.size > 1:
         with _SHARED:
@@ -98,6 +101,8 @@ def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
     if replica is None:
         write_grad(parameter, value)
         return
+    if replica.is_ahead:
+        wait_for_gradients(replica)
     managed = find_registered(parameter)
     if managed is None and replica.group.size > 1:
         with _SHARED:

@@ -1,17 +1,26 @@
 """A replica goes on after ``backward()`` until it uses a gradient: what it sees is what it would see if it had waited."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from meeting import me
 from torch import nn
 from torch.nn import functional as F
+from warm_start import run_program
 
 import stratagem as sg
+from stratagem._core.torch_patches import private_api
 
 X = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(9, 2, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    """Another test of this process may have called torch.compile."""
+    monkeypatch.setattr(private_api, "compiler_used", lambda: False)
 
 
 def cut(strategy, *tensors):
@@ -33,22 +42,61 @@ def pair(strategy):
     return model, optimizer, plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_a_plain_step_changes_turns_at_the_step_alone(make_strategy):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_plain_step_changes_turns_at_the_step_alone(compiled, make_strategy, monkeypatch):
+    """If torch.compile was used, a gradient may be read while the compiler locks out other replicas: they wait at once."""
+    monkeypatch.setattr(private_api, "compiler_used", lambda: compiled)
     strategy = make_strategy("central2")
     model, optimizer, *_ = pair(strategy)
     seen = []
 
     def step(x, y):
-        seen.append(("begins", me()))
+        seen.append(f"begins {me()}")
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
-        seen.append(("after backward", me()))
+        seen.append(f"after backward {me()}")
         optimizer.step()
-        seen.append(("after step", me()))
+        seen.append(f"after step {me()}")
 
     strategy.run(step, args=cut(strategy, X, Y))
-    first = [("begins", 0), ("after backward", 0), ("begins", 1), ("after backward", 1)]
-    assert seen == [*first, ("after step", 1), ("after step", 0)]
+    places = [
+        "begins 0",
+        "after backward 0",
+        "begins 1",
+        "after backward 1",
+        "after step 1",
+        "after step 0",
+    ]
+    if compiled:
+        places = [
+            "begins 0",
+            "begins 1",
+            "after backward 1",
+            "after backward 0",
+            "after step 0",
+            "after step 1",
+        ]
+    assert seen == places
+
+
+@pytest.mark.process
+def test_a_call_of_the_compiler_is_noticed_before_it_compiles():
+    code = (
+        "import torch\n"
+        "from stratagem._core.torch_patches import private_api\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "optimizer.zero_grad()\n"
+        "before = private_api.compiler_used()\n"
+        "torch.compile(model)\n"
+        "print(before, private_api.compiler_used())\n"
+        "torch._dynamo.reset()\n"
+        "print(private_api.compiler_used())\n"
+    )
+    ended = run_program(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout.split() == ["False", "True", "True"]
 
 
 LOOKS = {

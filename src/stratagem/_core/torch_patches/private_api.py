@@ -157,10 +157,18 @@ def skip_in_compiler(code: Any) -> None:
         skip(code)
 
 
+_compiler_used: Final[list[bool]] = []
+
+
 def compiler_used() -> bool:
-    """Return whether ``torch.compile`` has compiled code in this process; True if this torch does not say."""
-    converter = sys.modules.get("torch._dynamo.convert_frame")
-    return converter is not None and bool(getattr(converter, "FRAME_COUNTER", 1))
+    """Return whether ``torch.compile`` was called in this process; True if this torch does not say."""
+    if not _compiler_used:
+        compiler = sys.modules.get("torch._dynamo.eval_frame")
+        # Optimizers exclude functions of theirs from compilation, which notes a backend None.
+        backends = {} if compiler is None else getattr(compiler, "cached_backends", {0: True})
+        if any(each is not None for each in list(backends.values())):
+            _compiler_used.append(True)  # torch._dynamo.reset() forgets it
+    return bool(_compiler_used)
 
 
 # ------------------------------------------------------------------ autograd and tensors

@@ -127,10 +127,7 @@ def train(operation, table):
         (got * Elsewhere(weights)).sum().backward()
         value = got.detach().cpu()
     assert table.grad.device.type == "cpu"
-    if table.grad_ids is None:
-        return value, table.grad, copies.moved
-    dense = torch.zeros(ROWS, WIDTH).index_copy_(0, table.grad_ids, table.grad)
-    return value, dense, copies.moved
+    return value, table.grad + 0, copies.moved
 
 
 def plainly(operation):

@@ -411,7 +411,7 @@ class TestReplicasInAWorker:
                     assert missing == [[], []]
                     used = torch.cat([ids[:, 0], (ids[:, 0] + 1) % 9]).unique().tolist()
                     assert rows == [used, used]  # of both replicas, and of no other row
-                    assert shapes == [(len(used), 4)] * 2
+                    assert shapes == [(9, 4)] * 2
                     assert set(norms) == {norms[0]}
                     assert norms[0] == pytest.approx(float(expected), rel=1e-5)
                 torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))

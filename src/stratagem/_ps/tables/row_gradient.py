@@ -18,6 +18,7 @@ from torch import Tensor
 from stratagem._core.torch_patches.private_api import own_memory
 from stratagem._ps.rows import sort_ids, sum_rows
 from stratagem._ps.tables.lookup_counts import count_lookup
+from stratagem._ps.tables.table_gradient import TableGradient
 
 
 class RowSource(Protocol):
@@ -64,6 +65,7 @@ class RowGradient:
         self._source = source
         self._ids: Tensor | None = None  # rows of `_values`; None: the whole table
         self._values: Tensor | None = None
+        self._shown: TableGradient | None = None  # over `_values`, once code of the user has asked
         # Rows not yet added to `_values`; ids of a lookup in the order asked may repeat.
         self._arrived: list[tuple[Tensor, Tensor]] = []
         self._repeats = False  # whether ids of `_arrived` may repeat
@@ -166,24 +168,37 @@ class RowGradient:
         self._merge()
         return self._values
 
+    def shown(self) -> Tensor | None:
+        """Return the gradient of the whole table, as code of the user sees it."""
+        values, ids = self.value(), self._ids
+        if values is None or ids is None:
+            return values
+        if self._shown is None or self._shown.rows is not values:
+            self._shown = TableGradient.over(ids, values, self._source.shape, self)
+        return self._shown
+
+    def become_whole(self, rows: Tensor, whole: Tensor) -> None:
+        """Hold all rows instead of these."""
+        if self._values is not None and self._values.data_ptr() == rows.data_ptr():
+            self._ids, self._values = None, whole
+
     def replace(self, value: Tensor | None) -> None:
-        """Set the gradient: None, rows in the order of `value`, a sparse or a whole gradient."""
+        """Set the gradient: None, one of a `TableGradient`, a sparse or a whole one."""
         if value is None:
             self.clear()
             return
-        ids = self.ids()
-        if value.is_sparse:
-            value = value.coalesce()
-            ids, value = value.indices()[0], value.values()
-        elif ids is not None and value.shape[0] != ids.numel():
-            ids = None
-        if ids is None and tuple(value.shape) != self._source.shape:
+        ids: Tensor | None = None
+        if tuple(value.shape) != self._source.shape:
             self.clear()
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)!r} does not fit table "
-                f"{self._source.name!r}: expected its shape {self._source.shape!r}, or the shape of "
-                "the gradient's rows."
+                f"{self._source.name!r}: expected its shape {self._source.shape!r}."
             )
+        if isinstance(value, TableGradient):
+            ids, value = value.ids, value.rows
+        elif value.is_sparse:
+            value = value.coalesce()
+            ids, value = value.indices()[0], value.values()
         self._arrived = []
         self._repeats = False
         self._ids, self._values = ids, value

@@ -5,9 +5,8 @@
 tensor, which takes the gradient. Any other operator gets the whole table, as tf.distribute specifies for sharded
 variables.
 
-``table.grad`` holds one row per id looked up since the last `zero_grad` (duplicates summed), and
-``table.grad_ids`` the ids. The gradient of all other rows is zero, so norms over ``table.grad`` and scaling it in place
-(gradient clipping) give the results of the whole gradient.
+``table.grad`` is a `TableGradient`: the gradient of the whole table, which holds only the rows that were looked up since the
+last `zero_grad` (duplicates summed). ``table.grad_ids`` are the ids of these rows.
 """
 
 from __future__ import annotations
@@ -35,15 +34,10 @@ from stratagem._ps.tables.row_lookup import (
     replica_device,
     row_ids,
 )
-from stratagem._ps.tables.tensor_facts import ABOUT_THE_TENSOR
+from stratagem._ps.tables.table_gradient import TableGradient
+from stratagem._ps.tables.tensor_facts import ABOUT_THE_TENSOR, writes_first
 from stratagem._ps.tables.writable_rows import WritableRows
 from stratagem.errors import ForeignParameterError
-
-_IN_PLACE = frozenset(
-    {"__setitem__", "__idiv__", "__ipow__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-    | {f"__i{name}__" for name in ("floordiv", "mod", "and", "or", "xor", "lshift", "rshift")}
-)
-"""Operators that write their first operand and whose names do not end with one underscore."""
 
 _MOST_AS_ASKED = 1 << 17 if kernels is None else 1 << 24
 """Numbers of a lookup that is copied with its duplicates; in larger ones removing them first costs less time or memory."""
@@ -69,7 +63,7 @@ class TableParameter(nn.Parameter):
 
     @property
     def grad_ids(self) -> Tensor | None:
-        """Ids of the rows in `grad`; None if `grad` is None or has the shape of the table."""
+        """Ids of the rows that `grad` holds; None if `grad` is None or holds all rows."""
         return self.gradient.ids()
 
     @override
@@ -166,7 +160,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name == "backward" and func is not Tensor.backward:
         return _backward_to(*args, **kwargs)  # torch.autograd's, wrapped or not
-    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+    if writes_first(func):
         target = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(target, TableParameter) and isinstance(target.source, WritableRows):
             return _write(func, target, args[1:], kwargs)
@@ -390,7 +384,7 @@ def _gathered(
 
 
 def _get_grad(table: TableParameter) -> Tensor | None:
-    return table.gradient.value()
+    return table.gradient.shown()
 
 
 def _set_grad(table: TableParameter, value: Tensor | None) -> None:
@@ -399,9 +393,7 @@ def _set_grad(table: TableParameter, value: Tensor | None) -> None:
 
 def _get_data(table: TableParameter) -> TableParameter:
     """Return ``table.data``: a table without gradients, so that writes into it are noticed."""
-    view = TableParameter.over(table.source, requires_grad=False)
-    view.gradient = table.gradient  # `WritableRows.write` asks which rows it has
-    return view
+    return TableParameter.over(table.source, requires_grad=False)
 
 
 def _set_data(table: TableParameter, value: Tensor) -> None:
@@ -418,16 +410,25 @@ def _write(func: Any, table: TableParameter, args: Sequence[Any], kwargs: Any) -
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
     assert isinstance(table.source, WritableRows)
+    change = args[0] if args else kwargs.get("other")
+    if isinstance(change, TableGradient) and table.source.add_rows(
+        func, change, kwargs.get("alpha", 1)
+    ):
+        return table
     with private_api.WithoutSubclasses():
         given = {key: _materialise(value) for key, value in kwargs.items()}
-        table.source.write(func, [_materialise(arg) for arg in args], given, table.gradient)
+        table.source.write(func, [_materialise(arg) for arg in args], given)
     return table
 
 
 def _materialise(value: Any) -> Any:
     if isinstance(value, TableParameter):
         return value.whole_leaf()
-    if isinstance(value, (list, tuple)) and any(isinstance(one, TableParameter) for one in value):
+    if isinstance(value, TableGradient):
+        return value.whole()
+    if isinstance(value, (list, tuple)) and any(
+        isinstance(one, (TableParameter, TableGradient)) for one in value
+    ):
         return type(value)(_materialise(one) for one in value)
     return value
 

@@ -1,4 +1,4 @@
-"""torch functions that need only the metadata of a tensor, which a table answers without its rows."""
+"""What torch functions do: those that need only the metadata of a tensor, and those that write it."""
 
 from __future__ import annotations
 
@@ -44,3 +44,20 @@ ABOUT_THE_TENSOR |= {
     torch.is_complex,
     torch.numel,
 }
+
+_IN_PLACE = frozenset(
+    {"__setitem__", "__idiv__", "__ipow__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+    | {f"__i{name}__" for name in ("floordiv", "mod", "and", "or", "xor", "lshift", "rshift")}
+)
+"""Operators that write their first operand and whose names do not end with one underscore."""
+
+
+def writes_first(func: Any) -> bool:
+    """Return whether a torch function writes its first operand.
+
+    Example:
+        >>> writes_first(Tensor.add_), writes_first(Tensor.__isub__), writes_first(Tensor.__add__)
+        (True, True, False)
+    """
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE

@@ -12,7 +12,8 @@ from typing import Any, Final, final
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._ps.tables.row_gradient import RowGradient, RowSource
+from stratagem._ps.tables.row_gradient import RowSource
+from stratagem._ps.tables.table_gradient import TableGradient
 from stratagem.errors import ForeignParameterError
 
 _SIGNS: Final = {"add_": 1, "__iadd__": 1, "sub_": -1, "subtract_": -1, "__isub__": -1}
@@ -73,34 +74,22 @@ class WritableRows:
             )
         self._local = value.detach().clone()
 
-    def write(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gradient: RowGradient
-    ) -> None:
-        """Run an in-place operator on the table; `gradient` is the table's, which may have a part of its rows."""
-        name = getattr(func, "__name__", "")
-        ids, rows = gradient.ids(), gradient.value()
+    def write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run an in-place operator on the table."""
+        func(self._copy(), *args, **kwargs)
+
+    def add_rows(self, func: Any, change: TableGradient, alpha: float = 1) -> bool:
+        """Add or subtract rows; return False if `func` does something else or `change` holds all rows."""
+        sign = _SIGNS.get(getattr(func, "__name__", ""))
+        if sign is None or change.ids is None:
+            return False
+        self._copy().index_add_(0, change.ids, change.rows.detach(), alpha=sign * alpha)
+        return True
+
+    def _copy(self) -> Tensor:
         if self._local is None:
             self._local = self._source.whole().detach().clone()
-        into = self._local.data  # counts no version: a graph may hold the copy
-        given = (*args, *kwargs.values())
-        if (
-            ids is None
-            or rows is None
-            or tuple(rows.shape) == self.shape
-            or not any(isinstance(one, Tensor) and one.shape == rows.shape for one in given)
-        ):
-            func(into, *args, **kwargs)
-            return
-        value: Any = args[0] if args else kwargs.get("other")
-        # One row could also mean the same for all rows: only the gradient itself is unambiguous.
-        if name not in _SIGNS or (value is not rows and ids.numel() == 1):
-            raise ForeignParameterError(
-                f"{name} of table {self.name!r} got a tensor of shape {tuple(rows.shape)}, the shape of the table's "
-                ".grad, which has the rows of the batch only. Operators that take it are add_ and sub_ "
-                "(parameter.add_(parameter.grad, alpha=-lr)); for others use torch.optim classes, which step on the "
-                "parameter servers."
-            )
-        into.index_add_(0, ids, value.detach(), alpha=_SIGNS[name] * kwargs.get("alpha", 1))
+        return self._local.data  # counts no version: a graph may hold the copy
 
     @override
     def __repr__(self) -> str:

@@ -230,7 +230,7 @@ class StepBuilder:
                     "the function. Create the module inside `with strategy.scope():`."
                 )
             table, remote = known
-            if id(remote) in done or table.grad is None:
+            if id(remote) in done or table.gradient.value() is None:
                 return None
             pieces = table_gradients(table, remote)
         for server, gradient in pieces:

@@ -1,0 +1,214 @@
+"""`TableGradient`: ``table.grad`` of a `TableParameter`, as code of the user sees it.
+
+It has the type, shape and values of the gradient of the whole table, but holds only the rows that were looked up since
+the last `zero_grad`; all others are zero. Scaling, clipping and norms compute with these rows. Any other operator
+computes with the whole gradient. If its result may share memory with the gradient, the table keeps the whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem._core.torch_patches import private_api
+from stratagem._core.torch_patches.compiling import eagerly
+from stratagem._ps.tables.tensor_facts import ABOUT_THE_TENSOR, writes_first
+from stratagem._wire.data_values import make_tensor
+
+if TYPE_CHECKING:
+    from stratagem._ps.tables.row_gradient import RowGradient
+
+
+@final
+class TableGradient(Tensor):
+    """The gradient of a table; see the module.
+
+    Attributes:
+        ids: ids of the rows; None if all rows are held.
+        rows: the rows, or all rows.
+        source: the table's gradient, if `rows` are its memory.
+    """
+
+    ids: Tensor | None
+    rows: Tensor
+    source: RowGradient | None
+
+    @classmethod
+    def over(
+        cls, ids: Tensor, rows: Tensor, shape: Sequence[int], source: RowGradient | None = None
+    ) -> TableGradient:
+        """Return the gradient of a table of this shape with these rows."""
+        # One element of memory: code that bypasses `__torch_function__` reads NaN, and torch refuses its writes.
+        stand_in = torch.full((1,), torch.nan, dtype=rows.dtype).expand(tuple(shape))
+        with private_api.WithoutSubclasses():
+            made: TableGradient = Tensor._make_subclass(cls, stand_in, rows.requires_grad)
+        made.ids, made.rows, made.source = ids, rows, source
+        return made
+
+    def whole(self) -> Tensor:
+        """Return all rows; the caller must not write to them."""
+        if self.ids is None:
+            return self.rows
+        return self.rows.new_zeros(_shape_of(self)).index_add(0, self.ids, self.rows)
+
+    def become_whole(self) -> Tensor:
+        """Hold all rows from now on, as the table's gradient does; return them."""
+        if self.ids is not None:
+            before, self.rows, self.ids = self.rows, self.whole(), None
+            if self.source is not None:
+                self.source.become_whole(before, self.rows)
+        return self.rows
+
+    @override
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(func, args, {} if kwargs is None else kwargs)
+
+    @override
+    # Tensor's own method has another signature in its stub.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        held = "all" if self.ids is None else self.ids.numel()
+        return f"<TableGradient {_shape_of(self)}, {held} rows>"
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return make_tensor, (self.whole().detach(),)
+
+
+def _shape_of(gradient: TableGradient) -> tuple[int, ...]:
+    with private_api.WithoutSubclasses():
+        return tuple(gradient.shape)
+
+
+# ------------------------------------------------------------------ operators that need the rows only
+
+
+def _alone(*others: object, **named: object) -> bool:
+    return not others and not named
+
+
+def _with_scalars(*others: object, **named: object) -> bool:
+    return not named and all(
+        isinstance(one, (int, float)) or (isinstance(one, Tensor) and one.dim() == 0)
+        for one in others
+    )
+
+
+def _without_tensors(*others: object, **named: object) -> bool:
+    return not any(isinstance(one, Tensor) for one in (*others, *named.values()))
+
+
+def _around_zero(*bounds: Any, **named: Any) -> bool:
+    low, high = (*bounds, None, None)[:2]
+    low, high = named.get("min", low), named.get("max", high)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return False
+    return (low is None or low <= 0) and (high is None or high >= 0)
+
+
+def _of_all(order: Any = 2.0, /, **named: Any) -> bool:
+    order = named.pop("p", named.pop("ord", order))
+    return not named and isinstance(order, (int, float)) and order > 0
+
+
+def _named(names: str, *owners: object) -> list[Any]:
+    found = [getattr(owner, name, None) for owner in owners for name in names.split()]
+    return [one for one in found if one is not None]
+
+
+_ROWS_SUFFICE: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys(
+        _named("abs clone neg positive sign square sum isnan isinf", torch, Tensor), _alone
+    ),
+    **dict.fromkeys(_named("abs_ neg_ sign_ zero_ detach_ __neg__", Tensor), _alone),
+    **dict.fromkeys(_named("mul div", torch, Tensor), _with_scalars),
+    **dict.fromkeys(
+        _named("mul_ div_ __mul__ __rmul__ __imul__ __truediv__ __itruediv__ __idiv__", Tensor),
+        _with_scalars,
+    ),
+    **dict.fromkeys(_named("to type double float half bfloat16", Tensor), _without_tensors),
+    **dict.fromkeys(_named("clamp clip", torch, Tensor), _around_zero),
+    **dict.fromkeys(_named("clamp_ clip_", Tensor), _around_zero),
+    **dict.fromkeys([*_named("norm", torch, Tensor), torch.linalg.vector_norm], _of_all),
+    torch._amp_foreach_non_finite_check_and_unscale_: _with_scalars,
+}
+"""Operators that give zero, or ignore zeros, if these are their other arguments; the first one is the gradient."""
+
+_NEW_RESULTS: frozenset[Any] = frozenset(
+    _named("add sub rsub mul div pow sqrt max min amax amin mean std var sum norm any all isnan isfinite eq ne lt gt",
+           torch, Tensor)
+    + _named("__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __eq__ __ne__", Tensor)
+    + _named("lerp addcmul addcdiv zeros_like ones_like empty_like full_like rand_like randn_like stack cat", torch)
+    + _named("lerp_ add_ sub_ mul_ div_ addcmul_ addcdiv_ __iadd__ __isub__ __imul__ __itruediv__ __deepcopy__ item tolist", Tensor)
+)  # fmt: skip
+"""Other operators whose results share no memory with their operands, apart from the first one of in-place operators."""
+
+
+@eagerly
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on gradients of tables; not traced by compilers."""
+    first = args[0] if args else None
+    if func in ABOUT_THE_TENSOR or func in _ABOUT_MEMORY:
+        with private_api.WithoutSubclasses():
+            return func(*args, **kwargs)
+    if func in _SAME_MEMORY:
+        return _same_memory(cast("TableGradient", first))
+    rule = _ROWS_SUFFICE.get(func)
+    if rule is not None and _are_gradients(first) and rule(*args[1:], **kwargs):
+        return _on_rows(func, first, args[1:], kwargs)
+    shares = func not in _NEW_RESULTS
+    written = 0 if writes_first(func) else -1  # place of the operand
+    given = [_with_all_rows(one, keep=shares or at == written) for at, one in enumerate(args)]
+    others = {
+        name: _with_all_rows(one, keep=shares or name == "out") for name, one in kwargs.items()
+    }
+    return func(*given, **others)
+
+
+def _are_gradients(first: Any) -> bool:
+    return isinstance(first, (TableGradient, list, tuple))
+
+
+def _same_memory(gradient: TableGradient) -> TableGradient:
+    """Return the gradient without its graph."""
+    if gradient.ids is None or not gradient.rows.requires_grad:
+        return gradient
+    rows = gradient.rows.detach()
+    return TableGradient.over(gradient.ids, rows, _shape_of(gradient), gradient.source)
+
+
+def _on_rows(func: Any, first: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if not isinstance(first, TableGradient):
+        held = [one.rows if isinstance(one, TableGradient) else one for one in first]
+        return func(held, *others, **kwargs)
+    result = func(first.rows, *others, **kwargs)
+    if result is first.rows:
+        return first
+    if first.ids is None or not isinstance(result, Tensor) or result.shape != first.rows.shape:
+        return result
+    return TableGradient.over(first.ids, result, _shape_of(first))
+
+
+def _with_all_rows(value: Any, *, keep: bool) -> Any:
+    """Return an operand with all rows in place of each gradient; `keep`: the table's gradient has them, too."""
+    if isinstance(value, TableGradient):
+        return value.become_whole() if keep else value.whole()
+    if isinstance(value, (list, tuple)) and any(isinstance(one, TableGradient) for one in value):
+        return type(value)(_with_all_rows(one, keep=keep) for one in value)
+    return value
+
+
+_ABOUT_MEMORY: frozenset[Any] = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("device", "is_cpu", "is_meta")),
+        Tensor.get_device,
+    }
+)
+"""The stand-in answers these, because rows of tables are in host memory."""
+
+_SAME_MEMORY: frozenset[Any] = frozenset({cast("Any", Tensor.data).__get__, Tensor.detach})

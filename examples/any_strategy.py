@@ -8,7 +8,6 @@ stratagem train examples/any_strategy.py --strategy ps --workers 2 --ps 2 --epoc
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import stratagem as sg
@@ -17,14 +16,15 @@ import stratagem as sg
 EPOCHS = 10
 GLOBAL_BATCH = 64
 LEARNING_RATE = 0.05
+ROWS = 1800
 HELD_OUT = 360
 
 
 def main(epochs: int = EPOCHS) -> float:
     torch.manual_seed(0)
-    digits = load_digits()
-    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target)
+    # Noisy images of ten patterns.
+    labels = torch.randint(10, (ROWS,))
+    pixels = torch.rand(10, 64)[labels] + 0.6 * torch.randn(ROWS, 64)
     train = sg.data.Dataset.from_tensor_slices((pixels[HELD_OUT:], labels[HELD_OUT:]))
     batches = train.shuffle(seed=1).batch(GLOBAL_BATCH)
 

@@ -1,4 +1,4 @@
-"""Digits on two replicas with one central copy of the model; the step does not change.
+"""Ten classes of images on two replicas with one central copy of the model; the step does not change.
 
 python examples/central_storage.py
 python examples/central_storage.py --replicas 3 --epochs 2
@@ -7,7 +7,6 @@ python examples/central_storage.py --replicas 3 --epochs 2
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import stratagem as sg
@@ -17,14 +16,15 @@ EPOCHS = 10
 REPLICAS = 2
 GLOBAL_BATCH = 64
 LEARNING_RATE = 1e-2
+ROWS = 1800
 HELD_OUT = 360
 
 
 def main(epochs: int = EPOCHS, replicas: int = REPLICAS) -> float:
     torch.manual_seed(0)
-    digits = load_digits()
-    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target)
+    # Noisy images of ten patterns.
+    labels = torch.randint(10, (ROWS,))
+    pixels = torch.rand(10, 64)[labels] + 0.6 * torch.randn(ROWS, 64)
     train = sg.data.Dataset.from_tensor_slices((pixels[HELD_OUT:], labels[HELD_OUT:]))
     batches = train.shuffle(seed=1).batch(GLOBAL_BATCH)
 

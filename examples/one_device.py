@@ -1,4 +1,4 @@
-"""Digits on one device: ordinary PyTorch with a strategy.
+"""Ten classes of images on one device: ordinary PyTorch with a strategy.
 
 python examples/one_device.py
 python examples/one_device.py --epochs 2 --device cpu:0
@@ -7,7 +7,6 @@ python examples/one_device.py --epochs 2 --device cpu:0
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import stratagem as sg
@@ -16,14 +15,15 @@ import stratagem as sg
 EPOCHS = 10
 BATCH = 64
 LEARNING_RATE = 1e-2
+ROWS = 1800
 HELD_OUT = 360
 
 
 def main(epochs: int = EPOCHS, device: str = "cpu:0") -> float:
     torch.manual_seed(0)
-    digits = load_digits()
-    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target)
+    # Noisy images of ten patterns.
+    labels = torch.randint(10, (ROWS,))
+    pixels = torch.rand(10, 64)[labels] + 0.6 * torch.randn(ROWS, 64)
     train = sg.data.Dataset.from_tensor_slices((pixels[HELD_OUT:], labels[HELD_OUT:]))
     batches = train.shuffle(seed=1).batch(BATCH)
 

@@ -5,13 +5,13 @@ import pytest
 from examples import any_strategy, central_storage, mirrored, one_device, variables
 
 
-def test_one_device_learns_the_digits():
+def test_one_device_learns_the_classes():
     """A few epochs are enough to be far above chance (0.1)."""
     assert one_device.main(epochs=3) > 0.8
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_central_storage_learns_the_digits_with_any_number_of_replicas(replicas):
+def test_central_storage_learns_the_classes_with_any_number_of_replicas(replicas):
     """The last batch of an epoch is uneven for two and for three replicas."""
     assert central_storage.main(epochs=3, replicas=replicas) > 0.8
 

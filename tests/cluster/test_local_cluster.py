@@ -241,6 +241,16 @@ def test_torch_computes_with_many_threads_after_the_fork(connect: Any) -> None:
         assert coordinator.schedule(multiply).fetch(timeout_s=40) == (2, 512.0**3)
 
 
+def test_tasks_have_the_command_line_of_their_program(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may parse it where it is imported, which is also on workers and servers."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--rate", "0.1"])
+    with LocalCluster(workers=1, ps=1) as cluster:
+        seen = connect(cluster).schedule(lambda: __import__("sys").argv).fetch(timeout_s=40)
+    assert seen == ["train.py", "--rate", "0.1"]
+
+
 def test_in_process_cluster_runs_the_same_roles_as_threads(connect: Any) -> None:
     """For pdb: closures run in this very process."""
     with LocalCluster(workers=2, ps=1, in_process=True) as cluster:

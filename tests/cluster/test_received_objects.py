@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -137,6 +138,23 @@ def test_closures_that_need_a_failed_definition_fail_until_it_is_sent_again(
     objects.receive(define("a", 1, last=False))
     objects.receive(define("a", 2, stage=1))
     assert run(objects, A) == ([1, 2],)
+
+
+class Leaving:
+    """What ends the program where it is unpacked, as a script does that parses its command line at its top level."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (2,)
+
+
+def test_code_that_ends_the_program_when_it_is_imported_does_not_end_the_worker(
+    objects: Any,
+) -> None:
+    objects.receive(define("a", Leaving()))
+    objects.receive(function(Leaving(), b"leaving"))
+    for use in (lambda: run(objects, A), lambda: objects.function(b"leaving")):
+        with pytest.raises(ImportError, match=r"SystemExit\(2\).*command line.*__main__"):
+            use()
 
 
 def test_objects_built_from_another_fail_after_its_update_failed(

@@ -69,6 +69,7 @@ def _run_fork_server(request: dict[str, Any], descriptors: list[int]) -> None:
     try:
         command, events, errors = descriptors
         _set_up(request)
+        sys.argv[:] = request["command line"]
         os.setsid()
         os.dup2(errors, 2)
         os.close(errors)

@@ -80,6 +80,7 @@ class Starter:
     def fork(self, command: int, events: int, path: list[str]) -> WarmProcess:
         """Let the warm process fork a fork server that has the two descriptors."""
         request = {"environment": dict(os.environ), "directory": os.getcwd(), "path": path}
+        request["command line"] = sys.argv
         data = json.dumps({"kind": "fork server", **request}).encode()
         socket.send_fds(self._line, [data], [command, events, 2])
         data, descriptors, _, _ = socket.recv_fds(self._line, 64, 1)

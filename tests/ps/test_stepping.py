@@ -175,6 +175,15 @@ def test_only_allowed_modules_are_imported():
             resolve_optimizer_class(name)
 
 
+@pytest.mark.parametrize("line", ["raise SystemExit(2)", "raise KeyError('HOME')"])
+def test_a_module_that_fails_at_its_import_does_not_end_the_server(line, tmp_path, monkeypatch):
+    """A training script parses its command line, or reads files that the server does not have."""
+    (tmp_path / "own_script.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedOptimizer, match=r"own_script' raised .*a module of its own"):
+        resolve_optimizer_class("own_script.Own", ("own_script",))
+
+
 def settings_of(kind):
     """Settings that lead through a class's ways of stepping: all at once, by itself, fused."""
     known = inspect.signature(kind).parameters

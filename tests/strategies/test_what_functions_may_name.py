@@ -394,4 +394,5 @@ def test_a_script_with_variables_that_cannot_be_pickled(tmp_path: Path) -> None:
     first, second, third = done.stdout.splitlines()
     assert first == "7.5"
     assert second.startswith("odd.locked was not sent to the workers: cannot pickle '_thread.lock'")
+    assert "at odd.locked → lock. Create it" in second
     assert "→ lock" in third

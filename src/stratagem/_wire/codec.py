@@ -25,6 +25,7 @@ from typing_extensions import override
 from stratagem._wire.data_values import as_data, find_global
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import AnyTensorRef, Packed, PackedTensor, SparseRef, TensorRef
+from stratagem._wire.unpicklable import path_to
 from stratagem._wire.user_modules import (
     fill_module,
     find_by_name,
@@ -275,12 +276,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         states = self._states
         assert states is not None
 
-        def reason(value: object) -> str | None:
+        def failure(value: object) -> Exception | None:
             try:
                 _Pickler(io.BytesIO(), Outgoing(), self._describe, [], states).dump(value)
             except Exception as error:  # noqa: BLE001 - the user's own code
-                return str(error)
+                return error
             return None
+
+        def reason(value: object, name: str) -> str | None:
+            error = failure(value)
+            if error is None:
+                return None
+            return f"{error}, at {path_to(value, name, lambda part: failure(part) is None)}"
 
         if id(module) not in states:
             states[id(module)] = {}  # modules may refer to each other

@@ -71,19 +71,20 @@ def variables_of(module: types.ModuleType) -> dict[str, Any]:
 
 
 def sendable_variables(
-    module: types.ModuleType, reason_not_to_send: Callable[[Any], str | None]
+    module: types.ModuleType, reason_not_to_send: Callable[[Any, str], str | None]
 ) -> dict[str, Any]:
     """Return the variables of a module, a `NotSent` in place of each one that cannot be sent.
 
     Args:
         module: the module.
-        reason_not_to_send: returns why a value cannot be pickled, None if it can.
+        reason_not_to_send: returns why a value with this name cannot be pickled, None if it can.
     """
     found = variables_of(module)
     for name, value in found.items():
-        reason = reason_not_to_send(value)
+        full = f"{module.__name__}.{name}"
+        reason = reason_not_to_send(value, full)
         if reason is not None:
-            found[name] = NotSent(f"{module.__name__}.{name}", reason)
+            found[name] = NotSent(full, reason)
     return found
 
 

@@ -26,7 +26,6 @@ from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, RemoteValue
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
-from stratagem._cluster.coordinator.unpicklable import path_to
 from stratagem._cluster.coordinator.worker_numbers import NumbersOnWorkers, unwrapped
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
@@ -37,6 +36,7 @@ from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest, digest_of, pack, ship_by_value
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Message, Packed
+from stratagem._wire.unpicklable import path_to
 from stratagem.errors import StratagemError
 
 FUNCTION_LIMIT: Final = 256

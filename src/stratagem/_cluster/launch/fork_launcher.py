@@ -27,10 +27,12 @@ CLOSE_S: Final = 10.0
 """How long `close` waits for the fork server, which kills its tasks in milliseconds."""
 
 _BOOT: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "import json, sys; command, events, path, parent, arguments = sys.argv[1:]; "
+    "sys.path[:], sys.argv[:] = json.loads(path), json.loads(arguments); "
     "from stratagem._cluster.launch.fork_server import fork_server_main; "
-    "fork_server_main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4]))"
+    "fork_server_main(int(command), int(events), int(parent))"
 )
+"""Tasks get the command line of the user's process, for modules that parse it when they are imported."""
 
 
 @final
@@ -53,6 +55,7 @@ class ForkLauncher(Owner):
         command_read, self._command = os.pipe()
         self._events, event_write = os.pipe()
         arguments = [str(command_read), str(event_write), json.dumps(sys.path), str(os.getpid())]
+        arguments.append(json.dumps(sys.argv))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *arguments],

@@ -7,6 +7,7 @@ then sends it again with the next closure.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast, final
 
@@ -56,7 +57,7 @@ class ReceivedObjects:
             assert isinstance(function.message, messages.Define)
             self.lacks = True
             self._used = self._parts[digest] = set()
-            function = unpack(function.message.value, function, rebuild=self._rebuild)
+            function = self._unpack(function.message.value, function)
             self.lacks = False
             self._functions[digest] = function
         return function
@@ -69,7 +70,7 @@ class ReceivedObjects:
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if message.arguments is not None:
-            args, kwargs = unpack(message.arguments, frame, rebuild=self._rebuild)
+            args, kwargs = self._unpack(message.arguments, frame)
         if self._update_errors:
             self._refuse_stale()
         return args, kwargs
@@ -154,7 +155,7 @@ class ReceivedObjects:
             return  # an earlier stage failed
         self._used = self._parts[token]
         try:
-            definition = unpack(message.value, frame, rebuild=self._rebuild)
+            definition = self._unpack(message.value, frame)
             self._views.define(token, definition, last=message.last)
             if message.last:
                 self._complete.add(token)
@@ -162,7 +163,7 @@ class ReceivedObjects:
             self._definition_errors[token] = error
 
     def _update(self, frame: Frame, message: messages.Update) -> None:
-        updates = unpack(message.updates, frame, rebuild=self._rebuild)
+        updates = self._unpack(message.updates, frame)
         failures, gone = self._views.apply(updates)
         if message.whole:  # everything that ever changed: earlier failures no longer matter
             self._unreadable = None
@@ -172,6 +173,15 @@ class ReceivedObjects:
             for known in (self._definition_errors, self._update_errors, self._parts):
                 known.pop(token, None)
             self._complete.discard(token)
+
+    def _unpack(self, packed: messages.Packed, frame: Frame) -> Any:
+        try:
+            return unpack(packed, frame, rebuild=self._rebuild)
+        except SystemExit as error:  # a script that parses its command line where it is imported
+            raise ImportError(
+                f"code that was imported on {self._task} ended the program (SystemExit({error.code!r})). The command line "
+                f"there is {sys.argv!r}. Parse the arguments in a function, or under `if __name__ == '__main__':`."
+            ) from error
 
     def _rebuild(self, token: tuple[str, Hashable]) -> object:
         """Return the object that a token in a packed object stands for."""

@@ -93,6 +93,14 @@ def resolve_optimizer_class(class_name: str, modules: Sequence[str] = ()) -> typ
             f"a parameter server cannot import {class_name!r}: {error}. Install the module there, or put "
             "it on the server's PYTHONPATH."
         ) from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's code: a script that parses its command line
+        raise UnsupportedOptimizer(
+            f"a parameter server cannot import {class_name!r}: module {module_name!r} raised {error!r}. Parameter servers "
+            "import it without the program: move the class to a module of its own."
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         main = module_name == "__main__"
         raise UnsupportedOptimizer(

@@ -25,7 +25,6 @@ from typing_extensions import override
 from stratagem._wire.data_values import as_data, find_global
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import AnyTensorRef, Packed, PackedTensor, SparseRef, TensorRef
-from stratagem._wire.unpicklable import path_to
 from stratagem._wire.user_modules import (
     fill_module,
     find_by_name,
@@ -283,15 +282,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 return error
             return None
 
-        def reason(value: object, name: str) -> str | None:
-            error = failure(value)
-            if error is None:
-                return None
-            return f"{error}, at {path_to(value, name, lambda part: failure(part) is None)}"
-
         if id(module) not in states:
             states[id(module)] = {}  # modules may refer to each other
-            states[id(module)] = sendable_variables(module, reason)
+            states[id(module)] = sendable_variables(module, failure)
         return states[id(module)]
 
     def persistent_id(self, obj: object) -> tuple[int, object] | str | None:

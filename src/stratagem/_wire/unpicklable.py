@@ -7,8 +7,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from stratagem._core.same_code import names_of
-
 DEPTH: Final = 16
 """Longest path that is followed."""
 
@@ -56,7 +54,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             except ValueError:  # the variable has no value yet
                 continue
         held = obj.__globals__
-        yield from ((name, held[name]) for name in names_of(obj.__code__) if name in held)
+        yield from ((name, held[name]) for name in _names_in(obj.__code__) if name in held)
         yield from (("default argument", one) for one in obj.__defaults__ or ())
     elif kind is types.MethodType:
         yield "self", obj.__self__
@@ -78,3 +76,11 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{label}[{n}]", hook) for n, hook in enumerate(value.values()))
             else:
                 yield name, value
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code, and the functions defined in it, look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

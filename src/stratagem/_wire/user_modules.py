@@ -18,6 +18,8 @@ from typing import Any, Final, NoReturn
 import torch
 from typing_extensions import override
 
+from stratagem._wire.unpicklable import path_to
+
 _KEPT = frozenset({"__name__", "__doc__", "__file__", "__package__"})
 _CACHED: Final = type(functools.cache(len))
 
@@ -71,20 +73,21 @@ def variables_of(module: types.ModuleType) -> dict[str, Any]:
 
 
 def sendable_variables(
-    module: types.ModuleType, reason_not_to_send: Callable[[Any, str], str | None]
+    module: types.ModuleType, failure: Callable[[Any], Exception | None]
 ) -> dict[str, Any]:
     """Return the variables of a module, a `NotSent` in place of each one that cannot be sent.
 
     Args:
         module: the module.
-        reason_not_to_send: returns why a value with this name cannot be pickled, None if it can.
+        failure: returns the error with which a value cannot be pickled, None if it can.
     """
     found = variables_of(module)
     for name, value in found.items():
-        full = f"{module.__name__}.{name}"
-        reason = reason_not_to_send(value, full)
-        if reason is not None:
-            found[name] = NotSent(full, reason)
+        error = failure(value)
+        if error is not None:
+            full = f"{module.__name__}.{name}"
+            path = path_to(value, full, lambda part: failure(part) is None)
+            found[name] = NotSent(full, f"{error}, at {path}")
     return found
 
 

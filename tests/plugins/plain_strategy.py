@@ -122,7 +122,7 @@ class PlainOnCoordinator:
     def repair_backups(self) -> None:
         raise NotImplementedError
 
-    def restore_server(self, server: int, *, stopped: Any, why: str = "") -> Any:
+    def restore_server(self, server: int, **options: Any) -> Any:
         raise NotImplementedError
 
     def recover_with(self, recovery: Any) -> None:

@@ -84,13 +84,15 @@ class ServersOnCoordinator(Protocol):
         self,
         server: int,
         *,
+        lost_at: float,
         stopped: Callable[[], bool],
         progress: Callable[[], None],
         why: str = "",
     ) -> ServerRecovery:
         """Wait until a lost server has been started again, and restore it from the last checkpoint.
 
-        `progress` is called now and then while rows are read. `why`: why its backup could not take over.
+        `lost_at`: when it was lost, in seconds of `time.monotonic`. `progress` is called now and then while rows are read.
+        `why`: why its backup could not take over.
 
         Raises:
             ParameterServerLost: that failed.

@@ -182,7 +182,11 @@ class ServerRecoveries:
             return
         self._end_sessions(task)
         restored = views.servers.restore_server(
-            server, stopped=lambda: self._closed, progress=self._went_on, why=why
+            server,
+            lost_at=self._lost[task],
+            stopped=lambda: self._closed,
+            progress=self._went_on,
+            why=why,
         )
         # Sessions that were just being opened may have connected to the lost server.
         self._end_sessions(task)

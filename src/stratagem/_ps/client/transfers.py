@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -19,6 +18,9 @@ _FIRST_POLL_S: Final = 0.002
 _LONGEST_POLL_S: Final = 0.05
 """Between two questions."""
 
+SAVE_STALL_S: Final = 3600.0
+"""How long a server that writes a checkpoint may write no data: flushing 100 GB to a slow network disk takes that long."""
+
 
 def read_stall_s() -> float:
     """Return how long a server that reads a checkpoint may get no data: five times ``STRATAGEM_WIRE_TIMEOUT_S``."""
@@ -33,7 +35,7 @@ def always() -> bool:
 def follow(
     connection: ServerConnection,
     progress: Callable[[int], None] | None = None,
-    stall_s: float = math.inf,
+    stall_s: float = SAVE_STALL_S,
     urgent: Urgent = always,
 ) -> messages.Transfer:
     """Wait until a server has written or read its rows; return its report.
@@ -41,7 +43,7 @@ def follow(
     Args:
         connection: to the server.
         progress: gets the number of bytes that were written or read since it was last called.
-        stall_s: how long this number may be 0. To flush a file to disk may take any time.
+        stall_s: how long this number may be 0.
         urgent: whether a caller waits; called repeatedly.
 
     Raises:
@@ -64,10 +66,12 @@ def follow(
         if answer.done:
             return answer
         if time.monotonic() - moved_at > stall_s:
+            hint = ""
+            if stall_s == read_stall_s():
+                hint = ", or raise STRATAGEM_WIRE_TIMEOUT_S (a restore may wait five times as long)"
             raise CheckpointError(
-                f"{connection.task} has read {moved} bytes of its rows, and no more for {stall_s:g} s: the "
-                "disk of the checkpoint does not answer. Repair it and restore again, or raise "
-                "STRATAGEM_WIRE_TIMEOUT_S (the limit is five times this)."
+                f"{connection.task} has transferred {moved} bytes of the checkpoint, and no more for {stall_s:g} s: "
+                f"its disk does not answer. Repair it and try again{hint}."
             )
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)

@@ -80,6 +80,7 @@ class ServerControl:
         self,
         server: int,
         *,
+        lost_at: float,
         stopped: Callable[[], bool],
         progress: Callable[[], None],
         why: str = "",
@@ -91,9 +92,13 @@ class ServerControl:
         job = self._variables.job
         if job is not None:
             job.server_lost(server)
-        wait_s = config.server_wait_s()
         restored = restore_server(
-            self._variables, server, wait_s=wait_s, stopped=stopped, progress=progress
+            self._variables,
+            server,
+            lost_at=lost_at,
+            wait_s=config.server_wait_s(),
+            stopped=stopped,
+            progress=progress,
         )
         if job is not None:
             job.server_restored(server, is_older=restored.step >= 0)

@@ -41,24 +41,25 @@ def restore_server(
     variables: CoordinatorVariables,
     server: int,
     *,
+    lost_at: float,
     wait_s: float,
     stopped: Callable[[], bool],
     progress: Callable[[], None] = lambda: None,
 ) -> ServerRecovery:
     """Wait until a lost server has been started again, restore its part, and let the client use it.
 
-    `progress` is called now and then while rows are read.
+    `lost_at`: when it was lost, in seconds of `time.monotonic`. `progress` is called now and then while rows are read.
 
     Raises:
         ParameterServerLost: it did not come back in time, or not everything it held is in the checkpoint.
     """
-    began = time.monotonic()
+    deadline = time.monotonic() + wait_s
     point = variables.client.replacement.point
     assert point is not None
     places = places_on(variables, server)
     names = {number: name for number, (_, name) in places.items()}
     while True:
-        connection, is_same = _await_server(variables, server, began + wait_s, stopped)
+        connection, is_same = _await_server(variables, server, deadline, stopped, wait_s)
         lost = {} if is_same else _updates_lost(variables, point, server, places)
         try:
             with closing(connection):
@@ -77,10 +78,10 @@ def restore_server(
         path=point.path,
         lost_s=0.0
         if is_same
-        else max(0.0, began - point.facts_of(server).get("since", point.cut_at)),
+        else max(0.0, lost_at - point.facts_of(server).get("since", point.cut_at)),
         variables=tuple(sorted(names.values())),
         updates=lost,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - lost_at,
     )
 
 
@@ -135,7 +136,11 @@ def places_on(variables: CoordinatorVariables, server: int) -> dict[int, tuple[S
 
 
 def _await_server(
-    variables: CoordinatorVariables, server: int, deadline: float, stopped: Callable[[], bool]
+    variables: CoordinatorVariables,
+    server: int,
+    deadline: float,
+    stopped: Callable[[], bool],
+    wait_s: float,
 ) -> tuple[ServerConnection, bool]:
     """Return a connection to the server, and whether it still has its variables."""
     client = variables.client
@@ -158,9 +163,8 @@ def _await_server(
         except (ConnectionLost, DeadlineExceeded, ParameterServerLost) as error:
             last = error
         time.sleep(_PAUSE_S)
-    raise lost_error(
-        client.tasks[server], f"did not come back: {last}", client.replacement.names_on(server)
-    )
+    why = f"did not come back within {wait_s:g} s (STRATAGEM_SERVER_WAIT_S): {last}"
+    raise lost_error(client.tasks[server], why, client.replacement.names_on(server))
 
 
 def _fill(

@@ -385,8 +385,13 @@ def test_values_that_only_pickle_can_save_must_be_allowed(tmp_path: Path) -> Non
     assert not (tmp_path / "one").exists()
     sg.Checkpoint(keeper=keeper).save(tmp_path / "one", allow_pickle=True)
     keeper.state = None
-    with pytest.raises(CheckpointError, match=r"coordinator\.pt holds values that only pickle can"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"coordinator\.pt holds values that only pickle can.*allow_pickle=True\. \(.*Colour",
+    ) as caught:
         sg.Checkpoint(keeper=keeper).restore(tmp_path / "one")
+    assert "\x1b" not in str(caught.value)  # torch's advice about torch.load, in bold
+    assert "weights_only" not in str(caught.value)
     assert keeper.state is None
     sg.Checkpoint(keeper=keeper).restore(tmp_path / "one", allow_pickle=True)
     assert keeper.state["deep"][1]["colour"].name == "red"
@@ -411,8 +416,14 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be created"):
         checkpoint.save(tmp_path / "file" / "below")
-    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
-        checkpoint.restore(tmp_path / "nowhere")
+    for nothing in ("nowhere", "file"):
+        with pytest.raises(CheckpointError, match=f"{nothing} is not a complete checkpoint"):
+            checkpoint.restore(tmp_path / nothing)
+    for no_path in (None, 3, b"one"):
+        with pytest.raises(TypeError, match=r"path=.*: expected a path"):
+            checkpoint.restore(no_path)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"path=.*: expected a path"):
+            checkpoint.save(no_path)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="'other' is not part"):
         checkpoint["other"] = 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import logging
 import os
@@ -10,9 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +25,7 @@ from warm_start import Program, run_program
 import stratagem as sg
 from stratagem import metrics
 from stratagem._checkpoint import checkpoint_writer
-from stratagem._checkpoint.directory import DirectoryLock
+from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock
 from stratagem._checkpoint.sigterm import SigtermNote
 from stratagem.errors import (
     CheckpointBusy,
@@ -140,6 +144,17 @@ def test_saves_come_when_they_are_due(tmp_path: Path, model: nn.Module) -> None:
         assert [manager.step(step) for step in range(100)] == [None] * 100
 
 
+def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path: Path, model: nn.Module) -> None:
+    with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path, every_steps=2) as manager:
+        handle = manager.step(np.int64(2))  # type: ignore[arg-type]
+        assert handle is not None
+        assert type(handle.wait(LIMIT_S).step) is int
+        assert manager.save(torch.tensor(3), wait=True).step == 3  # type: ignore[arg-type]
+        for wrong in (True, "3", 2.0, -1, torch.tensor(-1)):
+            with pytest.raises(ValueError, match="a whole number ≥ 0"):
+                manager.step(wrong)  # type: ignore[arg-type]
+
+
 def test_the_number_of_a_save_without_a_step(tmp_path: Path, model: nn.Module) -> None:
     """As page 003 has it: `manager.save()` once an epoch counts epochs."""
     with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path) as manager:
@@ -210,7 +225,8 @@ def test_a_failed_save_is_counted_logged_raised_once_and_changes_nothing(
             with pytest.raises(CheckpointError, match=r"step 2 failed: .*No space left"):
                 manager.step(3)
             assert metrics.counter("checkpoint.failed").value == failed + 1
-            assert "the save of step 2 failed" in caplog.text
+            assert "the save of step 2 failed: a checkpoint of about" in caplog.text
+            assert "Traceback" not in caplog.text  # the sentence says everything
             handle = manager.save(3)
             with pytest.raises(CheckpointError, match="Checkpoints saved before are untouched"):
                 handle.wait(LIMIT_S)
@@ -220,6 +236,49 @@ def test_a_failed_save_is_counted_logged_raised_once_and_changes_nothing(
         later.wait(LIMIT_S)
         assert sorted(os.listdir(tmp_path))[:2] == [".lock", "step_00000001"]
     assert steps_in(tmp_path) == ["step_00000001", "step_00000004"]
+
+
+@pytest.mark.parametrize("how", ["error", "interrupt"])
+def test_files_of_a_save_that_failed_are_not_written_to_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """After Ctrl-C, or an error of one writer, the threads of the others end at their next piece."""
+    begun, given_up = threading.Event(), threading.Event()
+
+    class Endless:
+        """A server that writes a large file."""
+
+        tensors: dict[str, Any] = {}
+        bytes = 0
+
+        def write(self, path: Path, progress: Any) -> Any:
+            begun.set()
+            deadline = time.monotonic() + LIMIT_S
+            while time.monotonic() < deadline:
+                try:
+                    progress(1)
+                except CheckpointError:
+                    given_up.set()
+                    raise
+            return None
+
+    class Failing(Endless):
+        def write(self, path: Path, progress: Any) -> Any:
+            assert begun.wait(LIMIT_S)
+            raise KeyboardInterrupt if how == "interrupt" else CheckpointError("disk full")
+
+    ended = KeyboardInterrupt if how == "interrupt" else CheckpointError
+    with pytest.raises(ended) as caught:
+        checkpoint_writer.write_checkpoint(
+            CheckpointDirectory(tmp_path),
+            checkpoint_writer.SaveOrder(step=1, serial=1),
+            writers=[Failing(), Endless()],
+            coordinator=b"",
+            paths={},
+        )
+    assert str(caught.value) == ("" if how == "interrupt" else "disk full")
+    assert given_up.is_set()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_failure_that_was_not_raised_yet_is_raised_by_close(
@@ -284,6 +343,7 @@ def test_foreign_files_and_directories_are_left_alone(tmp_path: Path, model: nn.
     (tmp_path / "step_00000001" / ".metadata").write_bytes(b"theirs")
     (tmp_path / "log.txt").write_text("mine")
     (tmp_path / ".writing-0123").mkdir()
+    (tmp_path / ".probe-0123").touch()
     with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path, max_to_keep=1) as manager:
         assert manager.restore_or_initialize() == 0
         for _ in range(3):
@@ -373,6 +433,45 @@ def test_a_replaced_coordinator_cannot_save(tmp_path: Path, model: nn.Module) ->
             assert "in use by the coordinator that has replaced this one" in old.stdout.readline()
             assert old.wait(LIMIT_S) == 0
     assert steps_in(tmp_path) == ["step_00000001"]
+
+
+@pytest.mark.process
+def test_a_child_may_use_the_directory_after_its_parent(tmp_path: Path, model: nn.Module) -> None:
+    """A forked process remembers the lock of its parent, which it does not hold."""
+    checkpoint = sg.Checkpoint(model=model)
+    manager = sg.CheckpointManager(checkpoint, tmp_path)
+    ours, theirs = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(CheckpointBusy, match=f"in use by process {os.getppid()} on"):
+                sg.CheckpointManager(checkpoint, tmp_path)
+            os.write(theirs[1], b"busy")
+            os.read(ours[0], 1)
+            sg.CheckpointManager(checkpoint, tmp_path).close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.read(theirs[0], 10) == b"busy"
+    manager.close()
+    os.write(ours[1], b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for one in (*ours, *theirs):
+        os.close(one)
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lockf(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", lockf)
+        with pytest.raises(CheckpointError, match=r"cannot be locked: .*No locks available"):
+            sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path)
+    sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path).close()
 
 
 @pytest.mark.process

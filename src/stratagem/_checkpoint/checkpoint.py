@@ -29,7 +29,13 @@ from stratagem._checkpoint.checkpoint_writer import (
 )
 from stratagem._checkpoint.closure_positions import pin_positions
 from stratagem._checkpoint.delta_base import DeltaBase
-from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of, find
+from stratagem._checkpoint.directory import (
+    CheckpointDirectory,
+    SavedCheckpoint,
+    chain_of,
+    checked_path,
+    find,
+)
 from stratagem._checkpoint.encoding import TakenApart, from_torch_bytes, torch_bytes
 from stratagem._checkpoint.live_state import (
     Match,
@@ -138,7 +144,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the checkpoint could not be written.
         """
-        path = Path(path)
+        path = checked_path("path", path)
         if path.exists():
             raise CheckpointError(f"{path} exists. Choose a path that does not exist.")
         try:
@@ -173,7 +179,7 @@ class Checkpoint:
             CheckpointCorrupt: a file is missing or damaged.
         """
         try:
-            found = find(Path(path))
+            found = find(checked_path("path", path))
             return restore_objects(
                 self._objects, found, strict=strict, random=random, allow_pickle=allow_pickle
             )

@@ -191,6 +191,14 @@ def _write_files(
     progress: Progress | None,
 ) -> Manifest:
     names = [f"__{number}_0{BLOCK_SUFFIX}" for number in range(len(writers))]
+    given_up = False
+
+    def moved(nbytes: int) -> None:
+        if given_up:
+            raise CheckpointError("another file of the checkpoint could not be written")
+        if progress is not None:
+            progress(nbytes)
+
     if len(writers) == 1:
         reports = [writers[0].write(writing / names[0], progress)]
     else:
@@ -198,10 +206,16 @@ def _write_files(
             len(writers), thread_name_prefix="stratagem-checkpoint-writer"
         ) as pool:
             started = [
-                pool.submit(writer.write, writing / name, progress)
+                pool.submit(writer.write, writing / name, moved)
                 for writer, name in zip(writers, names, strict=True)
             ]
-            reports = [each.result() for each in started]
+            try:
+                reports = [each.result() for each in started]
+            except (
+                BaseException
+            ):  # Ctrl-C, too: the others end now, not when they have written everything
+                given_up = True
+                raise
     tensors: dict[str, StoredTensor] = {}
     for writer in writers:
         tensors.update(writer.tensors)

@@ -32,7 +32,7 @@ from stratagem.errors import CheckpointBusy, CheckpointCorrupt, CheckpointError
 
 _log = logging.getLogger("stratagem.checkpoint")
 
-_WRITING, _DELETING = ".writing-", ".deleting-"
+_WRITING, _DELETING, PROBE = ".writing-", ".deleting-", ".probe-"
 _LOCK = ".lock"
 _NAME = re.compile(r"step_\d{8,}(-\d+)?")
 
@@ -138,7 +138,7 @@ class CheckpointDirectory:
         """
         try:
             names = {each.name for each in self.path.iterdir() if _NAME.fullmatch(each.name)}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             names = set()
         with self._lock:
             self.damaged = {}
@@ -227,7 +227,9 @@ class CheckpointDirectory:
             self._right.check()
 
     def sweep(self) -> list[str]:
-        """Remove the remains of killed writers; returns their names."""
+        """Remove the remains of killed writers; return the names of unfinished checkpoints."""
+        for probe in self.path.glob(f"{PROBE}*"):
+            probe.unlink(missing_ok=True)
         left = [each for each in self.path.iterdir() if each.name.startswith((_WRITING, _DELETING))]
         for each in left:
             shutil.rmtree(each, ignore_errors=True)
@@ -245,6 +247,21 @@ def _flush_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def checked_path(name: str, path: object) -> Path:
+    """Return a path that a user gave as the argument `name`.
+
+    Raises:
+        TypeError, ValueError: it is no path, or empty.
+    """
+    if not isinstance(path, str | Path):
+        raise TypeError(
+            f"{name}={path!r} is a {type(path).__name__}: expected a path, such as 'runs/ctr-v3'."
+        )
+    if not str(path):
+        raise ValueError(f"{name}='': expected a path, such as 'runs/ctr-v3'.")
+    return Path(path)
+
+
 def find(path: Path) -> SavedCheckpoint:
     """Return the checkpoint at a path, or the newest one of a directory of checkpoints.
 
@@ -255,7 +272,10 @@ def find(path: Path) -> SavedCheckpoint:
     if (path / manifests.NAME).exists():
         return load(path)
     directory = CheckpointDirectory(path)
-    latest = directory.latest()
+    try:
+        latest = directory.latest()
+    except OSError as failure:
+        raise CheckpointError(f"{path} cannot be read: {failure}.") from failure
     for error in directory.damaged.values():
         if latest is None:
             raise error
@@ -282,16 +302,16 @@ class DirectoryLock(Owner):
         CheckpointError: the directory cannot be made or written.
     """
 
-    _held: ClassVar[dict[str, str]] = {}
-    """Directories locked by this process. The system's locks are per process: they tell other
-    processes, but not two managers in this one. They are not inherited by children."""
+    _held: ClassVar[dict[tuple[int, str], str]] = {}
+    """Directories locked by a process. The system's locks are per process: they tell other
+    processes, but not two managers in one. Children inherit this record, but not the locks."""
 
     def __init__(self, path: Path, holder: str, *, replaced: str = "") -> None:
         self._descriptor = -1
         self._file = path / _LOCK
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._key = str(path.resolve())
+            self._key = os.getpid(), str(path.resolve())
             if self._key in self._held:
                 gc.collect()  # the other manager may be unreachable, but part of a cycle
             if self._key in self._held:
@@ -302,17 +322,17 @@ class DirectoryLock(Owner):
                 f"{path} cannot be used for checkpoints: {error}. Give a directory that this process "
                 "may create and write."
             ) from error
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _lock(descriptor, path):
             found = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(descriptor)
             if not (replaced and found.startswith(f"{replaced},")):
-                raise _busy(path, found or "a process that does not say who it is") from None
+                raise _busy(path, found or "a process that does not say who it is")
             # Its coordinator was replaced, but it still runs (stopped, perhaps): `check` will tell it.
-            self._file.unlink()
+            self._file.unlink(missing_ok=True)
             descriptor = self._open()
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _lock(descriptor, path):
+                os.close(descriptor)
+                raise _busy(path, "another process that has replaced the same coordinator")
         self._descriptor = descriptor
         self._held[self._key] = f"this process, {holder}"
         # Of a manager that the program drops without close(). Not at the end of the process, which ends the lock anyway.
@@ -341,10 +361,25 @@ class DirectoryLock(Owner):
             self._release()
 
     def __repr__(self) -> str:
-        return f"<DirectoryLock {self._key} {'held' if self._descriptor >= 0 else 'given up'}>"
+        return f"<DirectoryLock {self._key[1]} {'held' if self._descriptor >= 0 else 'given up'}>"
 
 
-def _release(held: dict[str, str], key: str, descriptor: int) -> None:
+def _lock(descriptor: int, path: Path) -> bool:
+    """Lock a file; return False if another process has locked it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{path} cannot be locked: {error}. A manager locks its directory against a second one: use a file "
+            "system with locks (fcntl)."
+        ) from error
+    return True
+
+
+def _release(held: dict[tuple[int, str], str], key: tuple[int, str], descriptor: int) -> None:
     os.close(descriptor)
     del held[key]
 

@@ -219,8 +219,19 @@ def from_torch_bytes(data: bytes, path: str, *, allow_pickle: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds values that only pickle can read, and reading pickles can run code. If you "
-            f"trust the file, pass allow_pickle=True. ({str(error).splitlines()[0]})"
+            f"trust the file, pass allow_pickle=True. ({_reason(error)})"
         ) from None
+
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """Return the sentence that says what pickle is needed for; the rest is advice about `torch.load`."""
+    sentences = str(error).replace("\n", ". ").split(". ")
+    found = [one.strip() for one in sentences if "GLOBAL" in one or "Unsupported" in one]
+    return (
+        found[0].removeprefix("WeightsUnpickler error: ")
+        if found
+        else "weights_only=True refuses it"
+    )
 
 
 def tensor_names(skeleton: Any) -> Iterator[str]:

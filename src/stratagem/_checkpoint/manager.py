@@ -18,12 +18,16 @@ from stratagem import metrics as counters
 from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot
 from stratagem._checkpoint.checkpoint_writer import SaveOrder
 from stratagem._checkpoint.delta_base import DeltaBase
-from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock, SavedCheckpoint
+from stratagem._checkpoint.directory import (
+    CheckpointDirectory,
+    DirectoryLock,
+    SavedCheckpoint,
+    checked_path,
+)
 from stratagem._checkpoint.evaluations import known_checkpoints
 from stratagem._checkpoint.job_position import JobPosition
 from stratagem._checkpoint.manager_arguments import (
     check_manager_arguments,
-    checked_directory,
     checked_metrics,
     checked_step,
 )
@@ -125,7 +129,7 @@ class CheckpointManager(Owner):
         self._recovers = on_server_loss != "raise"
         self._rewinds = on_server_loss == "rewind"
         self._points = RecoveryPoints(is_active=on_server_loss == "partial")
-        path = checked_directory(directory)
+        path = checked_path("directory", directory)
         if (path / NAME).exists():
             raise CheckpointError(
                 f"{path} is a checkpoint. Give the directory it is in: {path.parent}."
@@ -202,7 +206,7 @@ class CheckpointManager(Owner):
             SystemExit: SIGTERM had arrived; the state has been saved.
         """
         self._check_open()
-        self._seen_step = checked_step(step)
+        self._seen_step = step = checked_step(step)
         if self._position is not None:
             self._position.take(step)
         if self._sigterm is not None and self._sigterm.arrived:
@@ -320,15 +324,12 @@ class CheckpointManager(Owner):
     ) -> None:
         try:
             saved = snapshot.write(self._directory, order, handle._is_urgent, show=show)
-        except ServerLostInSave as error:
-            counters.counter("checkpoint.failed").add()
-            _log.warning("the save of step %d was interrupted: %s", order.step, error)
-            handle._seen = self._recovers  # the server is restored, and the next save is made
-            handle._end(None, error)
-            return
         except Exception as error:  # noqa: BLE001 # the next call raises it
             counters.counter("checkpoint.failed").add()
-            _log.exception("the save of step %d failed", order.step)
+            trace = None if isinstance(error, CheckpointError) else error  # it says everything
+            _log.error("the save of step %d failed: %s", order.step, error, exc_info=trace)
+            # A lost server is restored, and the next save is made.
+            handle._seen = self._recovers and isinstance(error, ServerLostInSave)
             handle._end(None, error)
             return
         except BaseException as error:  # Ctrl-C: raised here and now

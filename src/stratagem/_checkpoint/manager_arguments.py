@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from stratagem._checkpoint.checkpoint import Checkpoint
@@ -54,26 +54,15 @@ def _check_positive(name: str, value: object, kind: type, expected: str) -> None
         raise ValueError(f"{name}={value!r}: expected {expected}.")
 
 
-def checked_directory(directory: object) -> Path:
-    """Return the directory of the checkpoints.
-
-    Raises:
-        TypeError, ValueError: it is no path, or empty.
-    """
-    if not isinstance(directory, str | Path):
-        raise TypeError(
-            f"directory={directory!r} is a {type(directory).__name__}: expected a path, such as 'runs/ctr-v3'."
-        )
-    if not str(directory):
-        raise ValueError("directory='': expected a path, such as 'runs/ctr-v3'.")
-    return Path(directory)
-
-
 def checked_step(step: Any) -> int:
     """Return a number of steps."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ValueError(f"step={step!r}: expected the number of steps made, a whole number ≥ 0.")
-    return step
+    return number
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from stratagem._checkpoint.block_file import Progress, TensorPart
 from stratagem._checkpoint.checkpoint_writer import FileReport
 from stratagem._checkpoint.delta_base import DeltaBase
-from stratagem._checkpoint.directory import SavedCheckpoint, chain_of
+from stratagem._checkpoint.directory import PROBE, SavedCheckpoint, chain_of
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds, StoredTensor
 from stratagem._checkpoint.server_group import (
     LOSSES,
@@ -358,7 +358,7 @@ def _described(tensor: RemoteTensor) -> StoredTensor:
 @contextmanager
 def probe_in(directory: Path) -> Iterator[str]:
     """Make a file by which servers recognise a directory; remove it in the end."""
-    name = f".probe-{secrets.token_hex(8)}"
+    name = f"{PROBE}{secrets.token_hex(8)}"
     (directory / name).touch(exist_ok=False)
     try:
         yield name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -383,6 +384,46 @@ def test_counters_of_objects_globals_and_closures_move_once_per_closure(
     again = sg.metrics.snapshot().to_plain()
     name = "coordinator.functions_packed_again"
     assert again.get(name) == packed.get(name)  # a counter is no reason to send the function again
+
+
+class State:
+    """What a trainer counts with; it has no methods."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.limit = 3
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.state = State()
+
+    def train_step(self) -> None:
+        self.state.step += 1
+
+
+def count_in(state: Any) -> None:
+    state.step += 1
+
+
+def test_counters_move_wherever_the_code_is_that_counts(alone: sg.ClusterCoordinator) -> None:
+    """In a function or method that the step calls, which is found after the object with the counter."""
+    held, space, trainer = State(), types.SimpleNamespace(step=5), Trainer()
+
+    def step() -> tuple[int, int, int]:
+        before = held.step, space.step, trainer.state.step
+        for state in (held, space):
+            count_in(state)
+        trainer.train_step()
+        return before
+
+    found = alone.fetch([alone.schedule(step) for _ in range(3)])
+    assert found == [(n, 5 + n, n) for n in range(3)]
+    alone.join(timeout_s=60)
+    assert (held.step, space.step, trainer.state.step, held.limit) == (3, 8, 3, 3)
+    alone.fetch([alone.schedule(trainer.train_step) for _ in range(2)])
+    alone.join(timeout_s=60)
+    assert trainer.state.step == 5
 
 
 def test_counters_of_two_workers_add_up_and_failed_functions_do_not_count(

@@ -21,7 +21,8 @@ _SETUP: Final = frozenset({"__init__", "__new__", "__setstate__", "load_state_di
 """Methods that prepare an object: what they add up is no counter of steps."""
 
 
-def _attributes_in(code: types.CodeType) -> frozenset[str]:
+def attributes_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes that code increases or decreases."""
     return frozenset(name[1:] for name in changes_in(code).counted if name[0] == ".")
 
 
@@ -33,19 +34,37 @@ def counted_attributes(kind: type[Any]) -> frozenset[str]:
         for base in kind.__mro__[:-1]
         for method, member in vars(base).items()
         if isinstance(member, types.FunctionType) and method not in _SETUP
-        for name in _attributes_in(member.__code__)
+        for name in attributes_in(member.__code__)
     )
 
 
 def attributes_counted_by(function: Any) -> frozenset[str]:
     """Return the names of attributes that a function increases, also inside partials and wrappers (`run_steps`)."""
-    found: frozenset[str] = frozenset()
+    codes = _codes_of(function)
+    return frozenset(name for code in codes for name in _learned.get(code, attributes_in(code)))
+
+
+def learn(function: Any, names: frozenset[str]) -> bool:
+    """Note which attributes a function and the code that it leads to increase; return whether there are new ones."""
+    codes = _codes_of(function)
+    if not codes or names <= attributes_counted_by(function):
+        return False
+    _learned[codes[-1]] = names
+    return True
+
+
+_learned: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def _codes_of(function: Any) -> list[types.CodeType]:
+    """Return the code of a function and of those that it wraps, the innermost last."""
+    found: list[types.CodeType] = []
     while function is not None:
         if isinstance(function, functools.partial):
             function = function.func
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if isinstance(code, types.CodeType):
-            found |= _attributes_in(code)
+            found.append(code)
         function = getattr(function, "__wrapped__", None)
     return found
 

@@ -119,13 +119,13 @@ class Fingerprint:
         find_counters: leave counters (`counters.py`) out, and find them.
 
     Attributes:
+        attributes: names of attributes with which code that was found counts.
         counters: owner and name of each counter.
         managed: the managed objects that `root` leads to; the caller clears the list before it keeps the fingerprint.
         can_change: whether a part of `root` can change while `root` remains the same object.
     """
 
     __slots__ = (
-        "_attributes",
         "_digest",
         "_find_counters",
         "_found",
@@ -136,6 +136,7 @@ class Fingerprint:
         "_todo",
         "_token_of",
         "_tokens",
+        "attributes",
         "can_change",
         "counters",
         "managed",
@@ -152,13 +153,11 @@ class Fingerprint:
         self.managed: list[Any] = []
         self.counters: list[tuple[Any, str]] = []
         self._find_counters = find_counters
-        self._attributes = counters.attributes_counted_by(root) if find_counters else frozenset()
+        self.attributes = counters.attributes_counted_by(root) if find_counters else frozenset()
         self.can_change = False
         self._token_of = token_of
         self._digest = digest
-        self._numbers: dict[
-            Hashable, int
-        ] = {}  # by id: functions, classes and objects found so far
+        self._numbers: dict[Hashable, int] = {}  # by id: functions, classes and objects found
         self._todo: list[tuple[Any, Sequence[str]]] = []  # functions and classes; names in modules
         self._left = 0  # values that may still be compared one by one
         self._is_fixed = True  # whether all parts are code, immutable values and managed objects
@@ -250,7 +249,7 @@ class Fingerprint:
         self._numbers[id(value)] = len(self._numbers)
         held = vars(value)
         if self._find_counters:
-            names = self._attributes | counters.counted_attributes(kind)  # type: ignore[arg-type]
+            names = self.attributes | counters.counted_attributes(kind)  # type: ignore[arg-type]
             counted = {name for name in names if counters.is_counter(held.get(name))}
             if counted:
                 self.counters += [(value, name) for name in sorted(counted)]
@@ -289,6 +288,8 @@ class Fingerprint:
         """Return the fingerprint of a function, of a class, or of these names in a module."""
         if type(value) is types.FunctionType:
             return self._function(value)
+        if self._find_counters and isinstance(value, type):
+            self.attributes |= counters.counted_attributes(value)
         places = [(vars(place), own) for place, own in places_of(value, names)]
         found = [(one, self._part(held[one])) for held, own in places for one in own if one in held]
         return Identity(value), *found
@@ -296,6 +297,7 @@ class Fingerprint:
     def _function(self, function: types.FunctionType) -> Hashable:
         parts, names = parts_of(function), names_of(function.__code__)
         found = list(counters.counted_in(function)) if self._find_counters else ()
+        self.attributes |= counters.attributes_in(function.__code__)
         if found:
             self.counters += found
             counted = {name for _, name in found}

@@ -29,6 +29,7 @@ from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.worker_numbers import NumbersOnWorkers, unwrapped
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
+from stratagem._core.counters import learn
 from stratagem._core.fingerprints import Fingerprint, plain_fingerprint
 from stratagem._core.installed import is_installed
 from stratagem._core.same_code import PLAIN
@@ -103,6 +104,10 @@ class Packer:
             getattr(unwrapped(function), "__module__", None)
         )  # else it travels by name
         seen = Fingerprint(function, self._token_or_none, self._digest, find_counters=own)
+        if own and learn(
+            function, seen.attributes
+        ):  # objects with counters may have come before the code
+            seen = Fingerprint(function, self._token_or_none, self._digest, find_counters=own)
         held, seen.managed = seen.managed, []
         owners, seen.counters = seen.counters, []
         packed = self._recent.get((self._epoch, seen))

@@ -74,14 +74,14 @@ def test_a_new_closure_goes_to_the_worker_with_the_fewest() -> None:
 
 
 def test_the_window_follows_the_time_closures_take() -> None:
-    """20 ms of work are sent ahead, between 2 and 64 closures."""
+    """40 ms of work are sent ahead, between 2 and 64 closures."""
     queue = queue_of(1)
     for closure in range(200):
         queue.add(closure)
     (first, second) = queue.take(0)
     assert done(queue, 0, first, second, run_s=QUICK_S)
     taken = queue.take(0)
-    assert len(taken) == 20
+    assert len(taken) == 40
     assert done(queue, 0, *taken, run_s=1e-9)
     for _ in range(20):
         assert done(queue, 0, *queue.take(0), run_s=1e-9) or queue.idle

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 AHEAD_S: Final = (
-    0.02  # work sent ahead to a worker: several wake-ups, and little to repeat after a loss
+    0.04  # work sent ahead to a worker: several wake-ups, and little to repeat after a loss
 )
 MIN_WINDOW: Final = 2  # closures at one worker, the running one included
 MAX_WINDOW: Final = 64

@@ -23,7 +23,7 @@ from stratagem._wire.messages import Message
 from stratagem.errors import ClosureInputError, DeadlineExceeded, ParameterServerLost
 
 BATCH: Final = 32  # most results sent together; beyond it the saving is below 1 µs a closure
-HOLD_S: Final = 0.006  # how long a result may wait for others while more closures wait
+HOLD_S: Final = 0.01  # how long a result may wait for others while more closures wait
 COPY_BYTES: Final = 1 << 14  # smaller results are copied and may wait; larger ones are sent at once
 
 Report = messages.Finished | messages.Failed

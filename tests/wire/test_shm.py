@@ -304,3 +304,24 @@ def test_segment_messages_survive_the_wire() -> None:
     with Segment(1, 1 << 12, writable_by_peers=True) as segment:
         message = messages.OpenSegments(segments=(segment.ref(),))
         assert messages.decode(messages.encode(message)) == message
+
+
+def test_own_pages_are_those_that_this_process_wrote() -> None:
+    with Segment(1, 1 << 16, writable_by_peers=False) as segment, shm.OwnPages() as pages:
+        offset = segment.take(1 << 14)
+        assert offset is not None
+        segment.tensor(offset, (1 << 12,), torch.float32).fill_(1.0)
+        mapped = open_segment(segment.ref(), shared=False)
+        assert mapped is not None
+        with mapped:
+            tensor = mapped.tensor(offset, (1 << 12,), torch.float32)
+            middle = tensor.data_ptr() + tensor.nbytes // 2
+            assert tensor[1 << 11] == 1.0
+            assert not pages.has(middle)
+            tensor[1 << 11] = 2.0
+            assert pages.has(middle)
+            mapped.refresh(offset, tensor.nbytes)
+            assert not pages.has(middle)
+            tensor[1 << 11] = 2.0
+            pages.close()
+            assert not pages.has(middle)

@@ -141,6 +141,11 @@ _on_disk: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDiction
 """Mapped table files by address."""
 
 
+def counter_index(offset: int) -> int:
+    """Return the index of the counter of the entry whose data is at `offset`."""
+    return (offset - ENTRY_BYTES) >> 3
+
+
 class _Mapping(Owner):
     """Mapped memory with entries; base class of the owner's and the peer's view."""
 
@@ -149,7 +154,8 @@ class _Mapping(Owner):
         self._memory: mmap.mmap | None = memory
         self._bytes = len(memory)
         self._view = memoryview(memory)
-        self._counters = self._view.cast("Q")
+        self.counters = self._view.cast("Q")
+        """Counters of all entries; see `counter_index`."""
         self._closed = False
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -173,7 +179,7 @@ class _Mapping(Owner):
 
     def counter(self, offset: int) -> int:
         """Return the counter of the entry whose data is at `offset`: 2 x version, odd during a write."""
-        return self._counters[(offset - ENTRY_BYTES) >> 3]
+        return self.counters[counter_index(offset)]
 
     @override
     def close(self) -> None:
@@ -181,7 +187,7 @@ class _Mapping(Owner):
         if self._closed:
             return
         self._closed = True
-        self._counters.release()
+        self.counters.release()
         self._view.release()
         # Not mmap.close(): tensors of torch.frombuffer would go on reading unmapped memory. Python unmaps
         # when the last reference is gone.
@@ -255,11 +261,11 @@ class Segment(_Mapping):
 
     def begin_write(self, offset: int) -> None:
         """Mark an entry as being written."""
-        self._counters[(offset - ENTRY_BYTES) >> 3] |= 1
+        self.counters[counter_index(offset)] |= 1
 
     def publish(self, offset: int, version: int) -> None:
         """End a write: the entry has this version now."""
-        self._counters[(offset - ENTRY_BYTES) >> 3] = 2 * version
+        self.counters[counter_index(offset)] = 2 * version
 
     def ref(self) -> SegmentRef:
         """Return the reference by which peers open the segment."""
@@ -315,22 +321,46 @@ class MappedSegment(_Mapping):
         return f"<MappedSegment {self.number} {'closed' if self._closed else kind}>"
 
 
-def is_own_page(address: int) -> bool:
-    """Return whether this process wrote to the page at `address` of a private mapping.
+@final
+class OwnPages(Owner):
+    """Asks the kernel which pages of private mappings this process wrote: ``/proc/self/pagemap``, opened once.
 
-    Asks the kernel (``/proc/self/pagemap``): writes through ``tensor.data`` or NumPy change no version counter. False
-    where the kernel does not say.
+    Writes through ``tensor.data`` or NumPy change no version counter.
     """
-    try:
-        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        entry = os.pread(fd, 8, address // mmap.PAGESIZE * 8)
-    finally:
-        os.close(fd)
-    flags = int.from_bytes(entry, "little") >> 61
-    return bool(flags & 0b110) and not flags & 0b001  # in memory or swapped, not of the file
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._closed = False
+
+    def has(self, address: int) -> bool:
+        """Return whether this process wrote to the page at `address`; False where the kernel does not say."""
+        if self._fd is None:
+            self._fd = self._open()
+        if self._fd < 0:
+            return False
+        entry = os.pread(self._fd, 8, address // mmap.PAGESIZE * 8)
+        flags = int.from_bytes(entry, "little") >> 61
+        return bool(flags & 0b110) and not flags & 0b001  # in memory or swapped, not of the file
+
+    def _open(self) -> int:
+        if self._closed:
+            return -1
+        try:
+            return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return -1
+
+    @override
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        self._closed = True
+        fd, self._fd = self._fd, -1
+        if fd is not None and fd >= 0:
+            os.close(fd)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<OwnPages {'closed' if self._closed else 'open'}>"
 
 
 def open_segment(ref: SegmentRef, *, shared: bool) -> MappedSegment | None:

@@ -52,11 +52,15 @@ class MappedVariable:
     of the server to that page until `refresh`.
     """
 
-    __slots__ = ("_changes", "_memory", "_offset", "segment", "tensor")
+    __slots__ = ("_changes", "_counter", "_memory", "_offset", "_pages", "segment", "tensor")
 
-    def __init__(self, segment: shm.MappedSegment, offset: int, tensor: Tensor) -> None:
+    def __init__(
+        self, segment: shm.MappedSegment, offset: int, tensor: Tensor, pages: shm.OwnPages
+    ) -> None:
         self.segment = segment
+        self._pages = pages
         self._offset = offset
+        self._counter = shm.counter_index(offset)
         self._changes = tensor._version
         self._memory: memoryview | None = None
         self.tensor = tensor
@@ -71,7 +75,7 @@ class MappedVariable:
     @property
     def version(self) -> int:
         """Number of writes to the variable; a memory read, no request."""
-        return self.segment.counter(self._offset) >> 1
+        return self.segment.counters[self._counter] >> 1
 
     def copy(self) -> tuple[Tensor, int] | None:
         """Return a copy that no write interrupted, and its version; None if writes came too often."""
@@ -81,7 +85,7 @@ class MappedVariable:
 
     def is_overwritten(self) -> bool:
         """Return whether this process wrote to the middle of the tensor, counted by torch or not."""
-        return shm.is_own_page(self.tensor.data_ptr() + self.tensor.nbytes // 2)
+        return self._pages.has(self.tensor.data_ptr() + self.tensor.nbytes // 2)
 
     def undo_writes(self) -> None:
         """Call `refresh` if torch counted a write of this process to the tensor or a view of it."""
@@ -101,6 +105,7 @@ class Mappings:
     def __init__(self) -> None:
         self._segments: dict[tuple[int, int], shm.MappedSegment] = {}
         self._variables: dict[tuple[int, int], MappedVariable] = {}
+        self._pages = shm.OwnPages()
 
     def get(self, place: ShardLocation) -> MappedVariable | None:
         """Return the variable, if it is mapped."""
@@ -119,7 +124,7 @@ class Mappings:
         for place, where in zip(places, located.places, strict=True):
             segment = self._segments[server, where.segment]
             tensor = segment.tensor(where.offset, where.shape, codec.dtype_from(where.dtype))
-            mapped = MappedVariable(segment, where.offset, tensor)
+            mapped = MappedVariable(segment, where.offset, tensor, self._pages)
             self._variables[server, place.variable] = mapped
         return True
 
@@ -142,6 +147,7 @@ class Mappings:
     def close(self) -> None:
         """Unmap everything that no tensor uses. May be called again."""
         self._variables.clear()
+        self._pages.close()
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()

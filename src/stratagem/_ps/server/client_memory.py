@@ -30,11 +30,11 @@ _LONGEST_WRITE_BYTES: Final = 1 << 18
 
 
 class Touched(NamedTuple):
-    """A variable that a write changes, and where it is in shared memory."""
+    """A variable that a write changes, and where its counter is in shared memory: see `shm.Segment.publish`."""
 
     variable: StoredVariable
-    segment: shm.Segment
-    offset: int
+    counters: memoryview
+    counter: int
 
 
 class PreparedWrite(NamedTuple):

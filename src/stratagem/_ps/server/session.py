@@ -287,16 +287,17 @@ class Session:
         if admission is Admission.DUPLICATE:
             versions = self.store.versions(touched)
             return self._written(versions, frame, memory, prepared, duplicate=True)
-        for _, segment, offset in touched.values():
-            segment.begin_write(offset)
+        # As `Segment.begin_write` and `publish` do, for all variables of the write.
+        for _, counters, counter in touched.values():
+            counters[counter] |= 1
         try:
             for call in prepared.calls:
                 call(origin)
         finally:
             versions = {}
-            for number, (variable, segment, offset) in touched.items():
+            for number, (variable, counters, counter) in touched.items():
                 versions[number] = version = variable.version
-                segment.publish(offset, version)
+                counters[counter] = 2 * version
         if faults.active is not None:
             faults.active.at("server.after_apply")
         return self._written(versions, frame, memory, prepared)
@@ -347,7 +348,8 @@ class Session:
         for number in [number for one in operations for number in _variables_of(one)]:
             if number not in touched:
                 variable = self.store.find(number)  # raises if it is unknown
-                touched[number] = Touched(variable, *self._places[number][:2])
+                segment, offset, _ = self._places[number]
+                touched[number] = Touched(variable, segment.counters, shm.counter_index(offset))
         may_repeat = not any(_keeps_values(one) for one in operations)
         prepared = PreparedWrite(self._epoch, calls, touched, frame.raw, may_repeat)
         memory.keep_write(key, prepared)

@@ -41,6 +41,7 @@ class RemoteVariable:
 
     Attributes:
         places: its shards.
+        nbytes: bytes of all of them.
         seen: versions of the shards at the last read, by which staleness is measured.
         bindings: of a dynamic table, the initialisation of each shard; also of one that is restored.
         keys: of a dynamic table, the rows of keys.
@@ -61,6 +62,7 @@ class RemoteVariable:
             )
             for shard in description.shards
         )
+        self.nbytes = sum(place.nbytes for place in self.places)
         self._connections = client
         self._is_released = False
         self.seen: tuple[int, ...] = (0,) * len(self.places)

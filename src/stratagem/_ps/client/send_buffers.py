@@ -15,12 +15,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stratagem._core.torch_patches.numpy_views import plain_numpy
 from stratagem._wire import codec, shm
 from stratagem._wire.messages import SegmentRef, TensorRef
 
@@ -81,7 +82,7 @@ class GradientSlot:
         address: where it begins in this process.
     """
 
-    __slots__ = ("_dtype", "_in_use", "_shape", "address", "memory", "place", "ref", "view")
+    __slots__ = ("_dtype", "_shape", "address", "memory", "place", "ref", "taken", "view")
 
     def __init__(
         self, segment: shm.Segment, offset: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -95,17 +96,18 @@ class GradientSlot:
         """The bytes, for sending them to a server that does not map them."""
         self._shape = shape
         self._dtype = dtype
-        self._in_use: weakref.ref[memoryview] | None = None
+        self.taken: weakref.ref[memoryview] | None = None
+        """The memory of the tensor that `take` returned last; None if it never did."""
 
     @property
     def is_free(self) -> bool:
         """False while a tensor that `take` returned, or a view of it, is alive."""
-        return self._in_use is None or self._in_use() is None
+        return self.taken is None or self.taken() is None
 
     def take(self) -> Tensor:
         """Return a tensor over the memory; the slot is not free until the tensor is gone."""
         memory = self.memory[:]  # the tensor alone keeps this object alive
-        self._in_use = weakref.ref(memory)
+        self.taken = weakref.ref(memory)
         return torch.frombuffer(memory, dtype=self._dtype).view(self._shape)
 
     def holds(self, gradient: Tensor) -> bool:
@@ -126,8 +128,12 @@ class LentGradient:
     @property
     def memory(self) -> memoryview:
         """The bytes of the present gradient."""
-        assert self.view.grad is not None
-        return codec.bytes_of(self.view.grad)
+        grad = self.view.grad
+        assert grad is not None
+        if grad.dtype is not torch.float32 or grad.requires_grad:
+            return codec.bytes_of(grad)
+        array: Any = plain_numpy(grad)  # a third of the time of `bytes_of`
+        return memoryview(array).cast("B")
 
 
 @final

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -122,10 +122,11 @@ class DenseParameter:
         """Note the value that a function begins with: the servers'."""
         self.version = self.leaf._version
         self._before = None
-        if self.leaf.requires_grad is not self._trained and not self.is_live:
+        if self.leaf.requires_grad is not self._trained:
             self._trained = self.leaf.requires_grad
-            self._probe = self._numbers_to_compare()
-            self._start = self._probe.tobytes()
+            if not self.is_live:
+                self._probe = self._numbers_to_compare()
+                self._start = self._probe.tobytes()
 
     @property
     def is_refreshable(self) -> bool:
@@ -288,6 +289,31 @@ class DenseParameter:
         else:
             for place, part in zip(places, self.remote.cut(grad), strict=True):
                 yield place.server, Gradient(variable=place.variable, values=part)
+
+
+def begin_closure(parameters: Iterable[DenseParameter]) -> None:
+    """Call `DenseParameter.begin_closure` where it changes something; quicker than a call for each parameter."""
+    changed = [
+        one
+        for one in parameters
+        if one.leaf._version != one.version
+        or one._before is not None
+        or one.leaf.requires_grad is not one._trained
+    ]
+    for one in changed:
+        one.begin_closure()
+
+
+def written_among(parameters: Iterable[DenseParameter]) -> list[DenseParameter]:
+    """Return those for which `DenseParameter.is_written` is true without a thorough look; quicker than a call for each."""
+    return [
+        one
+        for one in parameters
+        if one.leaf._version != one.version
+        or one.leaf.data_ptr() != one._address
+        or one._before is not None
+        or (not one.is_live and one.is_written(thorough=False))
+    ]
 
 
 def row_gradients(

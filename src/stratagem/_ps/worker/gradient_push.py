@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from stratagem._core.torch_patches import private_api
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
-from stratagem._ps.client.send_buffers import LentGradient
+from stratagem._ps.client.send_buffers import GradientSlot, LentGradient
 from stratagem._ps.client.write_batch import ServerPart, SlotGradient, WriteBatch
 from stratagem._ps.optimizer_settings import Settings, is_known_class
 from stratagem._ps.tables.table_parameter import TableParameter
@@ -25,12 +25,15 @@ from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 _KEPT_BATCHES: Final = 4
 """Batches kept of every optimizer: steps of one model may alternate between a few sets of gradients."""
 
+WATCHED: Final = 16
+"""Number of variables whose versions are noted when they are read, to measure staleness."""
+
 
 class PreparedStep(NamedTuple):
-    """A filled batch, and the variables it writes."""
+    """A filled batch, and variables that it writes: one for each server, by which staleness is measured."""
 
     batch: WriteBatch
-    touched: list[RemoteVariable]
+    watched: list[RemoteVariable]
 
 
 class _KeptStep(NamedTuple):
@@ -39,6 +42,14 @@ class _KeptStep(NamedTuple):
     key: list[int]
     settings: Settings
     step: PreparedStep
+
+
+class _Slotted(NamedTuple):
+    """A dense parameter, the slot of its gradient if it has one, and its type."""
+
+    parameter: Tensor
+    slot: GradientSlot | LentGradient | None
+    dtype: torch.dtype
 
 
 @final
@@ -67,11 +78,14 @@ class StepBuilder:
         self._tables = tables
         self._kept: dict[int, list[_KeptStep]] = {}  # by optimizer, the latest first
         self._generation = 0  # of the slots that kept batches name
+        # By optimizer: the ids of its parameters, and what is known of them.
+        self._slots: dict[int, tuple[list[int], list[_Slotted] | None]] = {}
         self._layouts: dict[tuple[int, ...], JoinLayout] = {}  # by the variables' ids
 
     def forget(self) -> None:
         """Forget all batches: parameters have changed."""
         self._kept.clear()
+        self._slots.clear()
         self._layouts.clear()
 
     def build(
@@ -91,30 +105,30 @@ class StepBuilder:
         """
         if self._generation != self._client.outbox.buffers.generation:
             self._generation = self._client.outbox.buffers.generation
-            self._kept.clear()
-        key = self._bring_into_slots(optimizer)
+            self.forget()
+        key = self._bring_into_slots(number, optimizer)
         if key is not None and first is None:
             for known in self._kept.get(number, ()):
                 if known.key == key and known.settings == settings:
                     return known.step
-        step = PreparedStep(self._client.batch(), [])
+        batch, touched = self._client.batch(), list[RemoteVariable]()
         if first is not None:
-            first(step.batch)
+            first(batch)
         by_server: dict[int, list[Gradient | SlotGradient]] = {}
         is_known = is_known_class(type(optimizer))
         if self._held or not is_known:  # another class may count steps: every server makes each
             for server in self._servers(optimizer):
                 by_server[server] = []
-        joined = {} if not is_known else self._joined(optimizer, step)
-        done = {id(remote) for remote in step.touched}
+        joined = {} if not is_known else self._joined(optimizer, batch, touched)
+        done = {id(remote) for remote in touched}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 remote = self._add(parameter, by_server, done, in_slots=key is not None)
                 if remote is not None:
-                    step.touched.append(remote)
+                    touched.append(remote)
         for server in {**by_server, **joined}:
             gradients = by_server.get(server, ())
-            step.batch.push(
+            batch.push(
                 server,
                 number,
                 gradients,
@@ -122,21 +136,24 @@ class StepBuilder:
                 joined=joined.get(server, ()),
                 held=self._held,
             )
-            if not is_known and _pushes(step.batch.parts[server]) > 1:
+            if not is_known and _pushes(batch.parts[server]) > 1:
                 raise UnsupportedOptimizer(
                     f"one step of {type(optimizer).__name__} sends more to a parameter server than "
                     "one message holds, and a class that is not torch's must step on all its "
                     "gradients at once. Set STRATAGEM_FRAME_BYTES for the servers, or use more "
                     "servers."
                 )
+        step = PreparedStep(batch, _one_for_each_server(touched))
         if key is not None and first is None:
             kept = self._kept.setdefault(number, [])
             kept.insert(0, _KeptStep(key, settings, step))
             del kept[_KEPT_BATCHES:]
         return step
 
-    def _joined(self, optimizer: Optimizer, step: PreparedStep) -> dict[int, list[JoinedGradient]]:
-        """Return the gradients of tables that travel together, by server; note their variables in the step."""
+    def _joined(
+        self, optimizer: Optimizer, batch: WriteBatch, touched: list[RemoteVariable]
+    ) -> dict[int, list[JoinedGradient]]:
+        """Return the gradients of tables that travel together, by server; add their variables to `touched`."""
         by_kind: dict[Any, list[RawTable]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -153,9 +170,9 @@ class StepBuilder:
             layout = self._layouts.get(key)
             if layout is None:
                 layout = self._layouts[key] = JoinLayout([one.remote for one in tables])
-            for server, gradient in join(tables, layout, step.batch.reserve):
+            for server, gradient in join(tables, layout, batch.reserve):
                 found.setdefault(server, []).append(gradient)
-            step.touched.extend(one.remote for one in tables)
+            touched.extend(one.remote for one in tables)
         return found
 
     def _servers(self, optimizer: Optimizer) -> set[int]:
@@ -170,34 +187,44 @@ class StepBuilder:
                     found.update(place.server for place in table[1].places)
         return found
 
-    def _bring_into_slots(self, optimizer: Optimizer) -> list[int] | None:
+    def _bring_into_slots(self, number: int, optimizer: Optimizer) -> list[int] | None:
         """Copy gradients into their slots; return the parameters' ids, or None if one has no slot and cannot be lent."""
         key: list[int] = []
         to: list[Tensor] = []
         source: list[Tensor] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                dense = self._dense.get(id(parameter))
-                if dense is None:
+        slots = self._slots_of(number, optimizer)
+        if slots is None:
+            return None
+        for parameter, slot, dtype in slots:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if slot is None or grad.dtype is not dtype or grad.layout is not torch.strided:
+                return None
+            key.append(id(parameter))
+            if isinstance(slot, LentGradient):
+                if not grad.is_contiguous():
                     return None
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                slot = dense.slot()
-                if slot is None or grad.layout is not torch.strided:
+            elif slot.taken is None or not slot.holds(grad):
+                if not slot.is_free:
                     return None
-                key.append(id(parameter))
-                if isinstance(slot, LentGradient):
-                    if not grad.is_contiguous() or grad.dtype is not parameter.dtype:
-                        return None
-                elif not slot.holds(grad):
-                    if not slot.is_free or grad.dtype is not parameter.dtype:
-                        return None
-                    to.append(slot.view)
-                    source.append(grad.detach() if grad.requires_grad else grad)
+                to.append(slot.view)
+                source.append(grad.detach() if grad.requires_grad else grad)
         if to:
             private_api.foreach_copy_(to, source)
         return key
+
+    def _slots_of(self, number: int, optimizer: Optimizer) -> list[_Slotted] | None:
+        """Return the optimizer's parameters with their slots, looked up once; None if one is no dense parameter."""
+        ids = [
+            id(one) for group in optimizer.param_groups for one in dict.__getitem__(group, "params")
+        ]
+        known = self._slots.get(number)
+        if known is None or known[0] != ids:
+            every = [self._dense.get(one) for one in ids]
+            found = [_Slotted(one.leaf, one.slot(), one.leaf.dtype) for one in every if one]
+            known = self._slots[number] = ids, found if len(found) == len(ids) else None
+        return known[1]
 
     def _add(
         self,
@@ -236,6 +263,18 @@ class StepBuilder:
         for server, gradient in pieces:
             by_server.setdefault(server, []).append(gradient)
         return remote
+
+
+def _one_for_each_server(touched: Sequence[RemoteVariable]) -> list[RemoteVariable]:
+    """Return few variables that lie on all servers of these: those of one step are written together."""
+    covered: set[int] = set()
+    found = []
+    for remote in touched[:WATCHED]:
+        servers = {place.server for place in remote.places}
+        if max(remote.seen) > 0 and not servers <= covered:  # else its version is not known
+            covered |= servers
+            found.append(remote)
+    return found or [*touched[:WATCHED]]
 
 
 def _pushes(parts: Sequence[ServerPart]) -> int:

@@ -126,7 +126,7 @@ class WorkerBuffer:
     def _note(self) -> None:
         self.version = self.tensor._version
         if self.start is not None:
-            self.start.copy_(self.tensor)
+            self.start.copy_(self.tensor.detach())
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -60,7 +60,8 @@ class CopyMemory:
             for part in parts:
                 if part is not None and self._target.numel():
                     given = torch.frombuffer(part, dtype=self._target.dtype)
-                    self._target.copy_(given.view(self._target.shape))
+                    with torch.no_grad():
+                        self._target.copy_(given.view(self._target.shape))
             return
         for target, part in zip(self.parts, parts, strict=True):
             if part is not None and part is not target:  # else it was received there
@@ -135,23 +136,22 @@ class WorkerCopies:
     def _update(self, found: dict[tuple[int, int], Newer]) -> None:
         """Take over known values, and ask for the others."""
         remote: list[WorkerCopy] = []
-        with torch.no_grad():
-            for copy in self._copies:
-                if copy.remote.mapped is None:
-                    if copy.is_refreshable:
-                        remote.append(copy)
-                elif copy.is_refreshable:
-                    _take_mapped(copy)
-            missing = [one for one in remote if not _is_known(one, found)]
-            try:
-                if missing:
-                    found.update(self._client.read_newer(_places(missing)))
-            except NotFoundError:
-                missing = self._remove_deleted(missing)
+        for copy in self._copies:
+            if copy.remote.mapped is None:
+                if copy.is_refreshable:
+                    remote.append(copy)
+            elif copy.is_refreshable:
+                _take_mapped(copy)
+        missing = [one for one in remote if not _is_known(one, found)]
+        try:
+            if missing:
                 found.update(self._client.read_newer(_places(missing)))
-                remote = [one for one in remote if one in self._copies]
-            for copy in remote:
-                _take(copy, found)
+        except NotFoundError:
+            missing = self._remove_deleted(missing)
+            found.update(self._client.read_newer(_places(missing)))
+            remote = [one for one in remote if one in self._copies]
+        for copy in remote:
+            _take(copy, found)
 
     def reads(self) -> dict[int, list[ReadItem]]:
         """Return what to read, by server, together with a write; without very large values."""
@@ -159,10 +159,10 @@ class WorkerCopies:
         size = 0
         for copy in self._copies:
             if copy.remote.mapped is None and copy.is_refreshable:
-                size += sum(place.nbytes for place in copy.remote.places)
+                size += copy.remote.nbytes
                 if size > TRANSFER_BYTES:
                     break
-                wanted += _places([copy])
+                wanted += zip(copy.remote.places, copy.remote.seen, strict=True)
         return newer_items(wanted)
 
     def place(self, server: int, variable: int) -> memoryview | None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem import metrics
+from stratagem._ps.client.mapping import MappedVariable
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
@@ -37,16 +38,13 @@ from stratagem._ps.tables.row_gradient import RowSource
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.tables.writable_rows import WritableRows
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder
-from stratagem._ps.worker.dense_parameter import DenseParameter
-from stratagem._ps.worker.gradient_push import StepBuilder
+from stratagem._ps.worker.dense_parameter import DenseParameter, begin_closure
+from stratagem._ps.worker.gradient_push import WATCHED, StepBuilder
 from stratagem._ps.worker.round_steps import RoundSteps
 from stratagem._ps.worker.step_state import WrapperStates
 from stratagem._ps.worker.worker_buffers import NewBuffers, WatchedBuffers, WorkerBuffer
 from stratagem._ps.worker.worker_copies import WorkerCopies
 from stratagem._ps.worker.written_parameters import WrittenParameters
-
-WATCHED = 16
-"""Number of variables by which staleness is measured: the variables of one step are written together."""
 
 _NO_SCOPE = nullcontext()
 
@@ -81,6 +79,8 @@ class WorkerVariables:
         self.new_buffers = NewBuffers()
         self.wrappers = WrapperStates()
         self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
+        # Whether these are all live parameters, and those whose versions are noted when they are read.
+        self._noted: tuple[bool, list[tuple[RemoteVariable, MappedVariable]]] | None = None
         self._has_moved = False  # a backup has taken variables over: parameters lie over old memory
         if client.failover is not None:
             client.failover.on_move = self._forget_memory
@@ -112,7 +112,7 @@ class WorkerVariables:
     def _follow_move(self) -> None:
         """Lay parameters over the memory of the servers that have them now."""
         if self._has_moved:
-            self._has_moved = False
+            self._has_moved, self._noted = False, None
             for dense in self._dense.values():
                 if dense.is_live and not dense.lay_over_memory():
                     self._copies.add(dense)
@@ -136,6 +136,7 @@ class WorkerVariables:
             return table
         dense = DenseParameter(remote, requires_grad=requires_grad, channels_last=channels_last)
         self._dense[id(dense.leaf)] = dense
+        self._noted = None
         if not dense.is_live:
             self._copies.add(dense)
         return dense.leaf
@@ -217,15 +218,15 @@ class WorkerVariables:
             if not self._copies.are_fresh(arrived):
                 self.refresh()
             self._note_reads()
-            for dense in self._dense.values():
-                dense.begin_closure()
+            begin_closure(self._dense.values())
 
     def _end_closure(self, *, succeeded: bool) -> None:
         written: list[DenseParameter] = []
+        may_be_written = True
         try:
             if succeeded:
                 self.wrappers.check()
-                self._send_changes()
+                may_be_written = self._send_changes()
             else:
                 for buffer in self._buffers:
                     buffer.take_back()
@@ -234,7 +235,7 @@ class WorkerVariables:
             # All parameters, after an error too: a page that this process wrote hides what the server
             # writes there from all later closures.
             if self._dense:
-                written = self._written.undo()
+                written = self._written.undo(may_be=may_be_written)
             for buffer in self._buffers:
                 buffer.put_back()
             unknown = self.new_buffers.take_back()
@@ -307,7 +308,7 @@ class WorkerVariables:
         for dense in written:
             dense.undo_write()
         self._written.check(trained, versions, own=2)
-        self._note_staleness(step.touched, versions)
+        self._note_staleness(step.watched, versions)
         self._follow_move()
         if self._copies:
             with self._refresh_time.measure():
@@ -328,6 +329,7 @@ class WorkerVariables:
         """Release one parameter or buffer."""
         dense = self._dense.pop(id(tensor), None)
         if dense is not None:
+            self._noted = None
             dense.release()
             self._copies.remove(dense)
         self._tables.pop(id(tensor), None)
@@ -341,18 +343,20 @@ class WorkerVariables:
     def close(self) -> None:
         """Release every variable and the servers' memory."""
         self._dense.clear()
+        self._noted = None
         self._copies.clear()
         self._tables.clear()
         self._buffers.clear()
         self._by_tensor.clear()
         self._steps.forget()
 
-    def _send_changes(self) -> None:
-        """Send the buffers and parameters that the function wrote."""
+    def _send_changes(self) -> bool:
+        """Send the buffers and parameters that the function wrote; return whether it may have written parameters."""
         buffers = [buffer for buffer in self._buffers if buffer.is_changed()]
-        written = self._written.find()
+        suspects = self._written.suspects()
+        written = self._written.allowed(suspects)
         if not buffers and not written and not self._written.has_tables():
-            return
+            return bool(suspects)
         versions: Mapping[tuple[int, int], int] = {}
         with self.client.lock:
             batch = self.client.batch()
@@ -366,13 +370,14 @@ class WorkerVariables:
         for dense in written:
             dense.undo_write()
         self._written.check(trained, versions, own=1)
+        return bool(suspects)
 
     def _note_staleness(
-        self, touched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]
+        self, watched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]
     ) -> None:
         """Record how many writes of others came between this step's reads and its write, at most."""
         worst, own = -1, 1 if self._round is None else 0  # in a round, the own step comes later
-        for remote in touched[:WATCHED]:
+        for remote in watched:
             for place, seen in zip(remote.places, remote.seen, strict=True):
                 after = versions.get((place.server, place.variable))
                 if after is not None and seen > 0:
@@ -382,10 +387,13 @@ class WorkerVariables:
 
     def _note_reads(self) -> None:
         """Note the versions of parameters over shared memory, which are read from now on."""
-        count = None if self._written.has_sent else WATCHED
-        for dense in itertools.islice(self._dense.values(), count):
-            if dense.is_live:
-                dense.remote.seen = dense.remote.versions()
+        every = self._written.has_sent
+        if self._noted is None or self._noted[0] is not every:
+            dense = itertools.islice(self._dense.values(), None if every else WATCHED)
+            live = [one.remote for one in dense if one.is_live]
+            self._noted = every, [(one, one.mapped[0]) for one in live if one.mapped is not None]
+        for remote, mapped in self._noted[1]:
+            remote.seen = (mapped.version,)
 
     @override
     def __repr__(self) -> str:

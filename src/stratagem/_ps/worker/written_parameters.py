@@ -18,7 +18,7 @@ from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.tables.writable_rows import WritableRows
-from stratagem._ps.worker.dense_parameter import COMPARED, DenseParameter
+from stratagem._ps.worker.dense_parameter import COMPARED, DenseParameter, written_among
 from stratagem.errors import ForeignParameterError
 
 SGD_INSTEAD = (
@@ -63,21 +63,33 @@ class WrittenParameters:
         self.has_sent = False
         """True if a trained parameter was sent: from then on the versions of all parameters are noted."""
 
+    def suspects(self) -> list[DenseParameter]:
+        """Return the parameters that the function may have written."""
+        every = self._dense.values()
+        suspects = written_among(every)
+        # Small variables share pages, which show that something was written, but not what.
+        return suspects + [
+            one
+            for one in every
+            if not one.leaf.requires_grad
+            and one.is_live
+            and one.leaf.numel() > COMPARED
+            and one not in suspects
+            and one.is_written(thorough=True)
+        ]
+
     def find(self) -> list[DenseParameter]:
         """Return the parameters that the function wrote, without those that it must not write."""
-        found: list[DenseParameter] = []
-        for dense in self._dense.values():
-            if not dense.leaf.requires_grad:
-                # Small variables share pages, which show that something was written, but not what.
-                is_written = dense.is_written(thorough=dense.leaf.numel() > COMPARED)
-            else:
-                # With several workers, a value that was put back is no write: SAM's perturbation.
-                is_written = dense.is_written(thorough=False) and (
-                    self.is_sole or not dense.is_changed()
-                )
-            if is_written:
-                found.append(dense)
-        return found
+        return self.allowed(self.suspects())
+
+    def allowed(self, suspects: Iterable[DenseParameter]) -> list[DenseParameter]:
+        """Return those of the suspects that the function may write."""
+        # With several workers, a value that was put back is no write: SAM's perturbation.
+        return [
+            one
+            for one in suspects
+            if not one.leaf.requires_grad or self.is_sole or not one.is_changed()
+        ]
 
     def has_tables(self) -> bool:
         """Return whether the function wrote a table."""
@@ -132,13 +144,15 @@ class WrittenParameters:
         for dense in self.find():
             dense.undo_write()
 
-    def undo(self) -> list[DenseParameter]:
+    def undo(self, *, may_be: bool = True) -> list[DenseParameter]:
         """Restore written parameters at the function's end; return the trained ones among them.
+
+        `may_be`: False if there are no `suspects`.
 
         Writes that only the kernel knows of are looked for in one parameter per closure, in turn. If that
         one was written, all are searched.
         """
-        written = [dense for dense in self._dense.values() if dense.is_written(thorough=False)]
+        written = written_among(self._dense.values()) if may_be else []
         if not written:
             self._turn = (self._turn + 1) % len(self._dense)
             looked_at = next(itertools.islice(self._dense.values(), self._turn, None))

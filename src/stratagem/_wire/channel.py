@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from typing_extensions import override
@@ -36,6 +36,9 @@ from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 
 _POLL_SLICE_S = 0.5
 """Longest sleep of a caller while another thread reads replies."""
+
+_NO_CALL = 0
+"""Number of no call: requests are counted from 1."""
 
 _TCP_INFO = struct.Struct("=2xB21xI28xI")
 """tcpi_retransmits, tcpi_unacked and tcpi_last_ack_recv (ms) of the kernel's struct tcp_info."""
@@ -140,11 +143,14 @@ class Channel(Owner):
             if self._stream.outgoing:
                 with self._send_lock:
                     self._drain(max(0.0, deadline - time.monotonic()))
-            frame = self._await(lambda: self._replies.pop(call, None), deadline)
-        finally:
+            frame = self._await(call, deadline)
+        except BaseException:  # Ctrl-C too
             with self._lock:
                 self._forget(call)
+            raise
         if frame is None:
+            with self._lock:
+                self._forget(call)
             raise DeadlineExceeded(
                 f"{self.peer} did not reply within the limit: it is overloaded, hangs, or is unreachable"
             )
@@ -160,11 +166,12 @@ class Channel(Owner):
             if self._lost is not None or self._closed or self._has_reader:
                 return False  # the thread that reads will receive it
             self._has_reader = True
+        found: Sequence[Frame] = ()
         try:
             if self._readable.poll(0):
-                self._read_arrived()
+                found = self._receive_arrived()
         finally:
-            self._end_reading()
+            self._end_reading(found)
         return call in self._replies
 
     def notify(
@@ -247,9 +254,7 @@ class Channel(Owner):
         Raises:
             ConnectionLost: the peer is gone.
         """
-        return self._await(
-            lambda: self._inbox.popleft() if self._inbox else None, time.monotonic() + timeout_s
-        )
+        return self._await(_NO_CALL, time.monotonic() + timeout_s)
 
     def receive_some(self, *, timeout_s: float, most: int) -> list[Frame]:
         """Wait for a request or notification; return it and those that came with it, at most so many.
@@ -350,13 +355,20 @@ class Channel(Owner):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _await(self, take: Callable[[], Frame | None], deadline: float) -> Frame | None:
-        """Wait until `take` returns a frame. One waiting thread reads for all, the others sleep."""
+    def _await(self, call: int, deadline: float) -> Frame | None:
+        """Wait for the reply to a call, or for the next frame that is no reply; None if it is late.
+
+        One waiting thread reads for all, the others sleep.
+        """
         while True:
             with self._lock:
                 while True:
-                    frame = take()
-                    if frame is not None:
+                    if call == _NO_CALL:
+                        if self._inbox:
+                            return self._inbox.popleft()
+                    elif call in self._replies:
+                        frame = self._replies[call]
+                        self._forget(call)
                         return frame
                     if self._lost is not None:
                         raise self._lost_error()
@@ -371,39 +383,43 @@ class Channel(Owner):
                     self._arrival.wait(min(left, _POLL_SLICE_S))
                     self._sleepers -= 1
                 self._has_reader = True
+            found: Sequence[Frame] = ()
             try:
                 if not self._readable.poll(left * 1000.0 if left > 0 else 0):
                     return None  # the deadline passed; no other thread has read meanwhile
-                self._read_arrived()
+                found = self._receive_arrived()
             finally:
-                self._end_reading()
+                self._end_reading(found)
 
     def _forget(self, call: int) -> None:
+        self._replies.pop(call, None)
         self._awaited.discard(call)
         self._stream.parser.places.pop(call, None)
 
-    def _end_reading(self) -> None:
+    def _end_reading(self, found: Sequence[Frame]) -> None:
+        """Pass on what was received, and let another thread read."""
         with self._lock:
+            for frame in found:
+                if frame.kind in (frames.REPLY, frames.FAILURE):
+                    if frame.call in self._awaited:  # else its caller has given up
+                        self._replies[frame.call] = frame
+                else:
+                    self._inbox.append(frame)
             self._has_reader = False
             if self._sleepers:
                 self._arrival.notify_all()
             if self._closed:  # close() left the socket to the reader
                 self._stream.sock.close()
 
-    def _read_arrived(self) -> None:
-        """Read what has arrived; the caller is the only reader."""
+    def _receive_arrived(self) -> Sequence[Frame]:
+        """Return the frames that have arrived; the caller is the only reader, and calls `_end_reading`."""
         try:
             found = self._stream.receive()
-            self._heard_at = time.monotonic()
-            with self._lock:
-                for frame in found:
-                    if frame.kind in (frames.REPLY, frames.FAILURE):
-                        if frame.call in self._awaited:  # else its caller has given up
-                            self._replies[frame.call] = frame
-                    else:
-                        self._inbox.append(frame)
         except WireError as error:
             self._lost = error
+            return ()
+        self._heard_at = time.monotonic()
+        return found
 
     def _lost_error(self) -> Exception:
         assert self._lost is not None
@@ -437,14 +453,15 @@ class Channel(Owner):
             reads = not self._has_reader
             if reads:
                 self._has_reader = True
+        found: Sequence[Frame] = ()
         try:
             events = select.POLLOUT | (select.POLLIN if reads else 0)
             ready = wait_for(self._stream.sock, events, deadline)
             if ready and reads:
-                self._read_arrived()
+                found = self._receive_arrived()
         finally:
             if reads:
-                self._end_reading()
+                self._end_reading(found)
         if self._lost is not None:
             raise self._lost_error()
         if not ready:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -55,6 +55,8 @@ INPUT_BYTES = 1 << 16
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _ZEROS = bytes(ALIGNMENT)
+# torch's own: on workers, `numpy` looks for parameters over the same memory.
+_to_numpy: Final = torch.Tensor.numpy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +148,7 @@ def encode_frame(kind: int, call: int, message: bytes, buffers: Sequence[Buffer]
 
 def allocate(length: int) -> memoryview:
     """Return uninitialised memory aligned for tensors; a bytearray would be zeroed first."""
-    array: Any = torch.empty(length, dtype=torch.uint8).numpy()
+    array: Any = _to_numpy(torch.empty(length, dtype=torch.uint8))
     return memoryview(array)
 
 

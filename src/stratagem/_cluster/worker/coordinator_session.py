@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 TICK_S: Final = (
     0.1  # longest sleep of the receiving thread: bounds the delay of results and heartbeats
 )
+MESSAGES_AT_ONCE: Final = 64  # received between two looks at the clock
 QUICK_S: Final = 0.001  # a function whose last call took less is expected to be quick again
 METRICS_S: Final = 1.0  # how often a heartbeat carries the worker's metrics
 FUNCTIONS_TIMED: Final = 1024  # functions whose last run time is kept
@@ -88,11 +89,12 @@ class CoordinatorSession:
         sent_at = looked_at = time.monotonic()
         silence_s = 3 * self.order.heartbeat_limit_s  # it may be swapping while its socket is open
         while not self._ended:
-            frame = self.channel.receive(timeout_s=TICK_S)
+            received = self.channel.receive_some(timeout_s=TICK_S, most=MESSAGES_AT_ONCE)
             now = time.monotonic()
-            if frame is not None:
+            if received:
                 self.heard_at = now
-                self.take_in(frame)
+                for frame in received:
+                    self.take_in(frame)
             if now - sent_at >= self.order.heartbeat_s:
                 sent_at = now
                 self.channel.notify(messages.Beat(facts=self._metrics(now)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 from typing_extensions import override
@@ -133,7 +133,7 @@ class Outbox:
             buffers.reset()
         elif buffers.used_bytes >= HALF_BYTES or self._in_half[buffers.current] >= HALF_WRITES:
             other = 1 - buffers.current
-            self._wait_while(lambda: self._in_half[other] > 0)
+            self._wait(half=other)
             buffers.switch()
         return WriteBatch(buffers, self.destinations)
 
@@ -198,7 +198,7 @@ class Outbox:
 
     def wait(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
         """Wait until every write is acknowledged; see `PsClient.wait_for_writes`."""
-        return self._wait_while(lambda: bool(self._unacknowledged), timeout_s)
+        return self._wait(timeout_s)
 
     def progress(self) -> None:
         """Send gathered writes and take in acknowledgements that have arrived; never wait."""
@@ -301,10 +301,12 @@ class Outbox:
             )
         pending.message, pending.buffers = message, buffers
 
-    def _wait_while(
-        self, is_needed: Callable[[], bool], timeout_s: float | None = None
+    def _wait(
+        self, timeout_s: float | None = None, *, half: int | None = None
     ) -> dict[tuple[int, int], int]:
         """Take in acknowledgements, oldest first; return the versions of the variables written.
+
+        `half`: only until no write reads this half of the send buffers.
 
         Raises:
             Exception: the first error of a write of the present closure; the others are in its notes.
@@ -313,7 +315,7 @@ class Outbox:
         first: Exception | None = None
         try:
             self._send_gathered()
-            while is_needed():
+            while self._unacknowledged if half is None else self._in_half[half]:
                 write = self._unacknowledged[0]
                 try:
                     self._take_reply(write, versions, timeout_s)

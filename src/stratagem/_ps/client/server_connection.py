@@ -189,7 +189,7 @@ class ServerConnection:
 
         `collect` and `flush` send what waits, too.
         """
-        channel = self._open_channel(time.monotonic() + self._timeout_s)
+        channel = self._open_channel()
         self._pending.append(pending)
         if pending.failure:  # found out while connecting again; `collect` raises it
             return
@@ -300,13 +300,13 @@ class ServerConnection:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _open_channel(self, deadline: float) -> Channel:
+    def _open_channel(self, deadline: float | None = None) -> Channel:
         """Return the channel; connect again if it is broken."""
         if self._state.phase is Phase.LOST:
             self._await_recovery(self._error(self._state.reason))
         phase = self._state.phase
         if phase is Phase.BROKEN:
-            self._reconnect(None, deadline)
+            self._reconnect(None, deadline or time.monotonic() + self._timeout_s)
         elif phase is not Phase.OPEN:
             raise self._error(self._state.reason)
         assert self._channel is not None

@@ -58,17 +58,19 @@ _TICK_S = 0.5
 UNSENT_LIMIT_BYTES = 1 << 26
 """Replies a connection may leave unread before its next request is served."""
 
-_ABOUT_SESSIONS = (
-    messages.OpenSession,
-    messages.JoinSession,
-    messages.CloseSession,
-    messages.AskJob,
-    messages.ClaimJob,
-    messages.KeepJob,
-    messages.OpenReplica,
-    messages.Promote,
-    messages.Ping,
-    messages.AskStats,
+_ABOUT_SESSIONS = frozenset(
+    (
+        messages.OpenSession,
+        messages.JoinSession,
+        messages.CloseSession,
+        messages.AskJob,
+        messages.ClaimJob,
+        messages.KeepJob,
+        messages.OpenReplica,
+        messages.Promote,
+        messages.Ping,
+        messages.AskStats,
+    )
 )
 
 

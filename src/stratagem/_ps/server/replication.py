@@ -32,15 +32,17 @@ from stratagem.errors import ConnectionLost, NotFoundError, ProtocolError, WireE
 
 _log = logging.getLogger("stratagem.ps")
 
-ON_LINKS: Final = (
-    messages.OpenReplica,
-    messages.ReplicaState,
-    messages.ReplicaRows,
-    messages.ReplicaKeys,
-    messages.ReplicaReady,
-    messages.FromClient,
-    messages.ClientGone,
-    messages.CloseReplica,
+ON_LINKS: Final = frozenset(
+    (
+        messages.OpenReplica,
+        messages.ReplicaState,
+        messages.ReplicaRows,
+        messages.ReplicaKeys,
+        messages.ReplicaReady,
+        messages.FromClient,
+        messages.ClientGone,
+        messages.CloseReplica,
+    )
 )
 """Messages of a primary that are not those of its clients."""
 

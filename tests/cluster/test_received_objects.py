@@ -220,3 +220,61 @@ def test_a_message_that_is_garbage_does_not_end_the_worker(objects: Any) -> None
     with pytest.raises(pickle.UnpicklingError):
         run(objects)
     assert objects.lacks
+
+
+class CountingViews(Views):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rebuilt = 0
+
+    def rebuild(self, token: Hashable) -> object:
+        self.rebuilt += 1
+        return super().rebuild(token)
+
+
+def test_the_same_arguments_are_unpacked_once() -> None:
+    """As long as nothing else has arrived."""
+    views = CountingViews()
+    objects = ReceivedObjects(views, "w")
+    objects.receive(define("a", "one"))
+    objects.receive(function(lambda *args: args))
+    named = Named("v", "a")
+    assert run(objects, named, 3) == run(objects, named, 3) == (["one"], 3)
+    assert views.rebuilt == 1
+    assert run(objects, named, 4) == (["one"], 4)
+    assert views.rebuilt == 2
+    objects.receive(update("elsewhere"))
+    run(objects, named, 4)
+    assert views.rebuilt == 3
+
+
+def test_arguments_that_a_function_may_change_are_unpacked_for_each_call() -> None:
+    objects = ReceivedObjects(Views(), "w")
+    objects.receive(function(lambda values: (values.append(1), values)[1]))
+    assert run(objects, []) == [1]
+    assert run(objects, []) == [1]
+
+
+def test_arguments_follow_the_resource_that_they_name() -> None:
+    objects = ReceivedObjects(Views(), "w")
+    objects.receive(function(lambda value: value))
+    resource = Named("r", 7)
+    for value in ("first", "second"):
+        objects.keep_resource(7, value)
+        assert run(objects, resource) == run(objects, resource) == value
+    objects.fail_resource(7, OSError("gone"))
+    with pytest.raises(ClosureInputError, match="gone"):
+        run(objects, resource)
+
+
+def test_an_update_that_failed_is_an_error_also_with_the_same_arguments() -> None:
+    objects = ReceivedObjects(Views(), "w")
+    objects.receive(define("a", "one"))
+    objects.receive(function(lambda value: value))
+    named = Named("v", "a")
+    run(objects, named)
+    run(objects, named)
+    objects.receive(update("a"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="a cannot move"):
+            run(objects, named)

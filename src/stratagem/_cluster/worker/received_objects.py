@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 from stratagem._cluster.contract import StrategyOnWorker
 from stratagem._cluster.global_random import find_function
 from stratagem._cluster.timed_iterator import TimedIterator
+from stratagem._core.same_code import PLAIN
 from stratagem._data.shared_parts import LeasedReader
 from stratagem._wire import messages
-from stratagem._wire.codec import unpack
+from stratagem._wire.codec import Rebuild, unpack
 from stratagem._wire.messages import Frame
 from stratagem.errors import ClosureInputError
 
@@ -39,9 +40,11 @@ class ReceivedObjects:
         # Tokens that an object or a function was made of; `_used` collects them during unpacking.
         self._parts: dict[Hashable, set[Hashable]] = {}
         self._used: set[Hashable] = set()
+        self._last_arguments: _KnownArguments | None = None
 
     def receive(self, frame: Frame) -> None:
         """Store the content of a Define, Update or Forget message; keep the error if that fails."""
+        self._last_arguments = None
         try:
             self._receive(frame)
         except Exception as error:  # noqa: BLE001 - a worker survives any message
@@ -70,17 +73,19 @@ class ReceivedObjects:
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if message.arguments is not None:
-            args, kwargs = self._unpack(message.arguments, frame)
+            args, kwargs = self._arguments(message.arguments, frame)
         if self._update_errors:
             self._refuse_stale()
         return args, kwargs
 
     def keep_resource(self, number: int, value: object) -> None:
         """Keep the result of a resource closure."""
+        self._last_arguments = None
         self._resources[number] = value
 
     def fail_resource(self, number: int, error: BaseException) -> None:
         """Keep the error of a resource closure, for the closures that use it."""
+        self._last_arguments = None
         self._resources[number] = _FailedResource(error)
 
     def reads(self) -> dict[int, int]:
@@ -119,6 +124,7 @@ class ReceivedObjects:
 
     def clear(self) -> None:
         """Drop everything."""
+        self._last_arguments = None
         self._resources.clear()
         self._functions.clear()
 
@@ -128,6 +134,27 @@ class ReceivedObjects:
         return len(self._resources)
 
     # ------------------------------------------------------------------ inside
+
+    def _arguments(
+        self, packed: messages.Packed, frame: Frame
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unpack arguments; the last ones again if they are only this worker's objects and immutable values."""
+        known = self._last_arguments
+        if known is not None and known.payload == packed.payload:
+            self._used |= known.tokens
+            return known.args, {}
+        rebuilt: list[object] = []
+
+        def rebuild(token: tuple[str, Hashable]) -> object:
+            rebuilt.append(self._rebuild(token))
+            return rebuilt[-1]
+
+        args, kwargs = self._unpack(packed, frame, rebuild)
+        is_plain = not (kwargs or packed.tensors or packed.raw) and packed.body < 0
+        own = {id(one) for one in rebuilt}
+        if is_plain and all(id(one) in own or type(one) in PLAIN for one in args):
+            self._last_arguments = _KnownArguments(packed.payload, args, frozenset(self._used))
+        return args, kwargs
 
     def _receive(self, frame: Frame) -> None:
         message = frame.message
@@ -174,9 +201,9 @@ class ReceivedObjects:
                 known.pop(token, None)
             self._complete.discard(token)
 
-    def _unpack(self, packed: messages.Packed, frame: Frame) -> Any:
+    def _unpack(self, packed: messages.Packed, frame: Frame, rebuild: Rebuild | None = None) -> Any:
         try:
-            return unpack(packed, frame, rebuild=self._rebuild)
+            return unpack(packed, frame, rebuild=rebuild or self._rebuild)
         except SystemExit as error:  # a script that parses its command line where it is imported
             raise ImportError(
                 f"code that was imported on {self._task} ended the program (SystemExit({error.code!r})). The command line "
@@ -218,6 +245,14 @@ class ReceivedObjects:
         """Return the error of an object that is to be sent again."""
         self.lacks = True
         return error.with_traceback(None)  # or it would grow with every closure
+
+
+class _KnownArguments(NamedTuple):
+    """Arguments that are the same objects in every call with this payload; `tokens` are those that it names."""
+
+    payload: bytes
+    args: tuple[Any, ...]
+    tokens: frozenset[Hashable]
 
 
 class _FailedResource:

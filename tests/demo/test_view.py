@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
-from stratagem._monitor.terminal_view import (
+from stratagem._demo.view import (
     Curve,
     LinesView,
     LiveView,
@@ -14,6 +13,7 @@ from stratagem._monitor.terminal_view import (
     one_line,
     open_view,
 )
+from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 
 
 def _picture(done: int = 50) -> Picture:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import stratagem as sg
+from stratagem._ps.coordinator import change_tracking
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +70,28 @@ def test_attributes_changed_added_and_deleted_later_arrive(
     assert run(coordinator, apply) == 7.0
     del model.forward
     assert run(coordinator, apply) == 2.0
+
+
+def test_members_are_not_compared_at_each_schedule_however_many_they_are(
+    coordinator: sg.ClusterCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with coordinator.strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(200)])
+        model.parts = nn.ModuleList([nn.Identity() for _ in range(200)])
+    compared: list[object] = []
+    digest = change_tracking.digest
+    monkeypatch.setattr(
+        change_tracking, "digest", lambda *given: (compared.append(given), digest(*given))[1]
+    )
+
+    def apply() -> tuple[float, int]:
+        return sum(float(one) for one in model), len(model.parts)
+
+    assert run(coordinator, apply) == (200.0, 200)
+    assert run(coordinator, apply) == (200.0, 200)
+    assert not compared
+    model.parts.append(nn.Identity())
+    assert run(coordinator, apply) == (200.0, 201)
 
 
 def test_settings_of_torchs_own_layers_arrive(alone: sg.ClusterCoordinator) -> None:

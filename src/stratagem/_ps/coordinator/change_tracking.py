@@ -298,7 +298,7 @@ def _class_token(obj: object) -> Token:
 def _comparable(entry: Entry, value: Any) -> Any:
     """Return the part of an entry that is compared, in a tuple: a function is no root here."""
     if entry in MEMBERS or entry in HOOKS:
-        return (*value.items(),)
+        return (".".join(map(str, value)), *value.values())  # few values; no name has a dot
     if entry == "__class__":  # its members are compared once for all modules of the class
         return Identity(value[0]), value[1]
     if isinstance(entry, tuple) and entry[1] == "params":

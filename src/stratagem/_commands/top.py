@@ -12,11 +12,11 @@ from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.launch.cluster_file import owner_of
 from stratagem._cluster.launch.detached_cluster import path_of
 from stratagem._commands.serve import cluster_from
-from stratagem._demo.view import open_view, picture_of
 from stratagem._monitor.advice import advise
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.sample_sources import ClusterSource
+from stratagem._monitor.terminal_view import open_view, picture_of
 
 _TITLE = "stratagem top"
 

@@ -31,11 +31,11 @@ from stratagem._cluster.launch.local_cluster import LocalCluster
 from stratagem._data.dataset import Dataset
 from stratagem._demo.artefacts import draw_curves, predict_without_stratagem, save_model
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
-from stratagem._demo.view import Curve, LinesView, Picture, View, open_view
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.dashboard import dashboard
 from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.sample_sources import ProgramSource
+from stratagem._monitor.terminal_view import Curve, LinesView, Picture, View, open_view
 from stratagem._ps.partition import MinSizePartitioner
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 

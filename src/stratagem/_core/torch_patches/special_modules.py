@@ -23,9 +23,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from stratagem._core import sync_norm
 from stratagem._core.context import current_replica
 from stratagem._core.managed import ManagedParameter
+from stratagem._core.torch_patches import sync_norm
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.private_api import buffers_of, parameters_of
 from stratagem.errors import ReplicaError

@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from stratagem._demo.view import (
+from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
+from stratagem._monitor.terminal_view import (
     Curve,
     LinesView,
     LiveView,
@@ -13,7 +14,6 @@ from stratagem._demo.view import (
     one_line,
     open_view,
 )
-from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 
 
 def _picture(done: int = 50) -> Picture:

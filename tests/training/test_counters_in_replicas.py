@@ -147,9 +147,21 @@ def in_namespace(holder, x):
     return NAMESPACE.steps + NAMESPACE.more.steps
 
 
+def by_local_variable(holder, x):
+    before = holder.steps
+    holder.steps = before + 1
+    return holder.steps
+
+
+def swapped(holder, x):
+    holder.steps, holder.pos = holder.pos + 1, holder.steps
+    return holder.steps + 2 * holder.pos
+
+
 MOVES = [
     by_helper, by_helper_of_helper, by_global_in_helper, by_stride, in_class, default_of_class, in_dict, in_dict_by_get,
     in_global_dict, in_dict_by_helper, in_large_dict, in_list, in_counter, in_slots, in_namespace,
+    by_local_variable, swapped,
 ]  # fmt: skip
 
 

@@ -240,6 +240,40 @@ def test_sums_over_rows_add_up(pair):
     torch.testing.assert_close(kept.total, X.sum() * 6)
 
 
+def test_a_tensor_that_was_replaced_may_be_written_after_the_replicas_have_met(pair):
+    """Each replica goes on with its own new tensor; code that runs once replaces it for all."""
+    kept = Kept()
+
+    def step(x):
+        context = sg.get_replica_context()
+        kept.mean = 0.5 * kept.mean + 1
+        context.all_reduce("sum", x.sum())
+        kept.mean.mul_(2)
+        context.all_reduce("sum", x.sum())
+        context.merge_call(lambda strategy: setattr(kept, "mean", kept.mean + 3))
+        kept.mean.add_(kept.mean)
+
+    for _ in range(3):
+        pair.run(step, args=[sg.PerReplica([X[:4], X[4:]])])
+    expected = torch.zeros(4)
+    for _ in range(3):
+        expected = 2 * (2 * (0.5 * expected + 1) + 3)
+    assert torch.equal(kept.mean, expected)
+
+
+def test_a_counter_in_a_tensor_moves_once(pair):
+    """A constant is added, not a value of the rows."""
+    kept = Kept()
+
+    def count(x):
+        kept.rows += 1
+        kept.total.add_(0.5)
+
+    for _ in range(3):
+        pair.run(count, args=[sg.PerReplica([X[:4], X[4:]])])
+    assert (int(kept.rows), float(kept.total)) == (3, 1.5)
+
+
 def test_each_replica_reads_what_it_has_written(pair):
     """A tensor that every step overwrites belongs to the replica for the whole run."""
     kept = Kept()

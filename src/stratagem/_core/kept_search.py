@@ -62,7 +62,6 @@ _OTHERS: Final = frozenset({"builtins", "collections", "keras", "numpy", "strata
 _OF_BATCHES: Final = (Tensor, list, tuple, dict, np.ndarray)
 _NOTHING: Final[Kinds] = frozenset()
 _MOVES: Final[Kinds] = frozenset({"moves"})
-_SETS: Final[Kinds] = frozenset({"sets"})
 
 
 @final
@@ -129,20 +128,19 @@ class Search:
             kinds = own.numbers.get(place.name, _NOTHING)
             if step.numbers.get(place.name, _NOTHING) == _MOVES:
                 kinds -= {"adds", "varies"}
-            is_set_aside = (
-                kinds == _SETS
-                and place.name in own.carried
-                and not any(isinstance(one, bool) for one in place.values())
+            # A flag is shared: ``if not self.is_built: self.build(); self.is_built = True``.
+            is_carried = place.name in own.carried and not any(
+                isinstance(one, bool) for one in place.values()
             )
-            if self._is_wanted(kinds) or (is_set_aside and not self._only_numbers):
+            if self._is_wanted(kinds) or (is_carried and not kinds and not self._only_numbers):
                 place.kinds |= kinds
                 place.is_used = place.name in own.used
                 self.changing.append(place)
-        items = {at: kinds for at, kinds in own.items.items() if self._is_wanted(kinds)}
-        named = {name for name, _ in items}
+        wanted = {at: self._is_wanted(kinds) for at, kinds in own.items.items()}
+        named = {name for (name, _), is_wanted in wanted.items() if is_wanted}
         for place in self._containers:
             small = len(place.holder) <= MOST_UNNAMED and not self._only_numbers
-            place.wanted = functools.partial(_changes_item, items, place.name, small)
+            place.wanted = functools.partial(_changes_item, wanted, place.name, small)
             if place.name in named or place.read():
                 place.kinds |= {"moves"}
                 place.is_used = place.name in own.used or place.name == LOCAL
@@ -272,11 +270,13 @@ class Search:
 
 
 def _changes_item(
-    items: Mapping[tuple[str, Hashable], Kinds], name: str, small: bool, key: Hashable
+    wanted: Mapping[tuple[str, Hashable], bool], name: str, small: bool, key: Hashable
 ) -> bool:
-    """Return whether code changes an item of a container with this name."""
-    places = [(name, key), (name, ANY), (LOCAL, key)]
-    return any(place in items for place in places) or (small and (LOCAL, ANY) in items)
+    """Return whether code changes an item of a container; code that names the container decides, if there is any."""
+    for place in ((name, key), (name, ANY), (LOCAL, key), *([(LOCAL, ANY)] if small else ())):
+        if place in wanted:
+            return wanted[place]
+    return False
 
 
 def _code_of(function: Any) -> types.CodeType | None:

@@ -100,11 +100,8 @@ class KeptValues(OwnValues):
             self._places = []
         if not (self._found or self._changing):
             return False
-        if not self._places or any(
-            _differ(place.values(), values) for place, values in self._places
-        ):
-            self._collect()
         self._pending = []
+        self._collect()
         if self._may_be_written():
             with _plain_mode():
                 for kept in self._kept.values():
@@ -115,8 +112,13 @@ class KeptValues(OwnValues):
         return True
 
     def _collect(self) -> None:
-        """Find the tensors that the places hold now."""
+        """Find the tensors that the places hold now, if they are others than before."""
+        if self._places and not any(
+            _differ(place.values(), values) for place, values in self._places
+        ):
+            return
         before, self._kept, self._places = self._kept, {}, []
+        known = {(id(one.place.holder), one.place.key): one for one in self._bound}
         self._bound = [*self._changing]
         todo = deque(self._found)
         holders = set()
@@ -130,16 +132,26 @@ class KeptValues(OwnValues):
             self._places.append((place, values))
             todo.extend(place.within(value) for value in values if holds_tensors(value))
             if "binds" in place.kinds and not isinstance(place.holder, (tuple, deque)):
-                self._bound.append(Contents(place, self._named))
+                bound = known.get((id(place.holder), place.key))
+                self._bound.append(bound or Contents(place, self._named))
             for value in values:
                 if is_kept(value) and id(value) not in self._kept:
-                    known = before.get(id(value))
-                    same = known is not None and known.tensor is value
-                    self._kept[id(value)] = known if same else WrittenTensor(value, place)  # type: ignore[assignment]
+                    kept = before.get(id(value))
+                    same = kept is not None and kept.tensor is value
+                    self._kept[id(value)] = kept if same else WrittenTensor(value, place)  # type: ignore[assignment]
         self._tensors = [kept.tensor for kept in self._kept.values()]
         self._all = [*self._bound, *self._kept.values()]
         self._by_memory = any(kept.place.by_memory for kept in self._kept.values())
         self._versions = -1
+
+    def _follow(self) -> None:
+        """Watch the tensors that have taken the place of others, which replicas may write in place from now on."""
+        before = self._kept
+        self._collect()
+        if self._kept is not before:
+            for number, kept in self._kept.items():
+                if before.get(number) is not kept:
+                    kept.begin()
 
     def _sum(self) -> int:
         return sum(map(version, self._tensors))
@@ -173,6 +185,7 @@ class KeptValues(OwnValues):
             with _plain_mode():
                 for each in self._pending:
                     each.settle(replicas)
+                self._follow()
             self._pending = [each for each in self._pending if each.own]
 
     def refuse_writes(self) -> None:
@@ -193,6 +206,7 @@ class KeptValues(OwnValues):
                         each.renew()
                 for each in self._pending:
                     each.pause(replica_id)
+                self._follow()
             self._versions = self._sum()
 
     @override

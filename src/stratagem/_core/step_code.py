@@ -7,7 +7,7 @@ there, and asks here what the program means by a change:
     varies  the same, for a number, and a local variable takes part, which may depend on a replica's rows: ``(pos + n) % 10``
     adds    a value is added that may depend on rows: ``rows += len(x)``, ``s.add_(n)``; or any value, in a loop: a sum
     grows   the same, for a tensor, and the function reads the tensor elsewhere, perhaps to compute what it adds
-    sets    the old value is lost: ``s.copy_(x)``, ``s[i] = x``, ``out=s``; for a number: a constant takes its place
+    sets    the old value is lost, of a tensor: ``s.copy_(x)``, ``s[i] = x``, ``out=s``
     binds   another tensor takes the place of the old one: ``self.avg = …``, ``self.avg[k] = …``
 
 The bytecode is read: no code of the user runs. In the results, ``.rate`` is an attribute, ``rate`` a closure variable or
@@ -72,7 +72,8 @@ class Changes(NamedTuple):
         numbers: kinds for numbers in attributes and variables.
         items: kinds for numbers in lists and dicts, by the name of the container and the key.
         tensors: kinds for tensors.
-        carried: names that code reads first, and later replaces: the state of a recurrent network.
+        carried: names that code reads first, and later replaces: ``n = self.n``, ``self.n = n + 1``; the state of a
+            recurrent network.
         counted: names that code increases or decreases.
         used: names that code reads for something else than to change them or to write a log.
     """
@@ -190,18 +191,18 @@ class _Reader:
         ]
         own = name_of(end) if end.opname in _STORES else None
         mine = [one for one in loads if name_of(one) == own and one.opname != "LOAD_METHOD"]
-        changed = own
-        if own is not None:
-            self._stored(own, statement, mine)
+        changed, moves = own, False
+        if own is not None and mine:
+            moves = self._stored(own, statement, mine) == "moves"
         elif end.opname == "STORE_SUBSCR" and len(statement) > 2:
-            changed = self._item(statement)
+            changed, kind = self._item(statement)
+            moves = kind == "moves"
         if not _is_log(statement):
             self.used.update(str(name) for one in loads if (name := name_of(one)) != changed)
-        for names, kind in self._writes(statement, own, mine):
+            self._read.update(str(name_of(one)) for one in loads)
+        for names, kind in self._writes(statement, own, mine, moves=moves):
             for name in names or [LOCAL]:
                 self.tensors[LOCAL if name[:1] == "@" else name] |= {kind}
-        if not _asks_for_none(statement):
-            self._read.update(str(name_of(one)) for one in loads)
         if own is not None:
             if own in self._read and own not in self._replaced:
                 self.carried.add(own)
@@ -211,34 +212,29 @@ class _Reader:
 
     def _stored(
         self, own: str, statement: Sequence[Instruction], mine: Sequence[Instruction]
-    ) -> None:
-        """Note a number in an attribute or variable that is computed from its own value, or is set to a constant."""
-        end = statement[-1]
-        if mine:
-            owner = end
-            if own[0] == ".":
-                # The object is loaded first in ``a.n += 1``, last in ``a.n = a.n + 1``.
-                owner = statement[0] if _augmented(statement) else statement[-2]
-            rest = statement[statement.index(mine[0]) + 1 :]
-            added = None if len(mine) > 1 else _added(rest)
-            self.numbers[own] |= {self._kind(owner, statement, added, set())}
-            if any(one.opname == "BINARY_OP" and one.argrepr in _ADDING for one in statement):
-                self.counted.add(own)
-        elif own[0] == "." and self._is_fixed(statement[:-2], statement[-2:][0]):
-            self.numbers[own] |= {"sets"}
+    ) -> Kind:
+        """Note a number in an attribute or variable that is computed from its own value; return how."""
+        owner = statement[-1]
+        if own[0] == ".":
+            # The object is loaded first in ``a.n += 1``, last in ``a.n = a.n + 1``.
+            owner = statement[0] if _augmented(statement) else statement[-2]
+        rest = statement[statement.index(mine[0]) + 1 :]
+        kind = self._kind(owner, statement, None if len(mine) > 1 else _added(rest), set())
+        self.numbers[own] |= {kind}
+        if any(one.opname == "BINARY_OP" and one.argrepr in _ADDING for one in statement):
+            self.counted.add(own)
+        return kind
 
-    def _item(self, statement: Sequence[Instruction]) -> str | None:
-        """Note a number in a list or dict that is computed from its own value; return the name of the container."""
+    def _item(self, statement: Sequence[Instruction]) -> tuple[str | None, Kind | None]:
+        """Note a number in a list or dict that is computed from its own value; return the container's name, and how."""
         place, body = _item_and_value(statement)
         container = _container(place)
         if _augmented(statement):
             added = _added(body)
         elif (container.opname, container.argval) not in [(one.opname, one.argval) for one in body]:
-            return None
+            return None, None
         else:
             operations = [n for n, one in enumerate(body) if one.opname == "BINARY_OP"]
-            if not operations:
-                return None
             single = len(operations) == 1 and body[operations[0]].argrepr in _ADDING
             added = [body[operations[0] - 1]] if single else None
         local = {str(one.argval) for one in place if one.opname.startswith("LOAD_FAST")}
@@ -246,7 +242,7 @@ class _Reader:
         key: Hashable = place[-1].argval if place[-1].opname == "LOAD_CONST" else ANY
         name = name_of(container) or LOCAL
         self.items[LOCAL if name[:1] == "@" else name, key] |= {kind}
-        return name
+        return name, kind
 
     def _kind(
         self,
@@ -284,13 +280,18 @@ class _Reader:
     # -------------------------------------------------------------- tensors
 
     def _writes(
-        self, statement: Sequence[Instruction], own: str | None, mine: Sequence[Instruction]
+        self,
+        statement: Sequence[Instruction],
+        own: str | None,
+        mine: Sequence[Instruction],
+        *,
+        moves: bool,
     ) -> Iterator[tuple[list[str], Kind]]:
-        """Yield the names of tensors that a statement may write, and how."""
+        """Yield the names of tensors that a statement may write, and how; `moves`: it adds a constant."""
         here = Counter(_loaded(statement))
         before: Instruction | None = None
         receiver: str | None = None
-        for one in statement:
+        for place, one in enumerate(statement):
             name = str(one.argval)
             if one.opname in ("LOAD_METHOD", "LOAD_ATTR") and _is_in_place(name):
                 # ``s.mul_(0.9).add_(x)`` writes `s` twice.
@@ -301,7 +302,8 @@ class _Reader:
                 if name in _SETTING:
                     yield names, "moves" if again and "copy" in name else "sets"
                 else:
-                    adds = name in ("add_", "_foreach_add_") and not again
+                    is_fixed = statement[place + 1 : place + 2][0].opname == "LOAD_CONST"
+                    adds = name in ("add_", "_foreach_add_") and not (again or is_fixed)
                     yield names, self._adding(names) if adds else "moves"
             elif one.opname in ("KW_NAMES", "CALL_KW", "LOAD_CONST") and _names_out(one.argval):
                 yield [*here], "sets"
@@ -324,7 +326,8 @@ class _Reader:
             if not operator:
                 yield names, "binds"
         if operator:
-            yield names, self._adding(names) if operator == "+=" and not again else "moves"
+            adds = operator == "+=" and not (again or moves)
+            yield names, self._adding(names) if adds else "moves"
 
     def _adding(self, names: Sequence[str]) -> Kind:
         return "grows" if any(self._loads[name] > 1 for name in names) else "adds"

@@ -4,7 +4,7 @@ import math
 import os
 import re
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 
 import torch
@@ -270,6 +270,14 @@ class Uninitialised(SlowWeights):
         self.state = defaultdict(dict)
 
 
+class WithoutDefaults(SlowWeights):
+    """The same with neither ``Optimizer.__init__`` nor ``defaults``, as in the repository of Lookahead's authors."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state = defaultdict(dict)
+
+
 class Counting(_Around):
     """Counts its steps."""
 
@@ -309,3 +317,35 @@ class SeveralMomenta(torch.optim.Optimizer):
                 for beta in (0.5, 0.9):
                     momenta[beta] = momenta.get(beta, 0.0) * beta + p.grad
                     p.sub_(momenta[beta], alpha=group["lr"] / 2)
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a list of tensors for each matrix, and nothing for vectors (SOAP, SM3)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() == 2:
+                    self.state[p].setdefault("factors", [torch.zeros(size) for size in p.shape])
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+class Windowed(torch.optim.Optimizer):
+    """Keeps the last gradients in a deque, from the third step on (AdaShift)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] > 2:
+                    state.setdefault("window", deque(maxlen=2)).append(p.grad.clone())
+                p.sub_(p.grad, alpha=group["lr"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_optimizer import Counting, SlowWeights, Uninitialised, Wrapping
+from own_optimizer import Counting, SlowWeights, Uninitialised, WithoutDefaults, Wrapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from waiting import Gate, pass_gate
@@ -385,6 +385,7 @@ def test_a_batch_of_one_row_updates_this_row_alone(alone: sg.ClusterCoordinator)
     [
         (SlowWeights, r"state\[parameter\]\['slow'\]"),
         (Uninitialised, r"state\[parameter\]\['slow'\]"),
+        (WithoutDefaults, r"state\[parameter\]\['slow'\]"),
         (Counting, "values in its attributes"),
     ],
 )

@@ -10,12 +10,14 @@ import torch
 from own_optimizer import (
     Clipping,
     CountingGroups,
+    Factored,
     Needing,
     Noisy,
     SeveralMomenta,
     Sharing,
     SignDescent,
     TrustRatio,
+    Windowed,
 )
 from torch import nn
 
@@ -143,11 +145,53 @@ def test_state_that_servers_cannot_send_is_refused(cluster: sg.LocalCluster) -> 
     expected = torch.rand(3)
     torch.manual_seed(7)
     with pytest.raises(
-        UnsupportedOptimizer, match=r"SeveralMomenta keeps tensors in a dict.*'momenta'"
+        UnsupportedOptimizer, match=r"SeveralMomenta keeps a dict as state .*'momenta'"
     ):
         check_construction(SeveralMomenta([nn.Parameter(torch.ones(2))]))
     assert torch.equal(torch.rand(3), expected)
-    with pytest.raises(UnsupportedOptimizer, match="SeveralMomenta keeps tensors in a dict"):
+    with pytest.raises(UnsupportedOptimizer, match="SeveralMomenta keeps a dict as state"):
         train_remotely(cluster, SeveralMomenta)
     remote, plain = train_remotely(cluster, SignDescent)  # the servers are there
     torch.testing.assert_close(remote, plain)
+
+
+def test_state_of_matrices_alone_is_refused_as_well(cluster: sg.LocalCluster) -> None:
+    with pytest.raises(UnsupportedOptimizer, match=r"Factored keeps a list as state 'factors'"):
+        train_remotely(cluster, Factored)
+
+
+def test_state_that_appears_later_ends_no_server(cluster: sg.LocalCluster) -> None:
+    """The trial does not see it; reading the state raises the same error."""
+    with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+            optimizer = Windowed(model.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+        with sg.ClusterCoordinator(strategy) as coordinator:
+            for _ in range(4):
+                coordinator.schedule(step)
+            coordinator.join(timeout_s=60)
+            with pytest.raises(
+                UnsupportedOptimizer, match="Windowed keeps a deque as state 'window'"
+            ):
+                optimizer.state_dict()
+            coordinator.schedule(step).get(timeout_s=60)  # the servers are there
+    remote, plain = train_remotely(cluster, SignDescent)
+    torch.testing.assert_close(remote, plain)
+
+
+def test_muon_steps_on_matrices(cluster: sg.LocalCluster) -> None:
+    """It cannot be constructed over a vector."""
+
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.1)
+
+    remote, plain = train_remotely(cluster, muon)
+    torch.testing.assert_close(remote, plain)
+    with pytest.raises(UnsupportedOptimizer, match="Muon looks at a whole tensor"):
+        train_remotely(cluster, muon, sg.partitioners.FixedShardsPartitioner(2))

@@ -31,8 +31,13 @@ would compute other numbers."""
 
 
 def is_known_class(kind: type[Optimizer]) -> bool:
-    """Return whether a class is torch's or ours: it steps every parameter by itself."""
-    return kind in ROW_OPTIMIZERS or kind.__module__.startswith("torch.optim.")
+    """Return whether a class is torch's or ours: it steps every parameter by itself.
+
+    Example:
+        >>> is_known_class(torch.optim.Adam), is_known_class(torch.optim.Muon)
+        (True, True)
+    """
+    return kind in ROW_OPTIMIZERS or f"{kind.__module__}.".startswith("torch.optim.")
 
 
 def rows_suffice(kind: type[Optimizer], group: Mapping[str, Any]) -> bool:
@@ -139,6 +144,27 @@ def _as_plain(value: Any) -> Setting:
         return tuple(None if one is None else float(one) for one in value)
     plain: Setting = value
     return plain
+
+
+def can_send_state(value: object) -> bool:
+    """Return whether servers can save and send a value that an optimizer keeps for a parameter.
+
+    Example:
+        >>> can_send_state(torch.zeros(2)), can_send_state(3), can_send_state([torch.zeros(2)])
+        (True, True, False)
+    """
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return isinstance(value, Tensor | bool | float | None)
+
+
+def state_refusal(name: str, key: object, value: object) -> UnsupportedOptimizer:
+    """Return the error for a value for which `can_send_state` is false."""
+    what = "a large number" if type(value) is int else f"a {type(value).__name__}"
+    return UnsupportedOptimizer(
+        f"{name} keeps {what} as state {key!r} of a parameter. Parameter servers save and send state that is tensors "
+        "and numbers. Keep each tensor under its own key, or use another optimizer or another strategy."
+    )
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:

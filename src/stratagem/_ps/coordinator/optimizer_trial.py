@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem._ps.optimizer_settings import (
+    can_send_state,
     constructor_arguments,
     made_with,
     own_attributes,
     plain_settings,
     sequences_as_tuples,
     settings_of,
+    state_refusal,
 )
 from stratagem.errors import UnsupportedOptimizer
 
@@ -34,26 +36,27 @@ _ROWS = 4
 
 def check_construction(optimizer: Optimizer) -> None:
     """Raise `UnsupportedOptimizer` if servers cannot construct the class from its settings, or cannot send its state."""
-    parameter = nn.Parameter(torch.zeros(1))
-    made = _construct(optimizer, [(0, parameter)])
-    parameter.grad = torch.ones(1)
+    # Some classes treat vectors and matrices differently.
+    by_dim = {
+        (index, parameter.dim()): parameter
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    tried = [(index, nn.Parameter(_small(one))) for (index, _), one in by_dim.items()]
+    made = _construct(optimizer, tried)
+    for _, parameter in tried:
+        parameter.grad = torch.ones_like(parameter)
     with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
         made.step()  # one that needs more than a gradient fails; then training shows what is wrong
-    for key, value in made.state.get(parameter, {}).items():
-        if isinstance(value, list | tuple | dict) and _holds_tensor(value):
-            raise UnsupportedOptimizer(
-                f"{_name(optimizer)} keeps tensors in a {type(value).__name__}: state {key!r} of each parameter. "
-                "Parameter servers save and send state that is tensors and numbers. Keep each tensor "
-                "under its own key, or use another optimizer or another strategy."
-            )
+    for _, parameter in tried:
+        for key, value in made.state.get(parameter, {}).items():
+            if not can_send_state(value):
+                raise state_refusal(_name(optimizer), key, value)
 
 
-def _holds_tensor(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, Tensor)
+def _small(parameter: Tensor) -> Tensor:
+    dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.float32
+    return torch.zeros([min(size, _ROWS) for size in parameter.shape], dtype=dtype)
 
 
 def looks_across_parameters(optimizer: Optimizer) -> bool:
@@ -104,10 +107,7 @@ def _examples(optimizer: Optimizer) -> list[tuple[int, Tensor]]:
     found: list[tuple[int, Tensor]] = []
     for index, group in enumerate(optimizer.param_groups[:_GROUPS]):
         by_dim = {parameter.dim(): parameter for parameter in group["params"]}
-        for parameter in list(by_dim.values())[:2]:
-            dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.float32
-            small = torch.empty([min(size, _ROWS) for size in parameter.shape], dtype=dtype)
-            found.append((index, small))
+        found += [(index, _small(parameter)) for parameter in list(by_dim.values())[:2]]
     return found * 2 if len(found) == 1 else found
 
 

@@ -56,7 +56,8 @@ def wrapper_attributes(optimizer: Optimizer) -> dict[str, Any]:
 def define_wrapper(optimizer: Optimizer, inner: Optimizer) -> WrapperDefinition:
     """Return what workers need to rebuild an optimizer around another one."""
     attributes = wrapper_attributes(optimizer)
-    return WrapperDefinition(type(optimizer), inner, dict(optimizer.defaults), attributes)
+    defaults = dict(getattr(optimizer, "defaults", {}))  # its class may not call Optimizer.__init__
+    return WrapperDefinition(type(optimizer), inner, defaults, attributes)
 
 
 def unwrapped(obj: Any) -> Any:

@@ -31,12 +31,14 @@ from typing_extensions import override
 from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.optimizer_settings import (
     KEPT_BY_TORCH,
+    can_send_state,
     constructor_arguments,
     is_known_class,
     plain_settings,
     rows_suffice,
     sequences_as_tuples,
     settings_of,
+    state_refusal,
 )
 from stratagem._ps.server.chunked_step import (
     CHUNK_BYTES,
@@ -295,9 +297,15 @@ class ServerOptimizer:
                 self._optimizer.state[self._parameters[number]] = state
 
     def state_entries(self) -> Iterator[StateEntry]:
-        """Yield all state; tensors are not copied."""
+        """Yield all state; tensors are not copied.
+
+        Raises:
+            UnsupportedOptimizer: a value cannot be sent.
+        """
         for number, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
+                if not can_send_state(value):
+                    raise state_refusal(self.class_name, key, value)
                 yield StateEntry(variable=number, key=key, value=value)
 
     def state_of(self, variable: int, key: str) -> StateValue:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,6 +29,9 @@ from stratagem._checkpoint.server_state import kept_state
 from stratagem._core.values import convert_to_tensor
 from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem.errors import CheckpointError, JobMismatch
+
+if TYPE_CHECKING:
+    from stratagem._strategies.parameter_server import ParameterServerStrategy
 
 _log = logging.getLogger("stratagem.checkpoint")
 
@@ -65,7 +68,7 @@ class JobPosition:
     def __init__(
         self,
         objects: MutableMapping[str, Any],
-        strategy: Any,
+        strategy: ParameterServerStrategy,
         *,
         allow_pickle: bool,
         rewinds: bool = False,
@@ -73,8 +76,10 @@ class JobPosition:
         self._objects = objects
         self._strategy = strategy
         self._group = ServerGroup(strategy)
-        self._job: NamedJob = strategy._variables.job
-        self._job.rewinds = rewinds
+        job = strategy._variables.job
+        assert job is not None, "the manager has found it"
+        self._job: NamedJob = job
+        job.rewinds = rewinds
         self._allow_pickle = allow_pickle
         self._lock = threading.Lock()
         self._marks: list[_Mark] = []

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem._wire import messages
 from stratagem._wire.messages import Message, PartRef
 from stratagem.errors import CheckpointError, NotFoundError, ParameterServerLost, WireError
+
+if TYPE_CHECKING:
+    from stratagem._strategies.parameter_server import ParameterServerStrategy
 
 _log = logging.getLogger("stratagem.checkpoint")
 
@@ -117,7 +120,7 @@ class ServerLostInSave(CheckpointError):
 class ServerGroup(Owner):
     """The parameter servers of one strategy, with a connection of its own to each."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
         self.variables = strategy._variables
         self._strategy = strategy
         self.connections: dict[int, ServerConnection] = {}
@@ -311,7 +314,7 @@ def pieces_of(where: Description, optimizer: int = 0, key: str = "") -> Iterator
         yield Piece(shard.server, shard.number, int(start), shard.rows, optimizer, key)
 
 
-def say_once(strategy: Any, what: str, refused: str) -> None:
+def say_once(strategy: ParameterServerStrategy, what: str, refused: str) -> None:
     """Log, once per strategy, that rows pass through the coordinator."""
     if not vars(strategy).get("_said_checkpoints_pass"):
         vars(strategy)["_said_checkpoints_pass"] = True

@@ -29,9 +29,10 @@ from stratagem._keras.model_on_worker import (
     train_from_iterator,
     train_on_shared,
 )
-from stratagem._keras.model_strategies import is_on_servers, strategy_of
+from stratagem._keras.model_strategies import strategy_of
 from stratagem._keras.optimizers_on_servers import KerasOptimizer, OptimizerOnServers, refuse
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter, Use
+from stratagem._strategies.parameter_server import ParameterServerStrategy
 from stratagem.errors import EndOfData, ForeignParameterError, UnsupportedOptimizer
 
 _AHEAD_PER_WORKER = 4
@@ -47,7 +48,7 @@ NEXT_OF_WORKER = "the next batch of the worker's own dataset"
 class ModelOnServers:
     """A Keras model on the coordinator, and its copies on the workers."""
 
-    def __init__(self, model: Any, strategy: Any) -> None:
+    def __init__(self, model: Any, strategy: ParameterServerStrategy) -> None:
         self._model = model
         self._strategy = strategy
         self._coordinator = ClusterCoordinator.of(strategy)
@@ -276,7 +277,7 @@ def _on_servers(optimizer: Any) -> OptimizerOnServers:
 def on_servers_of(model: Any) -> ModelOnServers | None:
     """Return the object of a model under parameter servers; None for other models."""
     strategy = strategy_of(model)
-    if strategy is None or not is_on_servers(strategy):
+    if not isinstance(strategy, ParameterServerStrategy):
         return None
     found = getattr(model, ON_SERVERS, None)
     if found is None:

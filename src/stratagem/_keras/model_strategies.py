@@ -9,6 +9,7 @@ from typing import Any
 
 from stratagem._core import context
 from stratagem._keras.keras_names import names
+from stratagem._strategies.base import Strategy
 from stratagem.errors import MisuseError
 
 _ATTRIBUTE = "_stratagem_strategy"
@@ -21,18 +22,19 @@ def is_torch_backend() -> bool:
     return str(keras.backend.backend()) == "torch"
 
 
-def strategy_of(model: Any) -> Any:
+def strategy_of(model: Any) -> Strategy | None:
     """Return the strategy of a model, or None."""
-    return getattr(model, _ATTRIBUTE, None)
+    found: Strategy | None = getattr(model, _ATTRIBUTE, None)
+    return found
 
 
-def is_on_servers(strategy: Any) -> bool:
+def is_on_servers(strategy: Strategy) -> bool:
     """Return whether a strategy keeps variables on parameter servers and computes on workers."""
     return strategy.cluster_resolver is not None
 
 
 @contextmanager
-def at_work(model: Any, method: str) -> Iterator[Any]:
+def at_work(model: Any, method: str) -> Iterator[Strategy | None]:
     """Enter the scope of a model's strategy, and its device; return the strategy, or None.
 
     Raises:
@@ -65,7 +67,7 @@ def at_work(model: Any, method: str) -> Iterator[Any]:
         yield strategy
 
 
-def _where(strategy: Any) -> str:
+def _where(strategy: Strategy | None) -> str:
     return "outside any scope" if strategy is None else f"under {strategy!r}"
 
 

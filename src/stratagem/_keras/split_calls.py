@@ -26,6 +26,7 @@ from stratagem._keras import server_steps
 from stratagem._keras.forward_pass import KEY, ForwardPass
 from stratagem._keras.keras_names import names
 from stratagem._keras.model_strategies import is_on_servers, strategy_of
+from stratagem._strategies.base import Strategy
 from stratagem.errors import ReplicaError
 
 _MARK = "stratagem_split_strategy"
@@ -106,7 +107,7 @@ class _SplitStep:
     compiled call.
     """
 
-    def __init__(self, strategy: Any, function: Callable[[Any], Any], compiled: bool) -> None:
+    def __init__(self, strategy: Strategy, function: Callable[[Any], Any], compiled: bool) -> None:
         self.strategy = strategy
         self._function = function
         self.call = torch.compile(_call_layer) if compiled else _call_layer

@@ -113,20 +113,21 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _cluster(options: argparse.Namespace) -> int:
-    from stratagem._commands import cluster_tool
+    from stratagem._cluster.launch import detached_cluster as clusters
 
     if options.action == "stop":
-        ended = cluster_tool.stop(options.name)
+        ended = clusters.stop(options.name)
         print(f"{options.name}: {'stopped' if ended else 'not running'}")
         return 0 if ended else _EXIT_FAILED
     if options.action == "run":
-        cluster_tool.run(options.name, workers=options.workers, ps=options.ps)
+        clusters.own_cluster(options.name, options.workers, options.ps)
         return 0
     if options.action == "ls":
-        lines = cluster_tool.list_clusters()
+        names = clusters.names()
     else:
-        lines = cluster_tool.start(options.name, workers=options.workers, ps=options.ps)
-    print("\n".join(lines) or "no cluster runs")
+        clusters.DetachedCluster(options.name, options.workers, options.ps)
+        names = [options.name]
+    print("\n".join(map(clusters.describe, names)) or "no cluster runs")
     return 0
 
 

@@ -1,8 +1,7 @@
 """The state of a parameter server's store as plain data: a manifest, and blocks of rows.
 
 `VariableStore.describe` returns the manifest, `VariableStore.export` the blocks; `VariableStore.restore` takes
-both. A block is a range of rows of one tensor, so that a checkpoint can be written and read as a stream, and
-restored into another number of shards: a shard takes the rows it needs (`Block.cut`).
+both. A block is a range of rows of one tensor, so that the state of a store can be sent as a stream (a new backup).
 """
 
 from __future__ import annotations
@@ -39,17 +38,6 @@ class Block(NamedTuple):
     stop: int
     tensor: Tensor
     optimizer: int = 0
-
-    def cut(self, start: int, stop: int) -> Block:
-        """Return the rows of this block from `start` to `stop`, which lie in it.
-
-        Example:
-            >>> import torch
-            >>> Block("variable", 1, "", 4, 7, torch.tensor([4, 5, 6])).cut(5, 6).tensor
-            tensor([5])
-        """
-        rows = self.tensor[start - self.start : stop - self.start]
-        return self._replace(start=start, stop=stop, tensor=rows)
 
 
 @dataclass(frozen=True, slots=True)

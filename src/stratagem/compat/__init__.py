@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stratagem.compat.inert_options import ClusterDeviceFilters as ClusterDeviceFilters
 from stratagem.compat.inert_options import (
     CommunicationImplementation as CommunicationImplementation,
 )
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
     from stratagem.compat import experimental as experimental
     from stratagem.compat import v1 as v1
-    from stratagem.compat.device_filters import ClusterDeviceFilters as ClusterDeviceFilters
     from stratagem.compat.extended import StrategyExtended as StrategyExtended
 
 __all__ = [
@@ -62,10 +62,6 @@ def __getattr__(name: str) -> Any:
     # Imported when used: `experimental` imports the cluster packages.
     if name in ("v1", "experimental"):
         return importlib.import_module(f"stratagem.compat.{name}")
-    if name == "ClusterDeviceFilters":
-        from stratagem.compat.device_filters import ClusterDeviceFilters
-
-        return ClusterDeviceFilters
     if name == "StrategyExtended":
         from stratagem.compat.extended import StrategyExtended
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conserved import trained_plainly
 from torch import nn
+from waiting import wait_until_halted
 from warm_start import Program
 
 import stratagem as sg
@@ -78,7 +79,9 @@ def test_the_script_goes_on_and_the_loss_is_reported_exactly(
                 mine.run(coordinator, 20)
                 manager.save(20, wait=True)
                 mine.run(coordinator, 10)
+                pid = cluster.pid("ps", 1)
                 cluster.kill_ps(1, number)
+                wait_until_halted(pid)
                 mine.run(coordinator, 30)
                 (recovery,) = coordinator.recoveries
                 assert recovery.task == "/job:ps/task:1"
@@ -98,7 +101,9 @@ def test_the_script_goes_on_and_the_loss_is_reported_exactly(
                 pid = cluster.pid("ps", 1)
                 for updates in (1, 3):  # from the newer checkpoint, the second time since the first
                     mine.run(coordinator, updates)
+                    killed = cluster.pid("ps", 1)
                     cluster.kill_ps(1)
+                    wait_until_halted(killed)
                     mine.run(coordinator, 1)
                 found = coordinator.recoveries
                 assert [one.step for one in found] == [20, 60, 60]
@@ -262,6 +267,7 @@ def test_a_hung_server_that_was_replaced_is_fenced_when_it_wakes(tmp_path: Path)
         first_address = hung.stdout.readline().strip()
         with trained_by_hand(tmp_path, first_address, options) as (mine, coordinator, move):
             hung.send_signal(signal.SIGSTOP)
+            wait_until_halted(hung.pid)
             with sg.Server({"ps": ["127.0.0.1:0"]}, checkpoint_directories=allowed) as new:
                 move(new.address)
                 mine.run(coordinator, 3)  # the first of these waits for the hung server

@@ -35,6 +35,21 @@ def wait_until(
         pause.wait(LOOK_S)
 
 
+def wait_until_halted(pid: int) -> None:
+    """Wait until a process that got SIGKILL or SIGSTOP does nothing more: it may still answer requests when `kill` returns."""
+
+    def states() -> set[str]:
+        found = set()
+        for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+            try:
+                found.add(task.read_text().rpartition(") ")[2][0])
+            except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+                continue
+        return found
+
+    wait_until(lambda: not states() - set("TtZX"), tell=states)
+
+
 def pass_gate(path: str, timeout_s: float = 200.0) -> None:
     """Wait until a `Gate` is open, in any process; first tell the gate that this function is there."""
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

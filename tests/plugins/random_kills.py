@@ -3,10 +3,11 @@
     python tests/plugins/random_kills.py --kills 1000 --doubles 100 --seed 7
 
 Each round trains a named job on 2 workers and 2 parameter servers to a fixed number of steps, while workers, servers and
-the coordinator are killed at random moments, sometimes two at once. In rounds with ``on_server_loss="rewind"`` every step
-must count exactly once in the end. In the others ("partial") no step may count twice, and a round without a lost
-coordinator may lack at most the updates that `coordinator.recoveries` reported. Meanwhile a thread verifies the newest
-checkpoint in a loop: it must never see an incomplete one.
+the coordinator are killed at random moments, sometimes two at once; some are stopped instead (SIGSTOP) and continue after up
+to ten seconds. In rounds with ``on_server_loss="rewind"`` every step must count exactly once in the end. In the others
+("partial", and "backups": the same with ``backups=1``) no step may count twice, and a round without a lost coordinator may lack
+at most the updates that `coordinator.recoveries` reported: none where backups took over. Meanwhile a thread verifies the
+newest checkpoint in a loop: it must never see an incomplete one.
 
 The coordinator is a fork of a process that has imported torch: a restart takes a fraction of a second.
 """
@@ -46,6 +47,9 @@ STEP_S = 0.004
 ROUND_LIMIT_S = 300.0
 """How long a job may go without a step; a busy machine may take longer for the whole job."""
 NAMES = ("SGD", "Adagrad", "Adam")
+MODES = ("rewind", "rewind", "backups", "partial")
+STOPPED_S = (0.2, 10.0)
+"""How long tasks are stopped: some count as lost meanwhile."""
 RESULT = "result.json"
 LOSSES = "losses.jsonl"
 PROGRESS = "progress"
@@ -60,7 +64,9 @@ PROGRESS_S = 15.0
 def train(cluster: Path, folder: Path, mode: str, name: str) -> None:
     """Run one coordinator of a round to its end, and write what it found."""
     options = sg.config.ClusterOptions(poison_limit=10_000, restart_pause_s=0.05)
-    strategy = sg.ParameterServerStrategy(resolver_of(cluster), job=folder.name)
+    strategy = sg.ParameterServerStrategy(
+        resolver_of(cluster), job=folder.name, backups=int(mode == "backups")
+    )
     with strategy, sg.ClusterCoordinator(strategy, options=options) as coordinator:
         mine = ConservedRun(strategy, name, pause_s=STEP_S)
         with sg.CheckpointManager(
@@ -68,7 +74,7 @@ def train(cluster: Path, folder: Path, mode: str, name: str) -> None:
             folder / "saves",
             max_to_keep=2,
             every_steps=EVERY_STEPS,
-            on_server_loss=mode,  # type: ignore[arg-type]
+            on_server_loss="rewind" if mode == "rewind" else "partial",
         ) as manager:
             noted = 0
             saving = None
@@ -178,6 +184,20 @@ def progress(folder: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, if it is still there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def pid_of(task: str, cluster: sg.LocalCluster, coordinator: Coordinator) -> int:
+    """Return the process number of a task, such as ``"ps 1"``."""
+    job, index = task.split()
+    return coordinator.pid if job == "chief" else cluster.pid(job, int(index))
+
+
 def kill(task: str, cluster: sg.LocalCluster, coordinator: Coordinator) -> None:
     """Kill one task, such as ``"ps 1"``."""
     job, index = task.split()
@@ -229,11 +249,15 @@ class Reader:
 class Soak:
     """Rounds of training and killing, and their totals."""
 
-    def __init__(self, folder: Path, seed: int, reader: Reader) -> None:
+    def __init__(self, folder: Path, seed: int, reader: Reader, stop_share: float = 0.0) -> None:
+        self.stop_share = stop_share
+        self._timers: list[threading.Timer] = []
         self.folder = folder
         self.reader = reader
         self.chance = random.Random(seed)
         self.kills: Counter[str] = Counter()
+        self.stops: Counter[str] = Counter()
+        self.backup_rounds = 0
         self.doubles = self.rounds = self.lost = self.reported = self.doubled = self.verified = 0
         self.errors = 0
         self.failures: list[str] = []
@@ -246,9 +270,27 @@ class Soak:
         chosen = self.chance.sample(tasks, 2 if two else 1)
         self.doubles += two
         for task in chosen:
-            self.kills[task.split()[0]] += 1
-            kill(task, cluster, coordinator)
+            if self.chance.random() < self.stop_share:
+                self.stops[task.split()[0]] += 1
+                self.stop(pid_of(task, cluster, coordinator))
+            else:
+                self.kills[task.split()[0]] += 1
+                kill(task, cluster, coordinator)
         return {task.split()[0] for task in chosen}
+
+    def stop(self, pid: int) -> None:
+        """Stop a process for some seconds."""
+        signals = [(signal.SIGSTOP, 0.0), (signal.SIGCONT, self.chance.uniform(*STOPPED_S))]
+        for number, after_s in signals:
+            timer = threading.Timer(after_s, send, (pid, number))
+            timer.daemon = True
+            timer.start()
+            self._timers.append(timer)
+
+    def close(self) -> None:
+        """Let stopped processes continue."""
+        for timer in self._timers:
+            timer.join(STOPPED_S[1] + 30)
 
     def round(
         self,
@@ -261,7 +303,8 @@ class Soak:
     ) -> None:
         """Train one job to its end while tasks are killed."""
         self.rounds += 1
-        mode = "partial" if self.rounds % 4 == 0 else "rewind"
+        mode = MODES[(self.rounds - 1) % len(MODES)]
+        self.backup_rounds += mode == "backups"
         name = NAMES[self.rounds % len(NAMES)]
         folder = self.folder / f"round-{self.rounds}"
         folder.mkdir()
@@ -316,12 +359,12 @@ class Soak:
         missing = sum(max(0.0, STEPS - value) for value in least)
         more = sum(max(0.0, value - STEPS) for value in most)
         self.doubled += int(more)
-        if mode == "partial":
+        if mode != "rewind":
             self.lost += int(missing)
             self.reported += reported
         if more or found["error"] or (mode == "rewind" and missing):
             self.failures.append(f"{folder.name} ({mode}, {name}): {found}")
-        if mode == "partial" and not chiefs and missing > reported:
+        if mode != "rewind" and not chiefs and missing > reported:
             self.failures.append(f"{folder.name}: {missing} lost, {reported} reported")
         directory = CheckpointDirectory(folder / "saves")
         for saved in directory.scan():
@@ -334,11 +377,14 @@ class Soak:
 
     def __str__(self) -> str:
         roles = {"worker": "workers", "ps": "parameter servers", "chief": "coordinators"}
-        kills = ", ".join(f"{self.kills[job]} {title}" for job, title in roles.items())
+        kills, stops = (
+            ", ".join(f"{count[job]} {title}" for job, title in roles.items())
+            for count in (self.kills, self.stops)
+        )
         return (
-            f"{sum(self.kills.values())} kills ({kills}), of them {self.doubles} times two at once; "
-            f"{self.rounds} jobs of {STEPS} steps; updates lost with rewind: 0 expected, with partial recovery: "
-            f"{self.lost} (reported {self.reported}); doubled: {self.doubled}; {self.verified} checkpoints "
+            f"{sum(self.kills.values())} kills ({kills}), {sum(self.stops.values())} stops ({stops}), of them "
+            f"{self.doubles} times two at once; {self.rounds} jobs of {STEPS} steps, {self.backup_rounds} with backups; "
+            f"updates lost with rewind: 0 expected, with partial recovery: {self.lost} (reported {self.reported}); doubled: {self.doubled}; {self.verified} checkpoints "
             f"verified in the end, {self.reader.reads} while tasks were killed; {self.errors} scripts lost a server before their first save and were run again; failures: {len(self.failures)}"
         )
 
@@ -383,10 +429,12 @@ def planned(
     raise AssertionError((folder / "coordinator.log").read_text())
 
 
-def soak(kills: int, *, doubles: int, seed: int, folder: Path, say: bool = False) -> Soak:
+def soak(
+    kills: int, *, doubles: int, seed: int, folder: Path, say: bool = False, stop_share: float = 0.1
+) -> Soak:
     """Kill so many tasks; return the totals."""
     reader = Reader()
-    made = Soak(folder, seed, reader)
+    made = Soak(folder, seed, reader, stop_share)
     path = folder / "cluster.json"
     coordinator = Coordinator(folder / "coordinator.log")
     try:
@@ -397,6 +445,7 @@ def soak(kills: int, *, doubles: int, seed: int, folder: Path, say: bool = False
                 if say:
                     print(made, flush=True)
     finally:
+        made.close()
         reader.close()
         coordinator.close()
     return made
@@ -406,6 +455,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--doubles", type=int, default=100)
+    parser.add_argument("--stops", type=float, default=0.1, help="share of tasks that are stopped")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--forks", action="store_true", help=argparse.SUPPRESS)
@@ -416,7 +466,14 @@ def main() -> int:
     began = time.monotonic()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="stratagem-soak-"))
     folder.mkdir(exist_ok=True)
-    found = soak(options.kills, doubles=options.doubles, seed=options.seed, folder=folder, say=True)
+    found = soak(
+        options.kills,
+        doubles=options.doubles,
+        seed=options.seed,
+        folder=folder,
+        say=True,
+        stop_share=options.stops,
+    )
     print(f"{found}; {time.monotonic() - began:.0f} s; seed {options.seed}; files: {folder}")
     for one in found.failures:
         print("FAILED", one)

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from stratagem._checkpoint.block_file import Progress, memory_of
-from stratagem._checkpoint.block_plan import BlockRead, plan_number, plan_reads
+from stratagem._checkpoint.block_plan import (
+    BlockRead,
+    cut_rows,
+    intersect,
+    plan_number,
+    plan_reads,
+)
 from stratagem._checkpoint.checksums import crc32 as checksum
 from stratagem._checkpoint.manifest import BLOCK_SUFFIX, Manifest, StoredBlock, StoredTensor
 from stratagem._owner import Owner
@@ -145,12 +151,28 @@ class BlockReader(Owner):
             first = block.start - wanted.start
             self._fetch(depth, block, memory_of(into[first : first + block.rows]))
         else:
-            rows = torch.empty((block.rows, *into.shape[1:]), dtype=into.dtype)
-            self._fetch(depth, block, memory_of(rows))
-            for low, high in read.wanted:
-                into[low - wanted.start : high - wanted.start] = rows[
-                    low - block.start : high - block.start
-                ]
+            self._fetch_some(read, wanted.start, into)
+
+    def _fetch_some(self, read: BlockRead, start: int, into: Tensor) -> None:
+        """Read the wanted rows of a block into their places, piece by piece; `start` is the first row of `into`."""
+        block, depth = read.block, read.depth
+        row_bytes = self._stored(depth, block).row_bytes
+        pieces = cut_rows(block.start, block.rows, row_bytes, PIECE_BYTES)
+        first, last = pieces[0]
+        spare = torch.empty((last - first, *into.shape[1:]), dtype=into.dtype)
+        crc32 = 0
+        for low, high in pieces:
+            wanted = intersect(read.wanted, low, high)
+            is_whole = wanted == [(low, high)]
+            rows = into[low - start : high - start] if is_whole else spare[: high - low]
+            place = block.offset + (low - block.start) * row_bytes
+            crc32 = self._pread(depth, block.file, memory_of(rows), place, crc32)
+            for begin, end in () if is_whole else wanted:
+                into[begin - start : end - start] = rows[begin - low : end - low]
+        if crc32 != block.crc32:
+            raise self._damaged(
+                depth, block, f"{block.rows * row_bytes} bytes at byte {block.offset}"
+            )
 
     def _scatter(self, read: BlockRead, start: int, into: Tensor) -> None:
         block = read.block

@@ -317,6 +317,8 @@ class Recovery(ClusterWork):
 class Failover(ClusterWork):
     """Kill a parameter server that has a backup, and wait for the next step, which writes to all servers."""
 
+    limit_s = 90.0
+
     def partitioner(self) -> Any:
         return sg.partitioners.FixedShardsPartitioner(self.size["servers"])
 
@@ -336,9 +338,12 @@ class Failover(ClusterWork):
 
     def sample(self, seconds: float) -> dict[str, Any]:
         self.steps(20)
-        views, backups = self.strategy._cluster_views(), self.strategy._variables.backups
+        servers, backups = self.strategy._cluster_views().servers, self.strategy._variables.backups
         assert backups is not None
-        while views.servers_without_backup():  # after the sample before
+        end = time.monotonic() + self.limit_s
+        while servers.lack_backups():  # after the sample before
+            if time.monotonic() > end:
+                raise TimeoutError(f"a server has no backup {self.limit_s} s after the last kill")
             time.sleep(0.05)
         self.cluster.kill_ps(backups.holders.holders[0])
         begin = time.perf_counter()

@@ -179,6 +179,26 @@ def test_a_cluster_row_does_what_it_says(name):
     assert all(check.passed for check in compare(name, {"ours": facts}, None))
 
 
+CHECKPOINT_ROWS = ["save", "restore", "save_gap", "save_minutes", "delta", "restore_servers"]
+KILL_ROWS = ["recovery", "server_recovery", "coordinator_recovery", "failover", "empty_recovery"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CHECKPOINT_ROWS + KILL_ROWS)
+def test_a_row_of_checkpoints_or_kills_gives_a_figure(name):
+    """Twice with the same processes, as in a run: after a kill the next sample waits for the replacement."""
+    (row,) = small(name)
+    made = side.make(name, row.points[0].size)
+    try:
+        found = [made.sample(0.2) for _ in range(2)]
+    finally:
+        made.close()
+    assert all(isinstance(one["value"], float) for one in found)
+    wanted = {"save_gap": {"slowdown_percent", "memory_percent"}}.get(name, set())
+    assert all(wanted <= set(one.get("figures", ())) for one in found)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "counts"), [("mlp", 2.0), ("central", 1.0), ("add", 2 * 2**17 / 1e9)]

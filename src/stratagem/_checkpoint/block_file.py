@@ -10,7 +10,6 @@ Threads compute checksums and flush to disk in parallel with the writes.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from stratagem import _faults as faults
 from stratagem._checkpoint import checksums
 from stratagem._checkpoint.block_plan import cut_rows
 from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
+from stratagem._checkpoint.new_file import Area, NewFile
 from stratagem._checkpoint.torch_archive import ALIGNMENT, archive_of
 from stratagem._owner import Owner
 from stratagem.errors import CheckpointError
@@ -140,7 +140,7 @@ class BlockFileWriter(Owner):
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
         self._name = path.name
         self._progress = progress
-        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        self._file = NewFile(path)
         self._end = 0
         self._frame_crc32 = 0
         self._unflushed = 0
@@ -153,7 +153,7 @@ class BlockFileWriter(Owner):
         """Write bytes that are no rows; returns where they begin, and their number."""
         self._pad()
         begins = self._end
-        self._put(data, begins)
+        self._file.put(data, begins)
         self._framed(data)
         self._end += len(data)
         return begins, len(data)
@@ -187,7 +187,7 @@ class BlockFileWriter(Owner):
             self._flush.result()
         if faults.active is not None:
             faults.active.at("save.before_fsync")
-        os.fsync(self._descriptor)
+        self._file.flush()
         self.close()
         return StoredFile(self._end, self._frame_crc32, facts)
 
@@ -196,7 +196,7 @@ class BlockFileWriter(Owner):
         if not self._closed:
             self._closed = True
             self._threads.shutdown(wait=True)
-            os.close(self._descriptor)
+            self._file.close()
 
     def _note(self, block: _Block, ids: StoredIds | None) -> None:
         part, start, rows = block.part, block.low, block.high - block.low
@@ -213,8 +213,9 @@ class BlockFileWriter(Owner):
         pieces = [
             cut_rows(one.low, one.high - one.low, one.part.row_bytes, PIECE_BYTES) for one in blocks
         ]
+        areas = [self._file.area(one.offset, one.archive.data_bytes) for one in blocks]
         for turn in itertools.zip_longest(*pieces):
-            for block, rows in zip(blocks, turn, strict=True):
+            for block, area, rows in zip(blocks, areas, turn, strict=True):
                 if rows is None:
                     continue
                 piece = memory_of(block.part.read(*rows))
@@ -224,38 +225,40 @@ class BlockFileWriter(Owner):
                         f"rows {rows[0]} to {rows[1]} of {block.part.tensor!r} have {len(piece)} bytes, expected {expected}. "
                         "Nothing was saved; this is a defect of Stratagem: please report it."
                     )
-                place = block.offset + (rows[0] - block.low) * block.part.row_bytes
                 # Rows may be longer than a piece.
                 for start in range(0, len(piece), PIECE_BYTES):
                     part_of_piece = piece[start : start + PIECE_BYTES]
-                    block.crc32 = self._write_piece(part_of_piece, place + start, block.crc32)
+                    block.crc32 = self._write_piece(part_of_piece, area, block.crc32)
+        for area in areas:
+            area.end()
 
     def _frame(self, block: _Block) -> None:
         """Write what is around the rows of a block."""
         self._pad()
         before, after = block.archive.frame(block.crc32)
-        self._put(before, self._end)
-        self._put(after, block.offset + block.archive.data_bytes)
+        self._file.put(before, self._end)
+        self._file.put(after, block.offset + block.archive.data_bytes)
         self._framed(before)
         self._framed(after)
         self._end = block.end
 
-    def _write_piece(self, piece: memoryview, place: int, crc32: int) -> int:
+    def _write_piece(self, piece: memoryview, area: Area, crc32: int) -> int:
         if checksums.IS_FAST or len(piece) < PIECE_BYTES // 8:
-            self._put(piece, place)
+            area.add(piece)
             crc32 = checksums.crc32(piece, crc32)
         else:
             checksum = self._threads.submit(checksums.crc32, piece, crc32)
             try:
-                self._put(piece, place)
+                area.add(piece)
             finally:
                 crc32 = checksum.result()
-        self._unflushed += len(piece)
+        if not area.is_direct:
+            self._unflushed += len(piece)
         if self._unflushed >= FLUSH_BYTES and (self._flush is None or self._flush.done()):
             if self._flush is not None:
                 self._flush.result()
             self._unflushed = 0
-            self._flush = self._threads.submit(os.fdatasync, self._descriptor)
+            self._flush = self._threads.submit(self._file.flush_rows)
         if self._progress is not None:
             self._progress(len(piece))
         return crc32
@@ -263,18 +266,12 @@ class BlockFileWriter(Owner):
     def _pad(self) -> None:
         padding = bytes(-self._end % ALIGNMENT)
         if padding:
-            self._put(padding, self._end)
+            self._file.put(padding, self._end)
             self._framed(padding)
             self._end += len(padding)
 
     def _framed(self, data: bytes) -> None:
         self._frame_crc32 = checksums.crc32(data, self._frame_crc32)
-
-    def _put(self, data: bytes | memoryview, place: int) -> None:
-        rest = memoryview(data)
-        while rest:
-            done = os.pwrite(self._descriptor, rest, place)
-            rest, place = rest[done:], place + done
 
     def __repr__(self) -> str:
         return f"<BlockFileWriter {self._name}: {len(self.blocks)} blocks, {self._end} bytes>"

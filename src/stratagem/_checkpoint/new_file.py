@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 from pathlib import Path
 from typing import Any, Final, final
@@ -40,7 +39,7 @@ class NewFile(Owner):
         self._direct = -1
         with contextlib.suppress(OSError):  # EINVAL: this file system cannot
             self._direct = os.open(path, flags | os.O_DIRECT)
-        self._buffers: list[mmap.mmap] = []  # that no area uses
+        self._buffers: list[Any] = []  # that no area uses
 
     @property
     def is_direct(self) -> bool:
@@ -55,8 +54,11 @@ class NewFile(Owner):
         """Return an area of the file that is written from its beginning to its end."""
         if not self.is_direct or nbytes < BUFFER_BYTES:
             return Area(self, place, None)
-        buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, BUFFER_BYTES)
-        return Area(self, place, buffer)
+        if self._buffers:
+            return Area(self, place, self._buffers.pop())
+        memory = np.empty(BUFFER_BYTES + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        return Area(self, place, memory[start : start + BUFFER_BYTES])
 
     def put_aligned(self, data: memoryview, place: int) -> None:
         """Write aligned bytes past the cache."""
@@ -71,7 +73,7 @@ class NewFile(Owner):
                 return
         self.put(data, place)
 
-    def take_back(self, buffer: mmap.mmap) -> None:
+    def take_back(self, buffer: Any) -> None:
         """Keep the buffer of an area for the next one."""
         self._buffers.append(buffer)
 
@@ -100,13 +102,12 @@ class NewFile(Owner):
 class Area:
     """Consecutive bytes of a file. The bytes between two calls of `add` may change."""
 
-    def __init__(self, file: NewFile, place: int, buffer: mmap.mmap | None) -> None:
+    def __init__(self, file: NewFile, place: int, buffer: Any) -> None:
         self._file = file
         self._place = place  # of the next byte, or of the first one in the buffer
         self._used = 0  # bytes in the buffer
+        # An array or None. Copies of NumPy arrays release Python's lock, copies of memoryviews do not.
         self._buffer = buffer
-        # Copies of NumPy arrays release Python's lock, copies of memoryviews do not.
-        self._memory: Any = None if buffer is None else np.frombuffer(buffer, np.uint8)
 
     @property
     def is_direct(self) -> bool:
@@ -125,7 +126,7 @@ class Area:
         rest: Any = np.frombuffer(data, np.uint8)
         while len(rest):
             count = min(len(rest), BUFFER_BYTES - self._used)
-            self._memory[self._used : self._used + count] = rest[:count]
+            self._buffer[self._used : self._used + count] = rest[:count]
             self._used, rest = self._used + count, rest[count:]
             if self._used == BUFFER_BYTES:
                 self._empty()
@@ -134,13 +135,12 @@ class Area:
         """Write what is still in the buffer. The area is not used any more."""
         if self._buffer is not None:
             self._empty()
-            self._memory = None
             self._file.take_back(self._buffer)
             self._buffer = None
 
     def _empty(self) -> None:
         aligned = self._used // ALIGNMENT * ALIGNMENT
-        data, self._used = memoryview(self._memory)[: self._used], 0
+        data, self._used = memoryview(self._buffer)[: self._used], 0
         if aligned:
             self._file.put_aligned(data[:aligned], self._place)
             self._place += aligned

@@ -361,11 +361,13 @@ def test_a_model_in_the_place_of_plain_values_is_refused(tmp_path: Path) -> None
 
 def test_objects_without_a_state_are_refused_at_once() -> None:
     loader = torch.utils.data.DataLoader([1, 2, 3])
-    with pytest.raises(TypeError, match=r"data\.train is a DataLoader.*sg\.data\.as_dataset"):
+    with pytest.raises(TypeError, match=r"data\.train has type DataLoader.*sg\.data\.as_dataset"):
         sg.Checkpoint(data={"train": loader})
-    with pytest.raises(TypeError, match="thing is a object: expected something with state_dict"):
+    with pytest.raises(
+        TypeError, match="thing has type object: expected something with state_dict"
+    ):
         sg.Checkpoint(thing=object())
-    with pytest.raises(TypeError, match="model is a type"):
+    with pytest.raises(TypeError, match="model has type type"):
         sg.Checkpoint(model=nn.Linear)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,13 +26,16 @@ from warm_start import Program, run_program
 import stratagem as sg
 from stratagem import metrics
 from stratagem._checkpoint import checkpoint_writer
+from stratagem._checkpoint.checkpoint import ObjectSnapshot
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock
+from stratagem._checkpoint.server_group import lost_in_save
 from stratagem._checkpoint.sigterm import SigtermNote
 from stratagem.errors import (
     CheckpointBusy,
     CheckpointError,
     CheckpointMismatch,
     CheckpointTimeout,
+    ParameterServerLost,
 )
 
 LIMIT_S = 150.0
@@ -208,6 +212,26 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         raise error
 
     monkeypatch.setattr(checkpoint_writer.LocalWriter, "write", write)
+
+
+def test_a_save_that_a_lost_server_ends_is_no_error_because_the_next_save_follows(
+    tmp_path: Path,
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    advice = "create a new strategy"
+    lost = ParameterServerLost(f"a long history; {advice}", task="/job:ps/task:0")
+    with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectSnapshot, "write", Mock(side_effect=lost_in_save(lost)))
+            manager.save(1)._ended.wait(LIMIT_S)
+        assert manager.save(2, wait=True).done
+    (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        "step 1 is not saved: parameter server /job:ps/task:0 does not answer; the next save follows"
+    )
 
 
 def test_a_failed_save_is_counted_logged_raised_once_and_changes_nothing(

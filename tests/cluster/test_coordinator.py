@@ -152,9 +152,9 @@ def test_remote_values_are_refused_as_arguments(coordinator: ClusterCoordinator)
 
 def test_an_object_that_cannot_be_sent_is_named(coordinator: ClusterCoordinator) -> None:
     """Arguments at schedule, results when they come back; with a way out."""
-    with pytest.raises(TypeError, match=r"args=5 is a int: expected a tuple or list"):
+    with pytest.raises(TypeError, match=r"args=5 has type int: expected a tuple or list"):
         coordinator.schedule(print, args=5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"kwargs=\[\] is a list: expected a dict"):
+    with pytest.raises(TypeError, match=r"kwargs=\[\] has type list: expected a dict"):
         coordinator.schedule(print, kwargs=[])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"arguments cannot be sent.*create_per_worker_resource"):
         coordinator.schedule(list, args=((n for n in range(3)),))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import wait_until
+from warm_start import run_program
 
 import stratagem as sg
 from stratagem.config import ClusterOptions
 from stratagem.errors import UnavailableError
+
+LIMIT_S = 150.0
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +143,71 @@ def test_threads_of_a_coordinator_and_their_end(cluster: sg.LocalCluster) -> Non
     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
         coordinator = sg.ClusterCoordinator(strategy)
         assert coordinator.schedule(lambda: 7).fetch(timeout_s=120) == 7
+
+
+def test_closing_logs_an_error_that_no_call_has_raised(
+    cluster: sg.LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that the program asked for, or one that `get` has raised, is not logged."""
+
+    def fail() -> None:
+        raise ValueError("bad data")
+
+    def close_after(ask: Callable[[sg.ClusterCoordinator, sg.RemoteValue], None]) -> None:
+        caplog.clear()
+        with sg.ParameterServerStrategy(cluster.resolver) as strategy:
+            coordinator = sg.ClusterCoordinator(strategy)
+            value = coordinator.schedule(fail)
+            wait_until(lambda: bool(coordinator.errors))
+            ask(coordinator, value)
+
+    def join(coordinator: sg.ClusterCoordinator, value: sg.RemoteValue) -> None:
+        with pytest.raises(ValueError, match="bad data"):
+            coordinator.join(timeout_s=LIMIT_S)
+
+    def get(coordinator: sg.ClusterCoordinator, value: sg.RemoteValue) -> None:
+        with pytest.raises(ValueError, match="bad data"):
+            value.get(timeout_s=LIMIT_S)
+
+    for ask in (join, get):
+        close_after(ask)
+        assert "bad data" not in caplog.text
+    close_after(lambda coordinator, value: None)
+    assert "the coordinator closes: no call has raised this error" in caplog.text
+    assert "ValueError('bad data')" in caplog.text
+
+
+NOT_AWAITED = """
+import stratagem as sg
+cluster = sg.LocalCluster(workers=1, ps=1)
+strategy = sg.ParameterServerStrategy(cluster.resolver)
+coordinator = sg.ClusterCoordinator(strategy)
+with strategy.scope():
+    total = sg.Variable(0.0)
+coordinator.schedule(lambda: total.assign_add(1.0))
+"""
+BLOCKED = "coordinator.schedule(lambda: __import__('threading').Event().wait())\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(BLOCKED, id="forgotten"),
+        pytest.param("coordinator.join()", id="join", marks=pytest.mark.slow),
+        pytest.param(
+            BLOCKED + "raise ValueError('of the user')", id="error", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_program_that_ends_without_join_is_told_what_it_loses(ending: str) -> None:
+    ended = run_program(
+        [sys.executable, "-c", NOT_AWAITED + ending],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    text = "the program ends: not all scheduled functions have finished"
+    assert (text in ended.stderr) is (ending == BLOCKED), ended.stderr
+    assert ("of the user" in ended.stderr) is ("raise" in ending)

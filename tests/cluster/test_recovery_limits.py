@@ -79,7 +79,7 @@ def test_a_call_waits_for_a_recovery_only_while_it_makes_progress(
         assert caught.value.variables == ("w",)
     servers.may_end.set()
     recoveries.close()
-    assert "/job:ps/task:1 was lost: its backup takes over, or it is restored" in caplog.text
+    assert "/job:ps/task:1 was lost: its variables are restored" in caplog.text
     assert "Create the strategy anew" not in caplog.text  # advice for a run that has ended
 
 

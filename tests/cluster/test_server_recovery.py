@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -65,9 +66,10 @@ class Counters:
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
 def test_the_script_goes_on_and_the_loss_is_reported_exactly(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other servers lose nothing; the lost one loses what came after the save, to the update."""
+    caplog.set_level(logging.INFO, "stratagem.coordinator")
     with LocalCluster(workers=2, ps=2) as cluster:
         strategy = sg.ParameterServerStrategy(
             cluster.resolver, sg.partitioners.FixedShardsPartitioner(2)
@@ -109,6 +111,9 @@ def test_the_script_goes_on_and_the_loss_is_reported_exactly(
                 assert [one.step for one in found] == [20, 60, 60]
                 assert [set(one.updates.values()) for one in found] == [{10}, {1}, {4}]
                 assert cluster.pid("ps", 1) != pid
+    assert caplog.text.count("; its replacement starts") == 3
+    assert "connects again, because /job:ps/task:1 is being restored" in caplog.text
+    assert "create a new strategy" not in caplog.text  # advice for a run that has ended
 
 
 @pytest.mark.process

@@ -390,5 +390,5 @@ def test_representations_show_state(two):
     assert "Scope of CentralStorageStrategy" in repr(two.scope())
     shown = two.run(lambda: (repr(sg.get_replica_context()), repr(context.current_replica())))
     assert shown[0].values[1] == "<ReplicaContext 1 of 2>"
-    assert "Replica 1 of 2 on /job:localhost" in shown[1].values[1]
+    assert "Replica 1 of 2 on cpu:1" in shown[1].values[1]
     assert repr(sg.ValueContext(1, 2)) == "ValueContext(1, 2)"

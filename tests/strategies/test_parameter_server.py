@@ -52,7 +52,7 @@ def test_no_resolver_at_all():
 def test_a_partitioner_must_be_callable():
     """Found at construction, before anything is connected."""
     spec = {"worker": ["a:1"], "ps": ["b:1"]}
-    with pytest.raises(TypeError, match=r"variable_partitioner=2 is a int.*FixedShards"):
+    with pytest.raises(TypeError, match=r"variable_partitioner=2 has type int.*FixedShards"):
         sg.ParameterServerStrategy(resolver(spec), 2)
 
 

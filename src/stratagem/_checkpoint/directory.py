@@ -255,7 +255,7 @@ def checked_path(name: str, path: object) -> Path:
     """
     if not isinstance(path, str | Path):
         raise TypeError(
-            f"{name}={path!r} is a {type(path).__name__}: expected a path, such as 'runs/ctr-v3'."
+            f"{name}={path!r} has type {type(path).__name__}: expected a path, such as 'runs/ctr-v3'."
         )
     if not str(path):
         raise ValueError(f"{name}='': expected a path, such as 'runs/ctr-v3'.")

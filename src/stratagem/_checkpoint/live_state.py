@@ -98,7 +98,7 @@ def check_objects(value: Any, path: Path) -> None:
         if isinstance(value, torch.utils.data.DataLoader):
             hint = " A DataLoader keeps no position: wrap it, as in sg.data.as_dataset(loader)."
         raise TypeError(
-            f"{'.'.join(map(str, path))} is a {type(value).__name__}: expected something with "
+            f"{'.'.join(map(str, path))} has type {type(value).__name__}: expected something with "
             "state_dict() and load_state_dict(), a variable, a tensor, or plain values (numbers, text, "
             f"lists, dictionaries).{hint}"
         )

@@ -326,10 +326,12 @@ class CheckpointManager(Owner):
             saved = snapshot.write(self._directory, order, handle._is_urgent, show=show)
         except Exception as error:  # noqa: BLE001 # the next call raises it
             counters.counter("checkpoint.failed").add()
-            trace = None if isinstance(error, CheckpointError) else error  # it says everything
-            _log.error("the save of step %d failed: %s", order.step, error, exc_info=trace)
-            # A lost server is restored, and the next save is made.
             handle._seen = self._recovers and isinstance(error, ServerLostInSave)
+            if handle._seen:  # the server is restored
+                _log.warning("step %d is not saved: %s; the next save follows", order.step, error)
+            else:
+                trace = None if isinstance(error, CheckpointError) else error  # it says everything
+                _log.error("the save of step %d failed: %s", order.step, error, exc_info=trace)
             handle._end(None, error)
             return
         except BaseException as error:  # Ctrl-C: raised here and now
@@ -476,11 +478,10 @@ class CheckpointManager(Owner):
             self._thread = None
 
     def _raise_earlier_failure(self) -> None:
-        error = None if self._running is None else self._running._unseen_error()
-        if self._running is not None and error is not None:
-            raise CheckpointError(
-                f"the save of step {self._running.step} failed: {error}"
-            ) from error
+        running = self._running
+        error = None if running is None else running._unseen_error()
+        if running is not None and error is not None:
+            raise CheckpointError(f"the save of step {running.step} failed: {error}") from error
 
     def _check_open(self) -> None:
         if self._closed:

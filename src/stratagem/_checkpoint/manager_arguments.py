@@ -26,7 +26,7 @@ def check_manager_arguments(
     """
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
-            f"checkpoint={checkpoint!r} is a {type(checkpoint).__name__}: expected an sg.Checkpoint, such as "
+            f"checkpoint={checkpoint!r} has type {type(checkpoint).__name__}: expected an sg.Checkpoint, such as "
             "sg.Checkpoint(model=model, optimizer=optimizer)."
         )
     if on_server_loss not in ("partial", "rewind", "raise"):
@@ -49,7 +49,7 @@ def _check_positive(name: str, value: object, kind: type, expected: str) -> None
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected {expected}.")
+        raise TypeError(f"{name}={value!r} has type {type(value).__name__}: expected {expected}.")
     if not value > 0:  # type: ignore[operator]
         raise ValueError(f"{name}={value!r}: expected {expected}.")
 

@@ -116,6 +116,13 @@ class ServerLostInSave(CheckpointError):
     """A parameter server did not take part in a save or restore to its end."""
 
 
+def lost_in_save(error: Exception, what: str = "") -> ServerLostInSave:
+    """Return the error of a save or restore that failed because of one of `LOSSES`."""
+    if isinstance(error, ParameterServerLost):  # its text is advice for a run that has ended
+        return ServerLostInSave(f"parameter server {error.task} does not answer")
+    return ServerLostInSave(f"{what or 'a parameter server does not answer'}: {error}")
+
+
 @final
 class ServerGroup(Owner):
     """The parameter servers of one strategy, with a connection of its own to each."""
@@ -179,7 +186,7 @@ class ServerGroup(Owner):
                 is_known = is_known and spare is not None
                 self.connections[server] = spare or replacement.connect_beside(server)
         except LOSSES as error:
-            raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
+            raise lost_in_save(error) from error
         if is_known:
             return ""  # the cut itself tells if that has changed
         replacement.checked_directories.discard(str(directory))
@@ -201,7 +208,7 @@ class ServerGroup(Owner):
             for remote in list(self.variables._remotes):
                 self.variables.client.map(remote.places)
         except LOSSES as error:
-            raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
+            raise lost_in_save(error) from error
 
     def ask(self, wanted: Mapping[int, Message]) -> dict[int, Any]:
         """Send one request to each server, all at once; return the answers.
@@ -221,7 +228,7 @@ class ServerGroup(Owner):
                 for server, call in calls.items()
             }
         except LOSSES as error:
-            raise ServerLostInSave(f"a parameter server cannot be reached: {error}") from error
+            raise lost_in_save(error) from error
 
     def follow(
         self,

@@ -31,6 +31,7 @@ from stratagem._checkpoint.server_group import (
     RemoteTensor,
     ServerGroup,
     ServerLostInSave,
+    lost_in_save,
     pieces_of,
     say_once,
     strategies_of,
@@ -317,7 +318,7 @@ class ServerWriter:
             connection.request(order)
             report = self._group.follow(self._server, progress, self._urgent)
         except LOSSES as error:
-            raise ServerLostInSave(f"{connection.task} did not write its rows: {error}") from error
+            raise lost_in_save(error, f"{connection.task} did not write its rows") from error
         size = path.stat().st_size
         if size != report.size:
             raise CheckpointError(

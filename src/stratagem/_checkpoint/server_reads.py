@@ -18,8 +18,8 @@ from stratagem._checkpoint.server_group import (
     LOSSES,
     RemoteTensor,
     ServerGroup,
-    ServerLostInSave,
     layout_of,
+    lost_in_save,
     pieces_of,
     say_once,
     strategies_of,
@@ -195,9 +195,7 @@ class ServerReads(Owner):
                 if not verify:
                     self.points.append((group.variables, _point(group, *chain[0], orders)))
             except LOSSES as error:
-                raise ServerLostInSave(
-                    f"a parameter server did not read its rows: {error}"
-                ) from error
+                raise lost_in_save(error, "a parameter server did not read its rows") from error
 
     @override
     def close(self) -> None:

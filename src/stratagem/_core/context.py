@@ -70,7 +70,7 @@ class Replica:
 
     @override
     def __repr__(self) -> str:
-        return f"<Replica {self.id} of {self.group.size} on {self._logical.name}>"
+        return f"<Replica {self.id} of {self.group.size} on {self._logical.short}>"
 
 
 class _Frame:

@@ -101,7 +101,7 @@ def parse_device(device: object) -> Device:
         return Device(kind, device.index or 0)
     if not isinstance(device, str):
         raise TypeError(
-            f"device={device!r} is a {type(device).__name__}: expected one device name such as "
+            f"device={device!r} has type {type(device).__name__}: expected one device name such as "
             '"cpu:0" or "gpu:1", or a torch.device.'
         )
     if device == "":
@@ -172,7 +172,7 @@ def resolve_devices(devices: object, *, argument: str) -> tuple[Device, ...]:
         )
     if not isinstance(devices, Iterable):
         raise TypeError(
-            f"{argument}={devices!r} is a {type(devices).__name__}: expected a list of device "
+            f"{argument}={devices!r} has type {type(devices).__name__}: expected a list of device "
             'names, such as ["cpu:0", "cpu:1"].'
         )
     return tuple(resolve_device(each) for each in devices)

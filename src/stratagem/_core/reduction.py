@@ -44,7 +44,7 @@ def as_reduce_op(op: Any) -> ReduceOp:
         return op
     if not isinstance(op, str):
         raise WrongArgumentType(
-            f"reduce_op={op!r} is a {type(op).__name__}: expected ReduceOp.SUM, ReduceOp.MEAN or one "
+            f"reduce_op={op!r} has type {type(op).__name__}: expected ReduceOp.SUM, ReduceOp.MEAN or one "
             "of their names."
         )
     found = ReduceOp.__members__.get(op.upper())

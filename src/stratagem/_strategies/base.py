@@ -46,6 +46,7 @@ from stratagem._core.user_contexts import InputContext, ValueContext
 from stratagem._owner import Owner
 from stratagem._strategies import step_loop
 from stratagem._strategies.async_functions import refuse_async, refuse_unawaited
+from stratagem._strategies.constructor_call import constructor_call
 from stratagem.errors import ContextError, MisuseError
 
 GradientAggregation = Literal["mean", "sum"]
@@ -109,8 +110,7 @@ class Strategy(Owner):
 
     @override
     def __repr__(self) -> str:
-        parts = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
-        return f"{type(self).__name__}({parts})"
+        return constructor_call(type(self), self._arguments())
 
     # -------------------------------------------------------------- properties
 
@@ -187,7 +187,7 @@ class Strategy(Owner):
         """
         if not isinstance(args, tuple | list):
             raise ValueError(
-                f"args={args!r} is a {type(args).__name__}: expected a tuple or list of positional "
+                f"args={args!r:.200} has type {type(args).__name__}: expected a tuple or list of positional "
                 "arguments, such as args=(batch,)."
             )
         return self._call_for_each_replica(fn, args, kwargs)
@@ -342,12 +342,12 @@ class Strategy(Owner):
         """Implement `run` without the check of ``args`` (``extended.call_for_each_replica``)."""
         if not callable(fn):
             raise TypeError(
-                f"fn={fn!r} is a {type(fn).__name__}, not callable: expected the step function "
+                f"fn={fn!r:.200} has type {type(fn).__name__}, which is not callable: expected the step function "
                 "itself, such as strategy.run(step, args=(batch,))."
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(
-                f"kwargs={kwargs!r:.200} is a {type(kwargs).__name__}: expected a dict of keyword "
+                f"kwargs={kwargs!r:.200} has type {type(kwargs).__name__}: expected a dict of keyword "
                 'arguments, such as kwargs={"scale": 2.0}, or None.'
             )
         refuse_async(fn, "run()")

@@ -68,7 +68,7 @@ class CentralStorageStrategy(Strategy):
             name = devices.parse_device(given).name
         if name is None:
             raise ValueError(
-                f"parameter_device={given!r} is a {type(given).__name__}: expected the name of "
+                f"parameter_device={given!r} has type {type(given).__name__}: expected the name of "
                 'one device, such as "cpu:0". Central storage keeps variables on one device.'
             )
         return name

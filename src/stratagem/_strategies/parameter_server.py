@@ -109,7 +109,7 @@ class ParameterServerStrategy(Strategy):
         check_staleness(staleness, backups)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
-                f"variable_partitioner={variable_partitioner!r} is a "
+                f"variable_partitioner={variable_partitioner!r} has type "
                 f"{type(variable_partitioner).__name__}: expected a partitioner, such as "
                 "sg.partitioners.FixedShardsPartitioner(2), or None."
             )

@@ -25,7 +25,7 @@ def check_cluster(resolver: Any) -> Any:
         )
     if not callable(getattr(resolver, "cluster_spec", None)):
         raise TypeError(
-            f"cluster_resolver={resolver!r} is a {type(resolver).__name__}: expected a resolver, such as "
+            f"cluster_resolver={resolver!r} has type {type(resolver).__name__}: expected a resolver, such as "
             "cluster.resolver of an sg.LocalCluster, or sg.cluster_resolver.TFConfigClusterResolver()."
         )
     spec = resolver.cluster_spec()

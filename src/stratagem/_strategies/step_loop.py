@@ -61,7 +61,7 @@ def check_arguments(step: object, steps: object) -> None:
     """Raise if the step is not callable, or the number of steps is no number."""
     if not callable(step):
         raise TypeError(
-            f"step={step!r} is a {type(step).__name__}, not callable: expected a function of one "
+            f"step={step!r:.200} has type {type(step).__name__}, which is not callable: expected a function of one "
             "batch, such as strategy.run_steps(step, dataset)."
         )
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):

@@ -266,7 +266,7 @@ def _destination_devices(destinations: Any) -> tuple[torch.device, ...]:
     """
     if isinstance(destinations, list | tuple):
         raise WrongArgumentType(
-            f"destinations={destinations!r} is a {type(destinations).__name__}: expected one "
+            f"destinations={destinations!r} has type {type(destinations).__name__}: expected one "
             "device name, tensor, variable or distributed value."
         )
     if destinations is None or (isinstance(destinations, str) and destinations == ""):
@@ -283,7 +283,7 @@ def _destination_devices(destinations: Any) -> tuple[torch.device, ...]:
     if isinstance(destinations, torch.Tensor):
         return (destinations.device,)
     raise ValueError(
-        f"destinations={destinations!r} is a {type(destinations).__name__}: expected a device "
+        f"destinations={destinations!r} has type {type(destinations).__name__}: expected a device "
         "name, tensor, variable or distributed value."
     )
 

@@ -20,7 +20,12 @@ from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset, lease_all
 from stratagem._wire import messages
 from stratagem._wire.messages import Frame
-from stratagem.errors import ClosureAborted, ClosureCancelled, ClosureLostTooOften
+from stratagem.errors import (
+    ClosureAborted,
+    ClosureCancelled,
+    ClosureLostTooOften,
+    ParameterServerLost,
+)
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -195,7 +200,15 @@ class ClosureTable:
             if is_new:
                 self._warned[cause.task] = now
             level = logging.WARNING if is_new else logging.DEBUG
-            _log.log(level, "%s: %s is retried: %s", cause.task, name, cause.error)
+            lost = cause.error
+            if isinstance(lost, ParameterServerLost):  # its text is advice for a run that has ended
+                _log.log(
+                    level, "%s runs again, because %s cannot reach %s", name, cause.task, lost.task
+                )
+            else:
+                _log.log(
+                    level, "%s runs again, because it failed on %s: %s", name, cause.task, lost
+                )
 
     def keep_error(self, cause: Cause, closure: Closure | None = None) -> None:
         """Keep an error for `coordinator.errors`."""

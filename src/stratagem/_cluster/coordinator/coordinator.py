@@ -232,12 +232,12 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         refuse_async(fn, "schedule()")
         if args is not None and not isinstance(args, (tuple, list)):
             raise TypeError(
-                f"args={args!r} is a {type(args).__name__}: expected a tuple or list of positional "
+                f"args={args!r:.200} has type {type(args).__name__}: expected a tuple or list of positional "
                 "arguments, such as schedule(step, args=(it,))."
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(
-                f"kwargs={kwargs!r} is a {type(kwargs).__name__}: expected a dict of keyword "
+                f"kwargs={kwargs!r:.200} has type {type(kwargs).__name__}: expected a dict of keyword "
                 "arguments, such as schedule(step, kwargs={'rate': 0.1})."
             )
         engine = self._engine

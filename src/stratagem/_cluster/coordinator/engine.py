@@ -29,6 +29,7 @@ from stratagem._cluster.coordinator.closure_queue import ClosureQueue
 from stratagem._cluster.coordinator.closure_table import Cause
 from stratagem._cluster.coordinator.ended_inputs import EndedInputs
 from stratagem._cluster.coordinator.job_hold import JobHold
+from stratagem._cluster.coordinator.not_awaited import locked_not_awaited, log_at_exit
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.coordinator.part_affinity import PartAffinity
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, ResultCondition
@@ -116,6 +117,7 @@ class Engine:
     def start(self) -> None:
         """Start the threads that connect to the workers and watch them."""
         self._started = True
+        log_at_exit(self)
         self.hold.watch()
         for link in self.links.values():
             link.start()
@@ -127,17 +129,13 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
-            unfinished = "" if self.queue.idle else repr(self.queue)
+            lost = locked_not_awaited(self)
             self.closures.cancel_all(
                 ClosureCancelled("the coordinator was closed before this closure was done.")
             )
             self.changed.notify_all()
-        if unfinished and sys.exc_info()[0] is None:
-            _log.warning(
-                "closed before all scheduled functions had finished (%s): the others are cancelled. Call join() "
-                "first if their results count",
-                unfinished,
-            )
+        for text in lost if sys.exc_info()[0] is None else ():
+            _log.warning("the coordinator closes: %s", text)
         self.recoveries.close()
         self.result_condition.run_callbacks()
         close_links([*self.links.values(), *self._released_links], self.options.close_timeout_s)
@@ -274,7 +272,10 @@ class Engine:
 
     def worker_lost(self, link: WorkerLink, reason: Exception) -> None:
         """Fence the lost incarnation on every server, then let its closures run elsewhere."""
-        _log.warning("%s is lost: %s; its closures run elsewhere", link.task, reason)
+        if self.recoveries.ended_session(link.task_index, link.incarnation):
+            _log.info("%s connects again, because %s", link.task, reason)
+        else:
+            _log.warning("%s is lost: %s; its closures run elsewhere", link.task, reason)
         metrics.event("worker_lost", worker=link.task, reason=str(reason))
         self._workers_lost.add()
         lost = WorkerLost(f"{link.task} was lost: {reason}", task=link.task)
@@ -364,13 +365,7 @@ class Engine:
             elif isinstance(action, actions.RecallClosures):
                 link.notify(messages.Recall(closures=action.closures))
             elif isinstance(action, actions.SetAsideWorker):
-                link.give_up(
-                    WorkerLost(
-                        f"it does not reach {action.server}, which others reach; it is set aside until it "
-                        "does",
-                        task=link.task,
-                    )
-                )
+                link.give_up(WorkerLost(f"it does not reach {action.server}", task=link.task))
             else:
                 self._fence(link, action.incarnation)
         if self.result_condition.callbacks:

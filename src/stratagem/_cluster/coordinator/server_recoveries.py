@@ -60,7 +60,7 @@ class ServerRecoveries:
         # Without the error's advice, and no error itself: a kept log record would keep frames, and so memory of servers.
         why = "" if error.__cause__ is None else f" ({error.__cause__})"
         _log.warning(
-            "%s was lost%s: its backup takes over, or it is restored when it is back",
+            "%s was lost%s: its variables are restored from its backup or the newest checkpoint",
             error.task,
             why,
         )
@@ -209,4 +209,4 @@ class ServerRecoveries:
         for link in list(self._engine.links.values()):
             if link.connected:
                 self._ended.add((link.task_index, link.incarnation))
-                link.give_up(WorkerLost(f"{task} is restored: sessions begin anew", task=link.task))
+                link.give_up(WorkerLost(f"{task} is being restored", task=link.task))

@@ -368,7 +368,9 @@ def log_output(task: str, line: messages.LogLine) -> None:
     logger = logging.getLogger(f"stratagem.tasks.{task}")
     if not line.logger and not (logger.isEnabledFor(line.level) and logger.hasHandlers()):
         stream = sys.stdout if line.level < logging.WARNING else sys.stderr
-        print(f"[{task}] {line.text}", file=stream, flush=True)
+        # One write: other threads print, too.
+        stream.write(f"[{task}] {line.text}\n")
+        stream.flush()
         return
     origin = f"{line.logger}: " if line.logger else ""
     logger.log(line.level, "[%s] %s%s", task, origin, line.text)

@@ -119,7 +119,7 @@ def check_count(name: str, count: object) -> None:
     """Raise unless a value is a whole number of at least 1; ``workers=True`` is a mistake."""
     if isinstance(count, bool) or not isinstance(count, numbers.Integral):
         raise TypeError(
-            f"{name}={count!r} is a {type(count).__name__}: expected a whole number of at least 1, such "
+            f"{name}={count!r} has type {type(count).__name__}: expected a whole number of at least 1, such "
             f"as {name}=2."
         )
     if count < 1:

@@ -223,14 +223,20 @@ class TaskSupervisor(Owner):
             self.launcher.stop(event.task, signal.SIGKILL)
 
     def _locked_exited(self, state: _TaskState, how: str) -> TaskOrder | None:
-        """Note the end of a task; return the order for its replacement, if there is to be one."""
+        """Note and log the end of a task; return the order for its replacement."""
         was_ready, state.ready, state.ended = state.ready, False, how
         if self._closed:
             return None
         if state.order.ends and state.code == 0:
             return None
         metrics.event("task_ended", task=state.order.task, how=how)
-        _log.warning("%r%s", state, state.last_lines())
+        order = self._locked_replacement(state, was_ready=was_ready)
+        then = "" if order is None else "; its replacement starts"
+        _log.warning("%r%s%s", state, then, state.last_lines())
+        return order
+
+    def _locked_replacement(self, state: _TaskState, *, was_ready: bool) -> TaskOrder | None:
+        """Return the order for the replacement of a task that ended; None if there is none."""
         # A task that was never ready would fail again: its address may be taken, or its imports broken.
         # Replace only a task that was ready, or one whose old address may become free.
         if state.order.job not in self._restart or not (was_ready or state.retries > 0):

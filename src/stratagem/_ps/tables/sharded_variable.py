@@ -307,6 +307,6 @@ def _check_index(part: Any) -> None:
             )
     elif not (part is None or part is Ellipsis or isinstance(part, int)):
         raise TypeError(
-            f"index {part!r} is a {type(part).__name__}: expected integers, slices, Ellipsis, None "
+            f"index {part!r} has type {type(part).__name__}: expected integers, slices, Ellipsis, None "
             "or a mask of bools; for several rows use sparse_read(ids)."
         )

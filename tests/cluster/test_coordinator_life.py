@@ -89,6 +89,10 @@ def test_closing_the_strategy_closes_its_coordinator(cluster: sg.LocalCluster) -
     with pytest.raises(RuntimeError, match="this coordinator is closed"):
         never_used.schedule(lambda: 1)
     assert "closed" in repr(never_used)
+    with sg.ParameterServerStrategy(cluster.resolver) as without:
+        pass
+    with pytest.raises(RuntimeError, match="this coordinator is closed"):
+        list(without.run_steps(lambda batch: 1, [1]))
 
 
 def test_no_worker_answered_and_then_some_do(cluster: sg.LocalCluster) -> None:

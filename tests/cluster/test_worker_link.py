@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from waiting import wait_until
@@ -18,6 +21,7 @@ from stratagem._cluster.coordinator.worker_link import (
     WorkerAddresses,
     WorkerLink,
     close_links,
+    log_output,
 )
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
@@ -314,3 +318,12 @@ def test_workers_start_one_after_another(options: ClusterOptions, expected: list
         link._run()
         found += stop.waited
     assert found == expected
+
+
+def test_a_printed_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker has its own thread here, and a second write would leave room for another line."""
+    stream = Mock()
+    monkeypatch.setattr(sys, "stdout", stream)
+    line = messages.LogLine(level=logging.INFO, logger="", text="in the step")
+    log_output("/job:worker/task:0", line)
+    stream.write.assert_called_once_with("[/job:worker/task:0] in the step\n")

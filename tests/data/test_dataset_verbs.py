@@ -58,7 +58,9 @@ def test_text_travels_as_text():
 
 
 def test_slices_that_disagree_in_length_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"disagree in length \(\['x'\]: 3, \['y'\]: 4\)"):
+    with pytest.raises(
+        ValueError, match=r"disagree in length \(\['x'\]: 3, \['y'\]: 4\).*\.batch\("
+    ):
         Dataset.from_tensor_slices({"x": torch.ones(3), "y": torch.ones(4)})
     with pytest.raises(ValueError, match="no first dimension"):
         Dataset.from_tensor_slices(torch.tensor(3))

@@ -48,7 +48,8 @@ def _rows_error(nest: Any, what: str) -> UnequalRows:
     sizes = ", ".join(f"{name}: {len(leaf)}" for name, leaf in named)
     return UnequalRows(
         f"{what} has tensors that disagree in length ({sizes}). "
-        "Every tensor of a batch needs the same first dimension."
+        "Every tensor of a batch needs the same first dimension. If the dataset yields single rows, call "
+        ".batch(global_batch_size) on it first."
     )
 
 

@@ -285,8 +285,7 @@ class ParameterServerStrategy(Strategy):
 
     @override
     def _close(self) -> None:
-        if self._cluster_coordinator is not None:
-            self._cluster_coordinator.close()
+        _coordinator_class().of(self).close()  # a new one could not connect either
         self._session_end.detach()
         self._variables.close()
 

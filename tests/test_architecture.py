@@ -331,7 +331,6 @@ def test_one_small_mechanism_finds_changes() -> None:
     """It answers "has this changed since workers saw it", for functions, modules and optimizers."""
     files = (
         "_core/fingerprints.py",
-        "_core/same_code.py",
         "_core/torch_patches/change_notes.py",
         "_ps/coordinator/change_tracking.py",
     )

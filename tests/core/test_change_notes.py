@@ -28,8 +28,8 @@ def test_attributes_set_and_deleted_are_noted() -> None:
     layer.p = 0.25
     layer.note = "new"
     del layer.note
-    assert watch.take() == ["layer"]
-    assert watch.take() == []
+    assert watch.take() == {"layer"}
+    assert watch.take() == set()
 
 
 def test_an_assignment_torch_refuses_changes_nothing() -> None:
@@ -39,7 +39,7 @@ def test_an_assignment_torch_refuses_changes_nothing() -> None:
         layer.weight = 3
     with pytest.raises(AttributeError):
         del layer.nothing
-    assert watch.take() == []
+    assert watch.take() == set()
 
 
 def test_hooks_registered_and_removed_are_noted_by_their_dict() -> None:
@@ -47,14 +47,14 @@ def test_hooks_registered_and_removed_are_noted_by_their_dict() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     watch = watched(forward=layer._forward_hooks, step=optimizer._optimizer_step_pre_hooks)
     handle = layer.register_forward_hook(print)
-    assert watch.take() == ["forward"]
+    assert watch.take() == {"forward"}
     handle.remove()
-    assert watch.take() == ["forward"]
+    assert watch.take() == {"forward"}
     with optimizer.register_step_pre_hook(print):
-        assert watch.take() == ["step"]
-    assert watch.take() == ["step"]
+        assert watch.take() == {"step"}
+    assert watch.take() == {"step"}
     layer.register_forward_pre_hook(print)
-    assert watch.take() == []
+    assert watch.take() == set()
 
 
 def test_handles_work_as_torchs_do() -> None:
@@ -84,7 +84,7 @@ def test_a_watch_keeps_nothing_alive() -> None:
     reference = weakref.ref(layer)
     del layer
     assert reference() is None
-    assert watch.take() == ["layer"]
+    assert watch.take() == {"layer"}
 
 
 def test_changes_from_many_threads_all_arrive() -> None:
@@ -122,4 +122,4 @@ def test_a_watched_module_compiles_and_attributes_that_it_sets_are_noted() -> No
     x = torch.ones(1, 2)
     for calls in (1, 2, 3):
         torch.testing.assert_close(compiled(x), model.inner(x) + calls)
-        assert watch.take() == ["model"]
+        assert watch.take() == {"model"}

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stratagem._core.fingerprints import PLAIN
 from stratagem._core.managed import find_managed
-from stratagem._core.same_code import PLAIN
 from stratagem._core.step_code import Kinds
 from stratagem._core.torch_patches.private_api import version
 from stratagem.errors import ReplicaError

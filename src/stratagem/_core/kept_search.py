@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from stratagem._core.fingerprints import PLAIN, names_of
 from stratagem._core.installed import is_installed
 from stratagem._core.kept_places import NUMBERS, Place
 from stratagem._core.managed import find_managed
-from stratagem._core.same_code import PLAIN, names_of
 from stratagem._core.step_code import (
     ANY,
     LOCAL,

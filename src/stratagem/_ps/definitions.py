@@ -1,7 +1,7 @@
 """Messages from the coordinator to workers about a strategy's objects: plain data.
 
 A *definition* is what a worker needs to rebuild one object; other managed objects inside it travel as tokens. An
-`EntryChange` sets one entry of an object that the worker has (`coordinator/object_entries.py`).
+`EntryChange` sets one entry of an object that the worker has (`coordinator/change_tracking.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from stratagem._core.torch_patches import private_api
@@ -156,3 +157,42 @@ def compute(module: nn.Module, names: Sequence[str]) -> None:
     private_api.inject_class(module)
     for name in names:
         private_api.inject_property(module, name)
+
+
+def define_module(module: nn.Module) -> Sequence[object]:
+    """Return the two halves of a module's pickle: how it is made, then its state.
+
+    Example:
+        >>> made, state = define_module(nn.Linear(2, 1))
+        >>> made.arguments[0].__name__, sorted(state.state["_parameters"])
+        ('Linear', ['bias', 'weight'])
+    """
+    state: Any
+    if parametrize.is_parametrized(module):  # torch does not pickle a class that is made on the fly
+        made, state = ModuleDefinition(make_parametrized, class_of(module)), vars(module)
+    else:
+        reduced: Any = module.__reduce_ex__(4)
+        make, arguments = reduced[:2]
+        if make is vars(copyreg)["__newobj__"] and len(arguments) == 1:
+            make = make_module
+        made, state = ModuleDefinition(make, arguments), reduced[2] if len(reduced) > 2 else None
+    if type(state) is dict:
+        # Plain dicts of members: others would ask the servers for current values.
+        plain = {kind: dict(dict.items(state[kind])) for kind in MEMBERS if kind in state}
+        state = {**state, **plain}
+    return (made,) if state is None else (made, ModuleState(state))
+
+
+def class_of(module: Any) -> tuple[type[nn.Module], tuple[str, ...]]:
+    """Return a module's class as its author wrote it, and the names of its computed tensors.
+
+    Example:
+        >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 1))
+        >>> class_of(layer)[0].__name__, class_of(layer)[1]
+        ('Linear', ('weight',))
+    """
+    plain, computed = type(module), ()
+    if "parametrizations" in vars(module)["_modules"]:
+        plain = parametrize.type_before_parametrizations(module)
+        computed = tuple(module.parametrizations)
+    return getattr(plain, "_plain_class", plain), computed  # one of `special_modules`

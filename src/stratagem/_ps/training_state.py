@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem._core.counters import StepCounter, is_counter
-from stratagem._core.same_code import PLAIN
+from stratagem._core.fingerprints import PLAIN
 from stratagem._core.torch_patches.private_api import update_scale
 from stratagem._ps.definitions import Token
 from stratagem.errors import MisuseError

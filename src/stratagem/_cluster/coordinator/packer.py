@@ -30,9 +30,8 @@ from stratagem._cluster.coordinator.worker_numbers import NumbersOnWorkers, unwr
 from stratagem._cluster.global_random import global_function
 from stratagem._cluster.size_limit import check_size
 from stratagem._core.counters import learn
-from stratagem._core.fingerprints import Fingerprint, plain_fingerprint
+from stratagem._core.fingerprints import PLAIN, Fingerprint, plain_fingerprint
 from stratagem._core.installed import is_installed
-from stratagem._core.same_code import PLAIN
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest, digest_of, pack, ship_by_value
 from stratagem._wire.frames import Buffer

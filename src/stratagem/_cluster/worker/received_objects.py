@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast, final
 from stratagem._cluster.contract import StrategyOnWorker
 from stratagem._cluster.global_random import find_function
 from stratagem._cluster.timed_iterator import TimedIterator
-from stratagem._core.same_code import PLAIN
+from stratagem._core.fingerprints import PLAIN
 from stratagem._data.shared_parts import LeasedReader
 from stratagem._wire import messages
 from stratagem._wire.codec import Rebuild, unpack

@@ -15,7 +15,6 @@ from typing import Any, Final, final
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from stratagem._core import torch_patches
 
@@ -42,30 +41,19 @@ class ChangeWatch:
         touched: keys of objects that changed.
     """
 
-    __slots__ = ("__weakref__", "keys", "touched")
-
     def __init__(self) -> None:
         global _watches
         self.keys: dict[int, Hashable] = {}
         self.touched: set[Hashable] = set()
         torch_patches.install(torch_patches.CHANGES)
-        _watches = (*_watches, weakref.ref(self, _drop))
+        living = [one for one in _watches if one() is not None]
+        _watches = (*living, weakref.ref(self))
 
-    def take(self) -> list[Hashable]:
+    def take(self) -> set[Any]:
         """Return the keys that were noted since the last call."""
-        taken = []
-        while self.touched:  # other threads may add: each step is one operation of the set
-            taken.append(self.touched.pop())
+        taken = self.touched.copy()  # other threads may add
+        self.touched -= taken
         return taken
-
-    @override
-    def __repr__(self) -> str:
-        return f"<ChangeWatch of {len(self.keys)} objects, {len(self.touched)} touched>"
-
-
-def _drop(reference: weakref.ref[ChangeWatch]) -> None:
-    global _watches
-    _watches = tuple(one for one in _watches if one is not reference)
 
 
 _ABSENT: Final = object()

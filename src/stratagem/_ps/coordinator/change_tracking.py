@@ -1,7 +1,11 @@
 """Find changes of a strategy's objects since they were last sent to workers.
 
-An object has entries (`object_entries.py`). The tracker has a fingerprint (`_core/fingerprints.py`) of each entry as
-workers know it, compares at each `schedule`, and returns an `EntryChange` for every difference. It compares
+An object has *entries*. A module's are its class and its attributes, among them the dicts of parameters, buffers,
+submodules and hooks. A parameter's are ``requires_grad`` and its dicts of hooks; an optimizer's are its groups, their
+settings and its dicts of hooks. A class, whose methods may change, has itself as its only entry.
+
+The tracker has a fingerprint (`_core/fingerprints.py`) of each entry as workers know it, compares at each `schedule`, and
+returns an `EntryChange` for every difference. It compares
 
 1. objects that torch's own methods noted (`_core/torch_patches/change_notes.py`);
 2. parts that change without a note: ``requires_grad``, submodules, settings of optimizers; and entries that can change
@@ -13,28 +17,35 @@ as it is; from then on its large values are compared only when they are assigned
 
 from __future__ import annotations
 
-import functools
 import logging
+import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._core.fingerprints import Fingerprint, Identity, plain_fingerprint
+from stratagem._core.fingerprints import PLAIN, Fingerprint, Identity, plain_fingerprint
 from stratagem._core.installed import is_installed
-from stratagem._core.same_code import PLAIN
 from stratagem._core.torch_patches.change_notes import ChangeWatch
-from stratagem._ps.coordinator.object_entries import (
-    Tracked,
+from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
+from stratagem._ps.coordinator.wrapped_optimizers import inner_of, wrapper_attributes
+from stratagem._ps.definitions import (
+    ATTRIBUTES,
+    GRADIENT_HOOKS,
+    HOOK_MARKS,
+    HOOKS,
+    MEMBERS,
+    STEP_HOOKS,
+    Entry,
+    EntryChange,
+    Token,
     class_of,
-    entries_of,
-    entry_of,
-    hook_dicts_of,
-    probe_of,
 )
-from stratagem._ps.definitions import HOOKS, MEMBERS, Entry, EntryChange, Token
+from stratagem._ps.optimizer_settings import own_attributes, plain_settings, settings_of
 from stratagem._wire.codec import digest
 
 _log = logging.getLogger("stratagem.ps")
@@ -42,10 +53,14 @@ _log = logging.getLogger("stratagem.ps")
 LARGE_BYTES: Final = 1 << 16
 """Size of a pickle that takes about a millisecond to compare."""
 
-_UNKNOWN: Final = (type(None), "unknown")
-"""Fingerprint that no value has."""
+Tracked = CoordinatorParameter | Optimizer | nn.Module | type
+"""Objects that have entries; a `CoordinatorParameter` stands for its parameter."""
+
+_NOT_ENTRIES = {"_compiled_call_impl", *MEMBERS, *HOOK_MARKS, *sum(HOOK_MARKS.values(), ())}
+_ENTRIES_OF_TORCH = {"_non_persistent_buffers_set", "_is_full_backward_hook"}
 
 _Entries = dict[Entry, Any]
+_Probe = Callable[[Any], object]
 _Seen = tuple[type, Hashable] | Fingerprint
 """An entry as workers know it."""
 
@@ -53,12 +68,12 @@ _Seen = tuple[type, Hashable] | Fingerprint
 class _Known:
     """State of one object as workers know it."""
 
-    def __init__(self, obj: Tracked) -> None:
+    def __init__(self, token: Token, obj: Tracked) -> None:
+        self.token = token
         self.reference: weakref.ref[Any] = weakref.ref(obj)
         self.entries: dict[Entry, _Seen] = {}
         # Entries that are compared only when the object is noted or published: large values.
         self.fixed: set[Entry] = {"_non_persistent_buffers_set"}
-        self.loose: list[Entry] = []  # all other entries that can change inside
         self.sent: set[Entry] = set()  # entries that changed after the first definition
         self.watched: tuple[int, ...] = ()
 
@@ -78,11 +93,12 @@ class ChangeTracker:
         self._name_parts = name_parts
         self._watch = ChangeWatch()
         self._known: dict[Token, _Known] = {}
-        # By token: function that reads the parts that change without a note, and its last result.
-        self._probes: dict[Token, tuple[weakref.ref[Any], Callable[[Any], object], object]] = {}
+        # By token: what reads the parts that change without a note, its last result, and all entries
+        # that can change inside.
+        self._probes: dict[Token, tuple[weakref.ref[Any], _Probe, object, list[Entry]]] = {}
         self._suspects: set[Token] = set()
         self._published: set[Token] = set()
-        self._found: list[tuple[Token, _Entries, set[Entry]]] = []
+        self._found: list[tuple[_Known, _Entries, set[Entry]]] = []
         self._looks: dict[int, tuple[Any, Fingerprint]] = {}  # by id of a value, during one call
         self._packed_bytes = 0
 
@@ -90,17 +106,16 @@ class ChangeTracker:
         """Note that workers get an object as it is; call this before packing its first definition."""
         known = self._known.get(token)
         if known is None or known.reference() is not obj:
-            self._known[token] = _Known(obj)
+            known = self._known[token] = _Known(token, obj)
             values = self._read(obj)
-            self._keep(token, obj, values, set(values))
+            self._keep(known, obj, values, set(values))
             self._looks.clear()
 
     def take_as_sent(self, token: Token, entries: dict[Entry, Any]) -> None:
         """Take these values of an object's entries as known to the workers, which made them."""
-        for _, known, _ in self._living([token]):
+        for known, _ in self._living([token]):
             known.sent |= entries.keys()
-            for entry, value in entries.items():
-                known.entries[entry] = self._look(entry, value)
+            known.entries.update({one: self._look(one, value) for one, value in entries.items()})
             self._suspects.add(token)  # the program may have set other values since
         self._looks.clear()
 
@@ -116,39 +131,34 @@ class ChangeTracker:
 
     def publish(self, tokens: Iterable[Token]) -> None:
         """Send all that can change inside these objects with the next function."""
-        tokens = [*tokens]
-        self._published.update(tokens)
-        for token, known, obj in self._living(tokens):
-            self._suspects.add(token)
-            loose = [one for one, found in known.entries.items() if _can_change(found)]
-            known.entries.update(dict.fromkeys(loose, _UNKNOWN))
-            if isinstance(obj, nn.Module):
-                self.publish([_class_token(obj)])
+        named = {*tokens}
+        named |= {_class_token(obj) for _, obj in self._living(named)}
+        self._published |= named
+        for known, _ in self._living(named):
+            self._suspects.add(known.token)
+            for one in [one for one, seen in known.entries.items() if _can_change(seen)]:
+                del known.entries[one]
 
     def changes(self) -> list[EntryChange]:
         """Return every entry that workers do not have; the same again until `accept` is called."""
-        if self._watch.touched:
-            touched: Any = self._watch.take()
-            self._suspects.update(touched)
-        for token, (reference, probe, expected) in self._probes.items():
+        self._suspects |= self._watch.take()
+        for token, (reference, probe, expected, loose) in self._probes.items():
             obj = reference()
-            if obj is not None and probe(obj) != expected:
+            if obj is not None and (
+                probe(obj) != expected or (loose and self._differs(token, obj, loose))
+            ):
                 self._suspects.add(token)
-        self._looks.clear()
-        if not self._suspects:
-            return []
         self._found = []
         changes: list[EntryChange] = []
-        for token, known, obj in self._living(self._suspects):
+        for known, obj in self._living(self._suspects):
             values, before = self._read(obj), known.entries
-            changed = before.keys() ^ values.keys()
-            changed |= {
+            changed = {
                 one
-                for one in before.keys() & values.keys()
-                if before[one] != self._look(one, values[one])
+                for one in before.keys() | values.keys()
+                if before.get(one) != (self._look(one, values[one]) if one in values else None)
             }
-            self._found.append((token, values, changed))
-            changes += _changes(token, values, changed)
+            self._found.append((known, values, changed))
+            changes += _changes(known.token, values, changed)
         if not changes:
             self.accept()
         self._looks.clear()
@@ -160,42 +170,39 @@ class ChangeTracker:
         Not those of which only immutable values changed, maybe at every step: `current` has these.
         """
         found: list[Token] = []
-        for token, values, changed in self._found:
-            before = self._known[token].entries
-            if token[0] == "class":
-                found += [
-                    one for one, _, obj in self._living(self._known) if _class_token(obj) == token
-                ]
+        for known, values, changed in self._found:
+            if known.token[0] == "class":
+                living = self._living(self._known)
+                found += [one.token for one, obj in living if _class_token(obj) == known.token]
             elif any(
-                type(values.get(one)) not in PLAIN or isinstance(before.get(one), Fingerprint)
+                type(values.get(one)) not in PLAIN or type(known.entries.get(one)) is Fingerprint
                 for one in changed
             ):
-                found.append(token)
+                found.append(known.token)
         return found
 
     def accept(self) -> None:
         """Take everything that `changes` returned as known to the workers."""
-        for token, values, changed in self._found:
-            for _, known, obj in self._living([token]):
+        for known, values, changed in self._found:
+            for _, obj in self._living([known.token]):
                 known.sent |= changed
-                self._keep(token, obj, values, changed)
+                self._keep(known, obj, values, changed)
         self._found = []
         self._suspects.clear()
         self._looks.clear()
 
     def current(self) -> list[EntryChange]:
         """Return every entry that changed after the first definition of its object, as it is now."""
-        living = [one for one in self._living(self._known) if one[1].sent]
+        living = [(known, obj) for known, obj in self._living(self._known) if known.sent]
         return [
             change
-            for token, known, obj in living
-            for change in _changes(token, entries_of(obj), known.sent)
+            for known, obj in living
+            for change in _changes(known.token, entries_of(obj), known.sent)
         ]
 
-    def _living(self, tokens: Iterable[Token]) -> list[tuple[Token, _Known, Any]]:
-        pairs = [(token, self._known[token]) for token in tokens if token in self._known]
-        every = [(token, known, known.reference()) for token, known in pairs]
-        return [one for one in every if one[2] is not None]
+    def _living(self, tokens: Iterable[Token]) -> list[tuple[_Known, Any]]:
+        every = [self._known[token] for token in tokens if token in self._known]
+        return [(known, obj) for known in every if (obj := known.reference()) is not None]
 
     def _read(self, obj: Tracked) -> _Entries:
         if isinstance(obj, nn.Module):
@@ -204,24 +211,27 @@ class ChangeTracker:
                     self._name_parts(part)
         return entries_of(obj)
 
-    def _keep(self, token: Token, obj: Tracked, values: _Entries, changed: set[Entry]) -> None:
+    def _keep(self, known: _Known, obj: Tracked, values: _Entries, changed: set[Entry]) -> None:
         """Remember an object, of which some entries have changed."""
-        known = self._known[token]
         before, after, large = [known.entries.pop(one, None) for one in changed], [], []
         for one in changed & values.keys():
             self._packed_bytes = 0
             known.entries[one] = self._look(one, values[one])
             after.append(known.entries[one])
             large += [one] if self._packed_bytes > LARGE_BYTES else []
-        if None not in before and not any(
-            isinstance(one, Fingerprint) for one in (*before, *after)
-        ):
-            # train(), eval(), a number: nothing that is watched has changed.
-            if token in self._probes:
-                reference, probe, _ = self._probes[token]
-                self._probes[token] = reference, probe, probe(obj)
-            return
-        if token in self._published:
+        if not all(type(one) is tuple for one in (*before, *after)):
+            self._watch_parts(known, obj, large)
+        # Else train(), eval(), a number: nothing that is watched has changed.
+        can_change = [one for one, seen in known.entries.items() if _can_change(seen)]
+        loose = [one for one in can_change if one not in known.fixed]
+        probe = _probe_of(obj)
+        self._probes.pop(known.token, None)
+        if loose or probe is not type:
+            self._probes[known.token] = known.reference, probe, probe(obj), loose
+
+    def _watch_parts(self, known: _Known, obj: Tracked, large: Sequence[Entry]) -> None:
+        """Have changes of an object noted that torch's own methods make."""
+        if known.token in self._published:
             known.fixed.update(large)
         elif large:
             _log.warning(
@@ -230,35 +240,25 @@ class ChangeTracker:
                 "or keep such data outside the module.",
                 *(type(obj).__name__, large[0]),
             )
-        known.watched = tuple([id(one) for one in hook_dicts_of(obj).values()])
+        known.watched = tuple([id(one) for one in _hook_dicts_of(obj).values()])
         if isinstance(obj, nn.Module):
             known.watched += id(obj), *[id(vars(obj)[kind]) for kind in MEMBERS]
             if not is_installed(class_of(obj)[0].__module__):
                 self.define(_class_token(obj), class_of(obj)[0])
-        self._watch.keys.update(dict.fromkeys(known.watched, token))
-        known.loose = [
-            one
-            for one, found in known.entries.items()
-            if _can_change(found) and one not in known.fixed
-        ]
-        read = probe_of(obj)
-        if known.loose:
-            read = functools.partial(self._probe, known, read)
-        self._probes.pop(token, None)
-        if read is not None:
-            self._probes[token] = known.reference, read, read(obj)
+        self._watch.keys.update(dict.fromkeys(known.watched, known.token))
 
-    def _probe(self, known: _Known, other: Callable[[Any], object] | None, obj: Tracked) -> object:
-        changed: list[Entry] = []
-        for one in known.loose:
-            seen, value = known.entries[one], entry_of(obj, one)
-            is_same = (
-                isinstance(seen, Fingerprint)
+    def _differs(self, token: Token, obj: Tracked, loose: Sequence[Entry]) -> bool:
+        """Return whether one of these entries has changed inside."""
+        for one in loose:
+            seen, value = self._known[token].entries.get(one), _entry_of(obj, one)
+            if (
+                type(seen) is Fingerprint
                 and seen.managed_if_same(_comparable(one, value)) is not None
-            )
-            if not is_same and seen != self._look(one, value):
-                changed.append(one)
-        return changed, None if other is None else other(obj)
+            ):
+                continue
+            if seen != self._look(one, value):
+                return True
+        return False
 
     def _look(self, entry: Entry, value: Any) -> _Seen:
         if type(value) in PLAIN:
@@ -280,9 +280,7 @@ class ChangeTracker:
 
     @override
     def __repr__(self) -> str:
-        return (
-            f"<ChangeTracker of {len(self._known)} objects, {len(self._probes)} probed each time>"
-        )
+        return f"<ChangeTracker of {len(self._known)} objects, {len(self._probes)} read each time>"
 
 
 def _changes(token: Token, values: _Entries, entries: set[Entry]) -> list[EntryChange]:
@@ -308,3 +306,103 @@ def _comparable(entry: Entry, value: Any) -> Any:
 
 def _can_change(seen: _Seen) -> bool:
     return isinstance(seen, Fingerprint) and seen.can_change
+
+
+def _hook_dicts_of(obj: Tracked) -> dict[str, dict[int, Any]]:
+    """Return the dicts in which torch keeps an object's hooks, by name."""
+    held: Any  # torch's own annotations do not know all of these attributes
+    if isinstance(obj, nn.Module | Optimizer):
+        held = vars(obj)
+        names = HOOK_MARKS if isinstance(obj, nn.Module) else STEP_HOOKS
+        # A class around an optimizer may not call `Optimizer.__init__`.
+        return {name: held[name] for name in names if name in held}
+    if isinstance(obj, type) or obj.kept.plan is not None:
+        return {}  # a table that is nowhere in one piece takes no hooks
+    # torch creates a tensor's dicts with the first hook; create them now, so that they can be watched.
+    held = obj.central
+    for name in GRADIENT_HOOKS:
+        if getattr(held, name) is None:
+            setattr(held, name, OrderedDict())
+    return {name: getattr(held, name) for name in GRADIENT_HOOKS}
+
+
+def entries_of(obj: Tracked) -> dict[Entry, Any]:
+    """Return an object's state, entry by entry."""
+    found: dict[Entry, Any] = {}
+    if isinstance(obj, type):
+        return {"members": obj}
+    if isinstance(obj, nn.Module):
+        found["__class__"] = class_of(obj)
+        # As the dicts hold them: a lookup would ask the servers for current values.
+        found.update({kind: dict(dict.items(vars(obj)[kind])) for kind in MEMBERS})
+        found.update(_attributes_of(obj))
+    elif isinstance(obj, Optimizer) and inner_of(obj) is not None:
+        own = wrapper_attributes(obj)  # the groups are those of the optimizer inside
+        found.update({ATTRIBUTES: own} if own else {})
+    elif isinstance(obj, Optimizer):
+        own = plain_settings(own_attributes(obj))
+        found.update({ATTRIBUTES: own} if own else {})
+        for number, settings in settings_of(obj).items():
+            found[number, "params"] = dict(obj.param_groups[number])
+            found.update({(number, name): value for name, value in settings.items()})
+    else:
+        found["requires_grad"] = obj.central.requires_grad
+    for kind, hooks in _hook_dicts_of(obj).items():
+        if hooks:
+            found[kind] = _hooks_of(obj, kind, hooks)
+    return found
+
+
+def _entry_of(obj: Tracked, entry: Entry) -> Any:
+    """Return one entry of an object, more quickly than `entries_of`; None if it does not exist."""
+    if entry in HOOKS:
+        return _hooks_of(obj, str(entry), _hook_dicts_of(obj)[str(entry)])
+    if isinstance(obj, nn.Module) and entry not in MEMBERS:
+        return vars(obj).get(str(entry))
+    return entries_of(obj).get(entry)
+
+
+def _hooks_of(obj: Tracked, kind: str, hooks: dict[int, Any]) -> dict[int, Any]:
+    """Return the hooks of one kind, each with the dicts in which torch marks it."""
+    marks = HOOK_MARKS[kind] if isinstance(obj, nn.Module) else ()
+    return {
+        number: (hook, tuple([mark for mark in marks if number in vars(obj)[mark]]))
+        for number, hook in hooks.items()
+    }
+
+
+def _attributes_of(module: Any) -> dict[str, Any]:
+    """Return the attributes that a module pickles, without names that torch derives from others."""
+    torchs: tuple[Any, ...] = nn.Module.__getstate__, nn.RNNBase.__getstate__
+    plain, computed = class_of(module)
+    own = None if computed or plain.__getstate__ in torchs else module.__getstate__()
+    is_torchs = type(module).__module__.startswith("torch.")
+    is_recurrent = isinstance(module, nn.RNNBase)
+    return {
+        name: value
+        for name, value in (own if isinstance(own, dict) else vars(module)).items()
+        if name not in _NOT_ENTRIES
+        and not (is_torchs and name[:1] == "_" and name not in _ENTRIES_OF_TORCH)
+        and not (is_recurrent and name.startswith("_flat_weight"))
+    }
+
+
+def _probe_of(obj: Tracked) -> _Probe:
+    """Return a quick function that reads the parts of an object which change without a note."""
+    if isinstance(obj, nn.Module):
+        return _read_parts if vars(obj)["_modules"] else type
+    if isinstance(obj, Optimizer):
+        return _read_groups
+    return type if isinstance(obj, type) else operator.attrgetter("central.requires_grad")
+
+
+def _read_parts(module: nn.Module) -> object:
+    parts = dict.values(vars(module)["_modules"])
+    return [None if part is None else weakref.ref(part) for part in parts]
+
+
+def _read_groups(optimizer: Optimizer) -> object:
+    # dict.items: a group that answers by context would look all its parameters up.
+    pairs = [pair for group in optimizer.param_groups for pair in dict.items(group)]
+    found = [tuple(map(id, value)) if name == "params" else value for name, value in pairs]
+    return [float(one) if isinstance(one, Tensor) else one for one in found]

@@ -30,14 +30,13 @@ from stratagem._core.variables import Variable
 from stratagem._ps import definitions
 from stratagem._ps.client.remote_storage import RemoteStorage
 from stratagem._ps.coordinator.advance_ledger import AdvanceLedger
-from stratagem._ps.coordinator.change_tracking import ChangeTracker
+from stratagem._ps.coordinator.change_tracking import ChangeTracker, entries_of
 from stratagem._ps.coordinator.coordinator_variables import (
     CoordinatorBuffer,
     CoordinatorParameter,
     CoordinatorVariables,
 )
 from stratagem._ps.coordinator.named_job import NamedJob
-from stratagem._ps.coordinator.object_entries import define_module, hook_entries
 from stratagem._ps.coordinator.server_control import ServerControl
 from stratagem._ps.coordinator.server_optimizers import OptimizersOnServers
 from stratagem._ps.coordinator.variable_creation import PerWorkerVariable
@@ -142,7 +141,7 @@ class ObjectHandles:
             return self._define_tensor(token, obj)
         if isinstance(obj, nn.Module):
             self._tracker.define(token, obj)
-            return define_module(obj)
+            return definitions.define_module(obj)
         if isinstance(obj, Optimizer):
             return self._define_optimizer(token, obj)
         if isinstance(obj, LRScheduler | GradScaler):
@@ -276,7 +275,7 @@ class ObjectHandles:
             managed.as_table,
             channels_last=managed.kept.plan is None and is_channels_last(managed.central),
         )
-        return made, *hook_entries(token, managed)
+        return made, *_hook_entries(token, managed)
 
     def _define_optimizer(self, token: Token, optimizer: Optimizer) -> Sequence[object]:
         inner = inner_of(optimizer)
@@ -286,7 +285,7 @@ class ObjectHandles:
         # never stepped.
         optimizer.__dict__["_opt_called"] = True
         if inner is not None:
-            return define_wrapper(optimizer, inner), *hook_entries(token, optimizer)
+            return define_wrapper(optimizer, inner), *_hook_entries(token, optimizer)
         made = definitions.OptimizerDefinition(
             number=number,
             kind=type(optimizer),
@@ -294,7 +293,7 @@ class ObjectHandles:
             groups=[dict(group) for group in optimizer.param_groups],
             settings=self._optimizers.initial_settings(optimizer),
         )
-        return made, *hook_entries(token, optimizer)
+        return made, *_hook_entries(token, optimizer)
 
     def _define_stateful(self, token: Token, obj: LRScheduler | GradScaler) -> Sequence[object]:
         if isinstance(obj, LRScheduler):
@@ -422,3 +421,12 @@ class ObjectHandles:
     @override
     def __repr__(self) -> str:
         return f"<ObjectHandles {len(self._tokens)} handles, {self._tracker!r}>"
+
+
+def _hook_entries(token: Token, obj: CoordinatorParameter | Optimizer) -> list[object]:
+    """Return the hooks on a parameter or optimizer, which its definition leaves out."""
+    return [
+        definitions.EntryChange(token, entry, value, exists=True)
+        for entry, value in entries_of(obj).items()
+        if entry in HOOKS and value
+    ]

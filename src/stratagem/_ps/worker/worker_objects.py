@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from stratagem._core.fingerprints import PLAIN
 from stratagem._core.replicated_buffers import ReplicatedBuffer
 from stratagem._core.replicated_parameters import ReplicatedParameter
-from stratagem._core.same_code import PLAIN
 from stratagem._core.torch_patches import module_members, special_modules
 from stratagem._core.variables import Variable
 from stratagem._ps import definitions

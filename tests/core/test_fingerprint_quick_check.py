@@ -1,4 +1,4 @@
-"""The quick check that a function leads to the same objects as before (`_core/same_code.py`)."""
+"""The quick check that a function leads to the same objects as before (`_core/fingerprints.py`)."""
 
 from __future__ import annotations
 

@@ -94,7 +94,6 @@ GATES: dict[str, set[str]] = {
     "bokeh": {
         "_monitor/page.py",
         "_monitor/web_server.py",
-        "_monitor/report.py",
         "_monitor/dashboard.py",
     },
     "ray": {"_cluster/launch/", "_data/ray_source.py", "integrations/ray.py"},
@@ -126,7 +125,7 @@ GATES: dict[str, set[str]] = {
     "os.memfd_create": {"_wire/shm.py", "_wire/task_notices.py"},
     "multiprocessing": set(),
     "torch.multiprocessing": set(),
-    "subprocess": {"_cluster/launch/", "_demo/artefacts.py"},
+    "subprocess": {"_cluster/launch/", "_demo/run.py"},
     "signal": {"_cluster/launch/", "_checkpoint/sigterm.py", "_faults.py"},
     "os.fork": {"_cluster/launch/"},
     "os.kill": {"_cluster/launch/", "_faults.py"},

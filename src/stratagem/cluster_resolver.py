@@ -1,7 +1,6 @@
 """Public classes that find a cluster and the task of this process in it."""
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.discovery.file_resolver import FileResolver
 from stratagem._cluster.discovery.platform_resolvers import (
     ExecutableLocation,
     GCEClusterResolver,
@@ -11,6 +10,7 @@ from stratagem._cluster.discovery.platform_resolvers import (
 )
 from stratagem._cluster.discovery.resolvers import (
     ClusterResolver,
+    FileResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,

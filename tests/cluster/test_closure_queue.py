@@ -19,8 +19,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     SetAsideWorker,
 )
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.ended_inputs import EndedInputs
-from stratagem._cluster.coordinator.part_affinity import PartAffinity
+from stratagem._cluster.coordinator.part_affinity import EndedInputs, PartAffinity
 
 
 def queue_of(workers: int, **options: int) -> ClosureQueue:

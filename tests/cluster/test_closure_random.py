@@ -189,7 +189,7 @@ STREAMS = """
 import random
 import numpy as np
 import torch
-from stratagem._cluster.worker.closure_random import ClosureRandom
+from stratagem._cluster.worker.coordinator_session import ClosureRandom
 
 stream = ClosureRandom(9)
 seen = set()

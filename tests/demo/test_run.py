@@ -10,9 +10,8 @@ import torch
 from waiting import wait_until
 
 from stratagem._demo import run
-from stratagem._demo.artefacts import draw_curves, save_model
 from stratagem._demo.clicks import ClickWorld
-from stratagem._demo.run import DemoOptions, run_demo
+from stratagem._demo.run import DemoOptions, draw_curves, run_demo, save_model
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from stratagem._monitor.cluster_view import (
     TableView,
     WorkerView,
 )
-from stratagem._monitor.report import write_report
+from stratagem._monitor.page import write_report
 from stratagem._snapshots import Event
 
 SCRIPT = "<script>window.pwned=1</script>"

@@ -7,7 +7,7 @@ import pickle
 
 import torch
 
-from stratagem._ps.client.lazy_value import LazyReadTensor
+from stratagem._ps.client.remote_storage import LazyReadTensor
 
 
 class Source:

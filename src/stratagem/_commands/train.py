@@ -172,7 +172,7 @@ def _watched(
         finally:
             view = monitor.look()
             if report is not None:
-                from stratagem._monitor.report import write_report
+                from stratagem._monitor.page import write_report
 
                 write_report(view, report, title=title)
 

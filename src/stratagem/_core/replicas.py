@@ -19,7 +19,6 @@ from stratagem._core.context import Replica
 from stratagem._core.devices import Device
 from stratagem._core.kept_search import function_key, with_objects
 from stratagem._core.kept_values import WatchedValues, kept_by
-from stratagem._core.leaf_writes import LeafWrites
 from stratagem._core.managed import finish_run
 from stratagem._core.rendezvous import (
     STRAGGLER_LIMIT_S,
@@ -37,7 +36,33 @@ from stratagem._core.replica_threads import (
 from stratagem._core.replicated_parameters import join_run
 from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches import private_api
+from stratagem._core.torch_patches.private_api import version
 from stratagem._core.torch_patches.random_streams import Streams
+
+
+class LeafWrites(OwnValues):
+    """Writes in place to parameters (``average.mul_(0.9)`` under ``no_grad``), in the turns of replicas.
+
+    When a replica's turn ends, its leaf keeps what was written, and the next replica finds the value from before.
+    `finish_run` compares the replicas' values and writes them once.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+
+    @override
+    def pause(self, replica_id: int) -> None:
+        """Keep the writes of a replica apart from the others'."""
+        record = self._replicas[replica_id].record
+        if record is None:
+            return
+        for leaf in record.leaves:
+            if leaf.has_own_memory or version(leaf.tensor) == leaf.version:
+                continue
+            if not leaf.shares or leaf.managed.can_undo:
+                with torch.inference_mode(False), torch.no_grad():
+                    leaf.keep_write()
+
 
 _ONE_ROW = (
     "(one row has no variance, so BatchNorm in training needs two rows per replica: use batches of at least "

@@ -79,7 +79,7 @@ class Dashboard(Owner):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of the run so far: one HTML file that needs no server and no network."""
-        from stratagem._monitor.report import write_report
+        from stratagem._monitor.page import write_report
 
         return write_report(self.monitor.look(), path, title=self._title)
 

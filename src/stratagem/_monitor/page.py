@@ -6,12 +6,16 @@ Colours of texts and lines suit a light and a dark background; the background fo
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 from bokeh.core.validation import silence
 from bokeh.core.validation.warnings import MISSING_RENDERERS
+from bokeh.document import Document
+from bokeh.embed import file_html
 from bokeh.models import (
     Column,
     ColumnDataSource,
@@ -26,6 +30,7 @@ from bokeh.models import (
     NumeralTickFormatter,
 )
 from bokeh.plotting import figure
+from bokeh.resources import INLINE
 from jinja2 import Environment
 
 from stratagem._monitor import markup
@@ -399,3 +404,17 @@ def _time_formatter() -> Any:
 def _milliseconds(times: Iterable[float]) -> list[float]:
     """Return times as Bokeh draws them: milliseconds since 1970, in local time like the event list."""
     return [1000.0 * (one + time.localtime(one).tm_gmtoff) for one in times]
+
+
+def write_report(view: ClusterView, path: str | os.PathLike[str], *, title: str) -> Path:
+    """Write the page of a view to a file, with everything that a browser needs; return the path."""
+    document = Document(title=title)
+    for root in Page(view).roots:
+        document.add_root(root)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = file_html(
+        document, INLINE, title, template=TEMPLATE, template_variables={"cards": CARDS}
+    )
+    target.write_text(text, encoding="utf-8")
+    return target

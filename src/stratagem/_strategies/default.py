@@ -11,7 +11,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._core import devices
 from stratagem._core.user_contexts import InputContext
-from stratagem._strategies.single_replica import SingleReplica
+from stratagem._strategies.one_device import SingleReplica
 from stratagem.errors import ContextError, MisuseError
 
 _made: list[DefaultStrategy] = []

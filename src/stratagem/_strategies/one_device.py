@@ -1,14 +1,41 @@
-"""`OneDeviceStrategy`: variables and computation on one device."""
+"""`OneDeviceStrategy`: variables and computation on one device; the base class of strategies with one replica."""
 
 from __future__ import annotations
 
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
-from stratagem._core import devices
-from stratagem._strategies.base import GradientAggregation
-from stratagem._strategies.single_replica import SingleReplica
+from stratagem._core import devices, reduction
+from stratagem._core.user_contexts import ValueContext
+from stratagem._strategies.base import GradientAggregation, Strategy
+
+
+class SingleReplica(Strategy):
+    """One replica: values are never wrapped. Abstract."""
+
+    _slices: ClassVar[bool] = False
+
+    @override
+    def _check_updated(self, variable: Any) -> None:
+        """Accept anything, as tf.distribute does."""
+
+    @override
+    def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:
+        return reduction.reduce_alone(op, value, axis)
+
+    @override
+    def _gather(self, value: Any, axis: int) -> Any:
+        return value
+
+    @override
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    @override
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        return value_fn(ValueContext())
 
 
 class SingleDevice(SingleReplica):

@@ -333,3 +333,14 @@ class FrameParser:
         self._view = memoryview(replacement)
         self._start = 0
         self._end = kept
+
+
+def check_size(buffers: Sequence[Buffer]) -> None:
+    """Reject a call or a result that is too large for one message."""
+    size = sum(memoryview(buffer).nbytes for buffer in buffers)
+    limit = Limits().frame_bytes
+    if size > limit:
+        raise ValueError(
+            f"{size} bytes of tensors in one call or result: at most {limit} bytes can be sent. Use "
+            "a variable or a per-worker dataset for data of this size."
+        )

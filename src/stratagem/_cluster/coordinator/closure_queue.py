@@ -41,10 +41,9 @@ from stratagem._cluster.coordinator.closure_actions import (
     SendClosures,
     SetAsideWorker,
 )
-from stratagem._cluster.coordinator.lost_closures import LostClosures
 from stratagem._cluster.coordinator.part_affinity import PartAffinity
 from stratagem._cluster.coordinator.queue_worker import QueueWorker
-from stratagem._cluster.coordinator.reported_failures import ReportedFailures
+from stratagem._cluster.coordinator.reported_failures import LostClosures, ReportedFailures
 from stratagem._cluster.coordinator.start_rule import StartRule
 
 

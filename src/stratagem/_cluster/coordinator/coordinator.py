@@ -25,13 +25,13 @@ from stratagem._cluster.coordinator.remote_values import (
     PerWorkerValues,
     RemoteValue,
     as_completed,
+    as_iterable,
     make_iterator,
     map_leaves,
     refuse_in_callback,
 )
 from stratagem._cluster.coordinator.sender import Closure
-from stratagem._cluster.coordinator.shared_dataset import SharedDataset, prepared
-from stratagem._cluster.coordinator.shared_ray_data import as_iterable, share_ray_data
+from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.startup import await_workers, make_engine
 from stratagem._cluster.coordinator.worker_status import WorkerStatus, WorkersView
 from stratagem._owner import Owner
@@ -251,7 +251,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         value = RemoteValue(engine.result_condition, call.function.name)
         closure = Closure(0, call, value, began, exactly_once)
         datasets = closure.datasets
-        with prepared(datasets), engine.changed:
+        with shared_dataset.prepared(datasets), engine.changed:
             self._ready_to_schedule()
             actions = engine.locked_add(closure, datasets)
         if faults.active is not None:
@@ -453,7 +453,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
     def _create_iterators(self, source: object) -> PerWorkerValues:
         with self._engine.lock:
             workers = tuple(link.task_index for link in self._engine.links.values())
-        source, end_sharing = share_ray_data(source)
+        source, end_sharing = shared_dataset.share_ray_data(source)
         values = self.create_per_worker_resource(make_iterator, args=(source, workers))
         if end_sharing is not None:
             weakref.finalize(values, end_sharing)

@@ -27,11 +27,10 @@ from stratagem._cluster.coordinator import closure_actions as actions
 from stratagem._cluster.coordinator.closure_actions import SENDING, Action, Sending
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
 from stratagem._cluster.coordinator.closure_table import Cause
-from stratagem._cluster.coordinator.ended_inputs import EndedInputs
 from stratagem._cluster.coordinator.job_hold import JobHold
 from stratagem._cluster.coordinator.not_awaited import locked_not_awaited, log_at_exit
 from stratagem._cluster.coordinator.packer import Encoded
-from stratagem._cluster.coordinator.part_affinity import PartAffinity
+from stratagem._cluster.coordinator.part_affinity import EndedInputs, PartAffinity
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, ResultCondition
 from stratagem._cluster.coordinator.reported_advances import locked_advance
 from stratagem._cluster.coordinator.resource_table import ResourceTable

@@ -28,13 +28,12 @@ from stratagem._cluster.coordinator.remote_values import PerWorkerValues, Remote
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.worker_numbers import NumbersOnWorkers, unwrapped
 from stratagem._cluster.global_random import global_function
-from stratagem._cluster.size_limit import check_size
 from stratagem._core.counters import learn
 from stratagem._core.fingerprints import PLAIN, Fingerprint, plain_fingerprint
 from stratagem._core.installed import is_installed
 from stratagem._wire import messages
 from stratagem._wire.codec import Outgoing, digest, digest_of, pack, ship_by_value
-from stratagem._wire.frames import Buffer
+from stratagem._wire.frames import Buffer, check_size
 from stratagem._wire.messages import Message, Packed
 from stratagem._wire.unpicklable import path_to
 from stratagem.errors import StratagemError

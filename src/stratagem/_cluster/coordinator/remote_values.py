@@ -10,6 +10,7 @@ import enum
 import inspect
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import torch
 from typing_extensions import override
 
-from stratagem._cluster.coordinator.shared_ray_data import as_iterable
 from stratagem._cluster.timed_iterator import TimedIterator
 from stratagem._core import context
 from stratagem._core.user_contexts import InputContext
@@ -463,3 +463,13 @@ def _to_numpy(leaf: Any) -> Any:
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.float()
     return tensor.numpy()[()]
+
+
+def as_iterable(source: object) -> object:
+    """Return a dataset over a Ray dataset or iterator; anything else unchanged."""
+    if "ray.data" not in sys.modules:
+        return source
+    from stratagem._data.dataset import as_dataset
+    from stratagem._data.ray_source import is_ray_data
+
+    return as_dataset(source) if is_ray_data(source) else source

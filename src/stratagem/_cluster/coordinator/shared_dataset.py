@@ -6,6 +6,7 @@ the worker that runs the function (`_data/shared_parts.py`). `LeaseLedger` decid
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -27,6 +28,7 @@ from stratagem.errors import DataError, EndOfData, MisuseError
 
 if TYPE_CHECKING:
     from stratagem._cluster.coordinator.engine import Engine
+
 
 _VERSION: Final = 1  # of the format of positions
 
@@ -359,3 +361,25 @@ def lease_all(closure: int, datasets: Sequence[SharedDataset]) -> tuple[HeldLeas
             held.dataset._ledger.ended(closure, ran=False)
         raise
     return tuple(leases)
+
+
+def share_ray_data(source: object) -> tuple[object, Callable[[], None] | None]:
+    """Return a dataset whose Ray datasets are shared by all workers, and a function that ends the sharing.
+
+    The source itself and None if it reads no Ray dataset.
+    """
+    if "ray.data" not in sys.modules:
+        return source, None
+    from stratagem._data.dataset import Dataset, as_dataset
+    from stratagem._data.ray_source import is_ray_data, share_node
+    from stratagem._strategies.worker_strategy import UnbuiltDataset
+
+    inner = source.source if isinstance(source, UnbuiltDataset) else source
+    if not isinstance(inner, Dataset) and not is_ray_data(inner):
+        return source, None
+    dataset = as_dataset(inner)
+    node, end = share_node(dataset.node)
+    if end is None:
+        return source, None
+    shared = Dataset(node)
+    return (source.with_source(shared) if isinstance(source, UnbuiltDataset) else shared), end

@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 import os
 import queue
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnWorker, WorkerSetup
-from stratagem._cluster.size_limit import check_size
-from stratagem._cluster.worker.closure_random import ClosureRandom
 from stratagem._cluster.worker.received_objects import ReceivedObjects
 from stratagem._cluster.worker.results import Results
 from stratagem._usage import process_usage
@@ -31,13 +31,47 @@ from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, dtype_from, pack, unpack
 from stratagem._wire.failures import failure_from
-from stratagem._wire.frames import Buffer
+from stratagem._wire.frames import Buffer, check_size
 from stratagem._wire.messages import Frame, Packed
 from stratagem._wire.process_probe import own_process
 from stratagem.errors import ConnectionLost, ProtocolError, WireError
 
 if TYPE_CHECKING:
     from stratagem._cluster.worker.worker import Worker
+
+
+_MASK: Final = (1 << 64) - 1
+_STEP: Final = 0x9E3779B97F4A7C15
+"""Odd, and with irregular bits in both halves: distinct closures get distinct, unrelated seeds."""
+
+
+@final
+class ClosureRandom:
+    """The random streams of one job on one worker."""
+
+    def __init__(self, seed: int) -> None:
+        self._base = _mix(seed)
+        self._has_cuda = torch.cuda.is_available()
+        self._seed_torch = torch.default_generator.manual_seed
+
+    def begin(self, number: int) -> None:
+        """Let the generators continue with the stream of closure `number`."""
+        seed = (self._base + number * _STEP) & _MASK
+        self._seed_torch(seed)
+        if self._has_cuda:
+            torch.cuda.manual_seed_all(seed)
+        seed = _mix(seed)
+        random.seed(seed)
+        np.random.seed(_mix(seed) >> 32)  # noqa: NPY002 - the global state; an array as seed would take 90 µs
+
+
+def _mix(seed: int) -> int:
+    """SplitMix64: return unrelated numbers for neighbouring seeds."""
+    z = (seed + _STEP) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
 
 TICK_S: Final = (
     0.1  # longest sleep of the receiving thread: bounds the delay of results and heartbeats

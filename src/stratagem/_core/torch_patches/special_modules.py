@@ -9,7 +9,7 @@ without Stratagem, and equals its plain class: programs ask ``type(module) == nn
 - old-style weight_norm, spectral_norm and pruning set a computed ``weight`` on the module in a forward hook: each
   replica has its own;
 - embeddings with ``scale_grad_by_freq`` or ``max_norm`` need the ids of the whole batch: refused in replicas;
-- SyncBatchNorm computes statistics of the whole batch: over the replicas (`sync_norm`).
+- SyncBatchNorm computes statistics of the whole batch: over the replicas.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import copy
 import copyreg
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from stratagem._core.context import current_replica
+from stratagem._core import collectives
+from stratagem._core.context import Replica, current_replica
 from stratagem._core.managed import ManagedParameter
-from stratagem._core.torch_patches import sync_norm
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._core.torch_patches.private_api import buffers_of, parameters_of
 from stratagem.errors import ReplicaError
@@ -226,4 +227,56 @@ class _NormOverReplicas(nn.SyncBatchNorm):
         this: Any = self
         this._check_input_dim(input)
         this._check_non_zero_input_channels(input)
-        return sync_norm.normalise(self, replica, input)
+        return _normalise(self, replica, input)
+
+
+def _normalise(module: Any, replica: Replica, x: Tensor) -> Tensor:
+    """Compute the training forward of a ``SyncBatchNorm`` in a replica of several."""
+    exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    mean, variance, count = _statistics(replica, exact)
+    if module.track_running_stats:
+        _track(module, mean.detach(), variance.detach(), count)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    y = (exact - mean.view(shape)) * torch.rsqrt(variance + module.eps).view(shape)
+    if module.weight is not None:
+        y = y * module.weight.view(shape)
+    if module.bias is not None:
+        y = y + module.bias.view(shape)
+    return y.to(x.dtype)
+
+
+def _statistics(replica: Replica, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return mean and biased variance per channel over all replicas' rows, and the number of values."""
+    count = x.numel() // x.shape[1]
+    if count:
+        variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+        own = torch.stack([mean, variance]).unsqueeze(0)
+    else:
+        own = x.sum() + x.new_zeros(1, 2, x.shape[1])  # part of the graph, as in other replicas
+    weight = replica.group.row_weights[replica.id]
+    if replica.strategy.gradient_aggregation == "sum":
+        weight = float(weight > 0)
+    parts, counts = collectives.all_gather(replica, (own, torch.tensor([count])), 0, weight=weight)
+    total = int(counts.sum())
+    if total <= 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got input size "
+            f"{x.shape} in the whole batch"
+        )
+    share = (counts.to(parts) / total).view(-1, 1)
+    whole = (parts[:, 0] * share).sum(0)
+    spread = (parts[:, 0] - whole).square()
+    return whole, ((parts[:, 1] + spread) * share).sum(0), total
+
+
+@torch.no_grad()
+def _track(module: Any, mean: Tensor, variance: Tensor, count: int) -> None:
+    """Update running statistics as torch does; every replica writes the same to its copy."""
+    module.num_batches_tracked.add_(1)
+    momentum = module.momentum
+    if momentum is None:  # a cumulative average
+        momentum = 1.0 / float(module.num_batches_tracked)
+    kept: Tensor = module.running_mean
+    kept.mul_(1 - momentum).add_(mean.to(kept.dtype), alpha=momentum)
+    kept = module.running_var
+    kept.mul_(1 - momentum).add_(variance.to(kept.dtype), alpha=momentum * count / (count - 1))

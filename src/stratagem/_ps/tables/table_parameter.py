@@ -34,8 +34,7 @@ from stratagem._ps.tables.row_lookup import (
     replica_device,
     row_ids,
 )
-from stratagem._ps.tables.table_gradient import TableGradient
-from stratagem._ps.tables.tensor_facts import ABOUT_THE_TENSOR, writes_first
+from stratagem._ps.tables.table_gradient import ABOUT_THE_TENSOR, TableGradient, writes_first
 from stratagem._ps.tables.writable_rows import WritableRows
 from stratagem.errors import ForeignParameterError
 

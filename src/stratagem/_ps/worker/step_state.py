@@ -1,23 +1,28 @@
-"""Wrapping optimizers (SAM) on a worker: their own code runs here, their state lasts for one function.
+"""State of the optimizers of a worker.
 
-The step of the optimizer inside goes to the parameter servers. A worker may be lost, and another one may run the next
+State and groups of an ordinary optimizer are on the servers and on the coordinator. Its object here would show an empty
+state, and keep a group or a state that a function gives it. So both are refused.
+
+Of a wrapping optimizer (SAM), its own code runs here, and its state lasts for one function. The step of the optimizer inside goes to the parameter servers. A worker may be lost, and another one may run the next
 function: state that such an optimizer keeps from one function to the next would be lost or differ without a sign. So a
 class that asks for such state gets an error.
 """
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from stratagem._core.torch_patches.optimizer_state import CentralState
 from stratagem._wire import codec
-from stratagem.errors import UnsupportedOptimizer
+from stratagem.errors import MisuseError, UnsupportedOptimizer
 
 
-def _refuse(owner: str, what: str) -> NoReturn:
+def _refuse_to_keep(owner: str, what: str) -> NoReturn:
     raise UnsupportedOptimizer(
         f"{owner} keeps {what} from one step to the next. Its code runs on workers, because it wraps another "
         "optimizer, and a worker's state is lost with the worker and not part of checkpoints. Give functions the "
@@ -36,11 +41,13 @@ class _ParameterState(dict[str, Any]):
         self._owner = owner
 
     def __missing__(self, key: str) -> NoReturn:
-        _refuse(self._owner, f"state[parameter][{key!r}]")
+        _refuse_to_keep(self._owner, f"state[parameter][{key!r}]")
 
     @override
     def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key) or _refuse(self._owner, f"state[parameter][{key!r}]")
+        return dict.__contains__(self, key) or _refuse_to_keep(
+            self._owner, f"state[parameter][{key!r}]"
+        )
 
     @override
     def get(self, key: str, default: Any = None, /) -> Any:
@@ -52,7 +59,7 @@ class _ParameterState(dict[str, Any]):
 
     @override
     def __len__(self) -> int:
-        return dict.__len__(self) or _refuse(self._owner, "the state of parameters")
+        return dict.__len__(self) or _refuse_to_keep(self._owner, "the state of parameters")
 
 
 @final
@@ -108,7 +115,7 @@ class WrapperStates:
             held = vars(wrapper)
             if attributes and _digest({name: held.get(name) for name in attributes}) != before:
                 vars(wrapper).update(attributes)
-                _refuse(type(wrapper).__name__, "values in its attributes")
+                _refuse_to_keep(type(wrapper).__name__, "values in its attributes")
 
 
 def _digest(attributes: dict[str, Any]) -> bytes:
@@ -116,3 +123,47 @@ def _digest(attributes: dict[str, Any]) -> bytes:
         return ("optimizer", id(obj)) if isinstance(obj, Optimizer) else None
 
     return codec.digest(attributes, describe)[0] if attributes else b""
+
+
+_METHODS: Final = ("add_param_group", "load_state_dict", "state_dict")
+_READS_AND_WRITES: Final = (
+    "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__", "clear", "get", "items", "keys",
+    "pop", "popitem", "setdefault", "update", "values",
+)  # fmt: skip
+
+
+@final
+class StateOnServers(CentralState):
+    """``optimizer.state`` of an optimizer whose state is on the parameter servers."""
+
+    __slots__ = ()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self._optimizer(), "state")
+
+
+for _name in _READS_AND_WRITES:
+    setattr(StateOnServers, _name, StateOnServers._refuse)
+
+
+def refuse_changes(optimizer: Optimizer) -> None:
+    """Let an optimizer of a worker refuse other groups and a whole state."""
+    for name in _METHODS:
+        vars(optimizer)[name] = types.MethodType(_refusing(name), optimizer)
+
+
+def _refusing(name: str) -> Any:
+    def method(self: Optimizer, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self, f"{name}()")
+
+    return method
+
+
+def _refuse(optimizer: Optimizer | None, what: str) -> NoReturn:
+    name = type(optimizer).__name__
+    raise MisuseError(
+        f"{name}.{what} was used in a scheduled function. The optimizer's state is on the parameter servers, and its "
+        f"parameter groups belong to the coordinator: a worker has neither. Use it on the coordinator, after join(): "
+        "optimizer.state_dict() there fetches the state, load_state_dict() sends it, and add_param_group() adds "
+        "parameters for the functions that follow."
+    )

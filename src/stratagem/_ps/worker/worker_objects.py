@@ -34,7 +34,7 @@ from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.training_state import Advance, StateSnapshot
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder, WatchedGroup
 from stratagem._ps.worker.entry_changes import EntryWriter
-from stratagem._ps.worker.state_on_servers import StateOnServers, refuse_changes
+from stratagem._ps.worker.step_state import StateOnServers, refuse_changes
 from stratagem._ps.worker.worker_variables import WorkerClosure, WorkerVariables
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError

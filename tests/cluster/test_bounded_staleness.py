@@ -12,9 +12,9 @@ from scheduling import WAIT_S
 from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
-from stratagem._cluster.coordinator.bounded_staleness import BoundedStaleness
 from stratagem._cluster.coordinator.closure_actions import SendClosures
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
+from stratagem._cluster.coordinator.start_rule import BoundedStaleness
 
 
 def queue_of(workers: int, limit: int) -> ClosureQueue:

@@ -19,7 +19,7 @@ from stratagem._cluster.contract import ClusterStrategy
 from stratagem._cluster.coordinator.engine import Engine
 from stratagem._cluster.coordinator.worker_link import LinkSettings, WorkerAddresses, WorkerLink
 from stratagem._cluster.coordinator.worker_membership import WorkerMembership
-from stratagem._cluster.launch.open_files import check_open_files
+from stratagem._cluster.launch.launcher import check_open_files
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import check_destination
 from stratagem.config import ClusterOptions

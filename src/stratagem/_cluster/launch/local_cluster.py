@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final, final
 from typing_extensions import override
 
 from stratagem._cluster.launch.fork_launcher import ForkLauncher
-from stratagem._cluster.launch.launcher import EventHandler, Launcher, TaskOrder
-from stratagem._cluster.launch.open_files import check_open_files
+from stratagem._cluster.launch.launcher import EventHandler, Launcher, TaskOrder, check_open_files
 from stratagem._cluster.launch.supervised_cluster import SupervisedCluster, check_count
 from stratagem._cluster.launch.supervisor import TaskSupervisor
 from stratagem._wire.handshake import ClusterKey
@@ -195,7 +194,7 @@ def _make_launcher(in_process: bool, start_timeout_s: float, on_event: EventHand
 def _order_evaluator(order: TaskOrder, evaluator: object, folder: Path) -> TaskOrder:
     """Return the order for the task of an evaluator."""
     from stratagem._checkpoint.evaluator import Evaluator
-    from stratagem._cluster.launch.evaluator_task import write_evaluator
+    from stratagem._cluster.launch.tasks import write_evaluator
 
     if not isinstance(evaluator, Evaluator):
         raise TypeError(

@@ -12,8 +12,7 @@ from typing import Any, Final, final
 
 from typing_extensions import override
 
-from stratagem._cluster.launch.launcher import EventHandler, TaskOrder
-from stratagem._cluster.launch.open_files import check_open_files
+from stratagem._cluster.launch.launcher import EventHandler, TaskOrder, check_open_files
 from stratagem._cluster.launch.ray_launcher import RayLauncher
 from stratagem._cluster.launch.ray_placement import (
     STRATEGIES,

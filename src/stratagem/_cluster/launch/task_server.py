@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.launch.open_files import check_open_files
+from stratagem._cluster.launch.launcher import check_open_files
 from stratagem._cluster.launch.task_process import name_process, threads_of_task
 from stratagem._cluster.launch.tasks import Task, announce, make_task, warm_up
 from stratagem._cluster.worker.worker import Worker

@@ -9,26 +9,72 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 import torch
+from typing_extensions import override
 
 from stratagem import _faults, config
 from stratagem._checkpoint.server_files import access_to
-from stratagem._cluster.launch.evaluator_task import EvaluatorTask
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.launch.task_process import name_process
 from stratagem._cluster.worker.worker import Worker
+from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
 from stratagem._ps.server.loop import ParameterServer
 from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.server.shard_optimizer import ANY_MODULE
+from stratagem._wire import object_bytes
 from stratagem._wire.cluster_key import cluster_key
 from stratagem._wire.connecting import split_address
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import is_loopback
 from stratagem._wire.task_notices import NoticeHolder, TaskNotice
 from stratagem._wire.tls import TlsFiles, files_from_environment
+
+if TYPE_CHECKING:
+    from stratagem._checkpoint.evaluator import Evaluator
+
+
+def write_evaluator(evaluator: Evaluator, path: Path) -> None:
+    """Write an evaluator for another process.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+    try:
+        path.write_bytes(object_bytes.dump(evaluator))
+    except Exception as error:
+        raise TypeError(
+            f"{evaluator!r} cannot be sent to the process of the evaluator: {error}. Create what cannot be "
+            "pickled inside build() or evaluate()."
+        ) from error
+
+
+@final
+class EvaluatorTask(Owner):
+    """An evaluator that runs until its last checkpoint. It listens on no address.
+
+    Args:
+        path: the file that `write_evaluator` made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._evaluator: Evaluator = object_bytes.load(Path(path).read_bytes())
+        self.address = ""
+
+    def serve(self) -> None:
+        """Evaluate checkpoints in the calling thread."""
+        self._evaluator.run()
+
+    @override
+    def close(self) -> None:
+        """Stop after the current evaluation, from any thread. May be called again."""
+        self._evaluator.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<EvaluatorTask of {self._evaluator!r}>"
 
 
 class Task(Protocol):

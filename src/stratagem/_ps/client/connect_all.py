@@ -1,4 +1,4 @@
-"""Connect to every parameter server when a client starts.
+"""Connect to every parameter server when a client starts, and end a coordinator's session on all of them.
 
 Workers make one attempt: when they start, the servers are up. The session's owner waits (PSS-3), since the
 servers may just be starting. It logs which servers are late, and does not wait where waiting cannot help. A
@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 
-from stratagem._ps.client.server_connection import ServerConnection
+from stratagem._ps.client.server_connection import Membership, Pending, ServerConnection
+from stratagem._wire import messages
 from stratagem._wire.connecting import check_destination, is_unknown_name, reason
 from stratagem._wire.round_trip import attempt_limit_s
 from stratagem.errors import (
     AuthenticationError,
     ConnectionLost,
+    CoordinatorReplaced,
     DeadlineExceeded,
     ParameterServerLost,
     ProtocolError,
@@ -173,3 +175,33 @@ def _refuse_invalid_addresses(connections: Sequence[ServerConnection]) -> None:
             continue  # the resolver may know the address later
         except ValueError as error:
             raise ValueError(f"the address of {connection.task} is wrong: {error}.") from error
+
+
+def end_session(connections: Sequence[ServerConnection], membership: Membership) -> None:
+    """Ask every server to free the variables; wait for all together, for the heartbeat limit."""
+    calls: list[tuple[ServerConnection, Pending]] = []
+    for connection in connections:
+        if connection.is_open:  # else the server is gone, and its variables with it
+            pending = Pending(messages.CloseSession(session=membership.session), ())
+            try:
+                connection.send(pending, later=True)
+            except CoordinatorReplaced as error:  # it was cut off, and connected again
+                _log.debug("%s: %s", connection.task, error)
+                continue
+            connection.flush()
+            calls.append((connection, pending))
+    limit_s = max((connection.closing_limit_s() for connection, _ in calls), default=0.0)
+    deadline = time.monotonic() + limit_s
+    for connection, pending in calls:
+        try:
+            connection.collect(pending, timeout_s=max(0.0, deadline - time.monotonic()))
+        except CoordinatorReplaced as error:
+            _log.debug("%s: %s", connection.task, error)
+        except ParameterServerLost as error:
+            _log.warning(
+                "%s did not confirm the end of the session; it frees the variables %g s after "
+                "the connection has ended: %s",
+                connection.task,
+                membership.lease_s,
+                error,
+            )

@@ -20,7 +20,7 @@ from typing_extensions import override
 from stratagem import config
 from stratagem._owner import Owner
 from stratagem._ps.client import state_transfer, value_reads
-from stratagem._ps.client.connect_all import connect_all
+from stratagem._ps.client.connect_all import connect_all, end_session
 from stratagem._ps.client.mapping import MappedVariable, Mappings, ShardLocation
 from stratagem._ps.client.outbox import Outbox
 from stratagem._ps.client.server_connection import (
@@ -30,7 +30,6 @@ from stratagem._ps.client.server_connection import (
 )
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.server_replacement import ServerReplacement
-from stratagem._ps.client.session_end import end_session
 from stratagem._ps.client.shard_holders import Failover, ShardHolders, connections_of
 from stratagem._ps.client.value_reads import Placer, Reads
 from stratagem._ps.client.write_batch import WriteBatch

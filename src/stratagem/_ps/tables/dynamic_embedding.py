@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from stratagem._core.key_index import KEY, KINDS, ORDERS, PROTECTED, KeyRule
 from stratagem._core.key_map import Ints
-from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows
-from stratagem._ps.tables.local_keys import LocalKeys
+from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows, LocalKeys
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._wire.shm import zeros_apart, zeros_on_disk
 

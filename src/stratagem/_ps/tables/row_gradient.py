@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from stratagem import metrics
 from stratagem._core.torch_patches.private_api import own_memory
 from stratagem._ps.rows import sort_ids, sum_rows
-from stratagem._ps.tables.lookup_counts import count_lookup
 from stratagem._ps.tables.table_gradient import TableGradient
 
 
@@ -268,3 +268,22 @@ def _added(total: Tensor, ids: Tensor | None, values: Tensor) -> Tensor:
     if total.requires_grad or values.requires_grad or not own_memory([total]):
         return total + values if ids is None else total.index_add(0, ids, values)
     return total.add_(values) if ids is None else total.index_add_(0, ids, values)
+
+
+_counters: dict[str, tuple[metrics.Counter, metrics.Counter]] = {}
+
+
+def count_lookup(table: str, *, ids: int, rows: int) -> None:
+    """Count one lookup in the metrics ``table.ids:NAME`` and ``table.rows:NAME``.
+
+    Example:
+        >>> count_lookup("doc", ids=4, rows=3)
+        >>> metrics.snapshot().counters["table.rows:doc"] >= 3
+        True
+    """
+    found = _counters.get(table)
+    if found is None:
+        names = (f"table.ids:{table}", f"table.rows:{table}")
+        found = _counters[table] = (metrics.counter(names[0]), metrics.counter(names[1]))
+    found[0].add(ids)
+    found[1].add(rows)

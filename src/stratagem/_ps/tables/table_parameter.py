@@ -24,8 +24,7 @@ from stratagem._core.torch_patches.autograd_engine import own_leaf
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._ps.row_kernels import kernels
 from stratagem._ps.rows import in_range, sort_ids
-from stratagem._ps.tables.lookup_counts import count_lookup
-from stratagem._ps.tables.row_gradient import RowGradient, RowSource
+from stratagem._ps.tables.row_gradient import RowGradient, RowSource, count_lookup
 from stratagem._ps.tables.row_lookup import (
     ID_TYPES,
     RowLookup,

@@ -17,7 +17,7 @@ from torch import Tensor
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.row_kernels import GroupedRows, is_plain, kernels
 from stratagem._ps.rows import sort_ids, sum_rows_into
-from stratagem._ps.tables.lookup_counts import count_lookup
+from stratagem._ps.tables.row_gradient import count_lookup
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.types import JoinedGradient
 

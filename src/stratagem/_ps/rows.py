@@ -7,14 +7,40 @@ Workers use them for lookups, servers for steps on rows. Each has two implementa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem._ps.disk_rows import touch_rows
 from stratagem._ps.row_kernels import TableShards, is_plain, kernels
+from stratagem._wire.shm import is_on_disk
+
+_THREADS: Final = 16
+"""Reads at the same time. 26,624 rows of which 90 % are on disk took 2.3 s with one thread and 0.9 s with 16."""
+
+_FEW: Final = 64
+"""Rows that are not worth the start of threads."""
+
+
+def touch_rows(table: Tensor, ids: Tensor, offset: int = 0) -> None:
+    """Bring rows of a table into memory, if it is on disk.
+
+    Args:
+        table: the table, or a shard of it.
+        ids: rows; those that are not in the shard are left out.
+        offset: number of the first row of the shard.
+    """
+    if ids.numel() < _FEW or not is_on_disk(table):
+        return
+    ids = ids - offset
+    ids = ids[(ids >= 0) & (ids < len(table))]
+    # One number of each row: its page is in memory then, and the row with it, or most of it.
+    first = table.detach().reshape(len(table), -1)[:, 0]
+    with ThreadPoolExecutor(_THREADS, "stratagem-disk") as threads:
+        list(threads.map(lambda part: first.index_select(0, part), ids.chunk(_THREADS)))
+
 
 _MANY = 4096
 """Numbers from which the kernels with a higher fixed cost are faster."""

@@ -19,11 +19,10 @@ from stratagem._ps.client.mapping import MappedVariable, ShardLocation
 from stratagem._ps.client.ps_client import PsClient
 from stratagem._ps.client.remote_keys import RemoteKeys
 from stratagem._ps.client.write_batch import WriteBatch
-from stratagem._ps.disk_rows import touch_rows
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
 from stratagem._ps.row_kernels import TableShards, kernels
-from stratagem._ps.rows import as_pieces, take_from_shards, take_rows
+from stratagem._ps.rows import as_pieces, take_from_shards, take_rows, touch_rows
 from stratagem._ps.types import InitOp
 from stratagem._wire import codec
 from stratagem.errors import ConnectionLost

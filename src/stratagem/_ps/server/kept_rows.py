@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem._ps.disk_rows import touch_rows
 from stratagem._ps.row_kernels import KeptAddresses, kernels
-from stratagem._ps.rows import put_rows, take_rows
+from stratagem._ps.rows import put_rows, take_rows, touch_rows
 from stratagem._wire.shm import is_on_disk, zeros_apart
 
 UNIT_BYTES: Final = 128

@@ -24,10 +24,12 @@ from stratagem._core.torch_patches.autograd_engine import own_leaf
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._ps.row_kernels import kernels
 from stratagem._ps.rows import in_range, sort_ids
-from stratagem._ps.tables.row_gradient import RowGradient, RowSource, count_lookup
-from stratagem._ps.tables.row_lookup import (
+from stratagem._ps.tables.row_gradient import (
     ID_TYPES,
+    RowGradient,
     RowLookup,
+    RowSource,
+    count_lookup,
     handed_over,
     position_of,
     replica_device,

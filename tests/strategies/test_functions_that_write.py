@@ -11,6 +11,7 @@ import torch
 from own_optimizer import Counting, SlowWeights, Uninitialised, WithoutDefaults, Wrapping
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from waiting import Gate, pass_gate
 
 import stratagem as sg
@@ -229,6 +230,57 @@ def optimizer_of_the_function_with_a_table() -> tuple[Step, list[nn.Module]]:
     return step, [model]
 
 
+def averaged(average_of: Callable[[nn.Module], AveragedModel]) -> Program:
+    """torch's class: it writes ``p.detach()``, and lists of such, with one call for all parameters."""
+
+    def program() -> tuple[Step, list[nn.Module]]:
+        model = words()
+        average = average_of(model)
+        average.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(ids: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, ids)
+            loss.backward()
+            optimizer.step()
+            average.update_parameters(model)
+            return loss.detach()
+
+        return step, [model, average]
+
+    return program
+
+
+def parts_of_tables() -> tuple[Step, list[nn.Module]]:
+    """Rows, columns and views: TransE divides ``weight.data[:-1]`` by its norm before every step."""
+    model, frozen = words(), words()
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(ids: Tensor) -> Tensor:
+        entities = model.table.weight
+        entities.data[:-1, :].div_(entities.data[:-1, :].norm(p=2, dim=1, keepdim=True))
+        optimizer.zero_grad()
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        entities.data[-1].fill_(1.0)
+        with torch.no_grad():
+            entities[0].fill_(0.5)
+            entities[2:4, 1].mul_(2.0)
+            entities.t()[1].add_(0.25)
+            first, second, *_ = entities.split(7)
+            second.copy_(first)
+        average = frozen.table.weight.detach()
+        average.view(-1)[3:5].add_(1.0)
+        average *= 1.5
+        torch._foreach_mul_([frozen.table.weight[1], frozen.head.bias, average], 0.5)
+        return loss.detach()
+
+    return step, [model, frozen]
+
+
 def weight_decay_by_hand(p: nn.Parameter) -> None:
     assert p.grad is not None
     p.grad.add_(p.data, alpha=0.01)
@@ -256,8 +308,13 @@ PROGRAMS: dict[str, Program] = {
             moving_average,
             optimizer_of_the_function,
             optimizer_of_the_function_with_a_table,
+            parts_of_tables,
         )
     },
+    "averaged": averaged(AveragedModel),
+    "averaged_at_once": averaged(
+        lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    ),
 }
 
 
@@ -308,12 +365,72 @@ def by_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[sg.ClusterCoordinator]
 
 @pytest.mark.parametrize(
     "name",
-    ["through_data", "without_grad", "sam_in_two_steps", "clipped_weights", "moving_average"],
+    [
+        "through_data",
+        "without_grad",
+        "sam_in_two_steps",
+        "clipped_weights",
+        "moving_average",
+        "parts_of_tables",
+        "averaged_at_once",
+    ],
 )
 def test_a_sole_worker_without_shared_memory_does_too(
     by_bytes: sg.ClusterCoordinator, name: str
 ) -> None:
     assert_equal_to_plain(by_bytes, PROGRAMS[name])
+
+
+def test_views_of_a_table_are_values_wherever_they_go(alone: sg.ClusterCoordinator) -> None:
+    """Functions return them, copy them and compute with them; reading them writes nothing."""
+    with alone.strategy.scope():
+        model = words()
+    expected = model.table.weight.detach().clone()
+
+    def look(ids: Tensor) -> list[Tensor]:
+        weight = model.table.weight
+        with torch.no_grad():
+            row, turned = weight[3], weight.t()
+        data = weight.detach()
+        found = [
+            data,
+            row,
+            turned,
+            data[1:3],
+            copy.deepcopy(row),
+            copy.deepcopy(data),
+            turned @ data,
+        ]
+        assert not any(one.requires_grad for one in found)
+        return [*found, F.embedding(ids, data), data.new_tensor([1.0]), row + turned[:, 3]]
+
+    ids = torch.tensor([1, 1, 5])
+    row, turned = expected[3], expected.t()
+    found = alone.schedule(look, args=(ids,)).get(timeout_s=WAIT_S)
+    wanted = [expected, row, turned, expected[1:3], row, expected, turned @ expected]
+    wanted += [expected[ids], torch.ones(1).double(), 2 * row]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(model.table.weight.detach(), expected)
+
+
+def test_a_failing_write_to_part_of_a_table_names_the_table(
+    pair_either_way: sg.ClusterCoordinator,
+) -> None:
+    """With several workers, functions may not write tables."""
+    with pair_either_way.strategy.scope():
+        model = words()
+
+    def write(kind: str) -> None:
+        if kind == "row":
+            model.table.weight.data[0].zero_()
+        elif kind == "list":
+            torch._foreach_zero_([p.detach() for p in model.parameters()])
+        else:
+            torch.mul(torch.ones(20, 8).double(), 2.0, out=model.table.weight.data)
+
+    for kind in ("row", "list", "out"):
+        with pytest.raises(ForeignParameterError, match=r"a copy of table 'table.weight'"):
+            pair_either_way.schedule(write, args=(kind,)).get(timeout_s=WAIT_S)
 
 
 def test_nothing_of_a_failed_function_is_kept(alone: sg.ClusterCoordinator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -449,3 +450,30 @@ def test_a_model_may_be_copied_in_a_function(cluster: sg.LocalCluster) -> None:
 
         with sg.ClusterCoordinator(strategy) as coordinator:
             assert coordinator.schedule(step).fetch(timeout_s=60)
+
+
+def test_parameters_without_elements_are_trained_like_others(
+    either_way: sg.ClusterCoordinator,
+) -> None:
+    """``nn.Linear(hidden // 4, 2)`` of a small model has an empty weight; its bias is trained."""
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+
+    def train(run: Callable[..., Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+            model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (model(x) - 1.0).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            run(step)
+        return model.state_dict()
+
+    with either_way.strategy.scope():
+        mine = train(lambda step: either_way.schedule(step).get(timeout_s=60))
+    torch.testing.assert_close(mine, train(lambda step: step()))

@@ -215,6 +215,33 @@ def test_a_gradient_scaler_gives_the_numbers_of_plain_pytorch(
     torch.testing.assert_close(model.state_dict(), plain_model.state_dict())
 
 
+def test_a_gradient_scaler_follows_functions_of_a_program_in_double_precision(
+    alone: sg.ClusterCoordinator,
+) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with alone.strategy.scope():
+            model = make_model()
+            optimizer = make_optimizer(model)
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(model(x), y.double())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return scaler.get_scale()
+
+        calls = [(x.double(), y) for x, y in BATCHES[:4]]
+        scales = alone.fetch([alone.schedule(step, args=call) for call in calls])
+        alone.join(timeout_s=60)
+        assert scales == [64.0, 128.0, 128.0, 256.0]
+        assert scaler.get_scale() == 256.0
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_rates_set_by_hand_are_the_coordinators(alone: sg.ClusterCoordinator) -> None:
     """Warm-up from a step number, and decay of the rate itself."""
     with alone.strategy.scope():

@@ -165,12 +165,12 @@ def _update_scaler(scaler: GradScaler, advance: ScalerUpdate) -> None:
     if advance.new_scale is not None:
         state["scale"] = advance.new_scale
     else:
-        scale = torch.tensor(float(state["scale"]))
+        scale = torch.tensor(float(state["scale"]), dtype=torch.float32)
         steps = torch.tensor(int(state["_growth_tracker"]), dtype=torch.int32)
         update_scale(
             scale,
             steps,
-            torch.tensor(float(advance.overflowed)),
+            torch.tensor(float(advance.overflowed), dtype=torch.float32),
             state["growth_factor"],
             state["backoff_factor"],
             state["growth_interval"],

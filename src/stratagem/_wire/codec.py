@@ -109,7 +109,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor of any dtype, without a copy."""
     if tensor.numel() == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     if tensor.is_complex() or tensor.is_neg():  # a view whose bytes are not its values
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have stride 0

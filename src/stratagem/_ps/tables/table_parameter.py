@@ -36,8 +36,9 @@ from stratagem._ps.tables.row_gradient import (
     row_ids,
 )
 from stratagem._ps.tables.table_gradient import ABOUT_THE_TENSOR, TableGradient, writes_first
+from stratagem._ps.tables.table_part import TablePart, part_of, writable_rows
 from stratagem._ps.tables.writable_rows import WritableRows
-from stratagem.errors import ForeignParameterError
+from stratagem._wire.data_values import make_tensor
 
 _MOST_AS_ASKED = 1 << 17 if kernels is None else 1 << 24
 """Numbers of a lookup that is copied with its duplicates; in larger ones removing them first costs less time or memory."""
@@ -48,17 +49,26 @@ class TableParameter(nn.Parameter):
 
     source: RowSource
     gradient: RowGradient
+    is_data: bool
+    """Whether it is ``table.data`` or ``table.detach()``, which can be copied and sent: with all rows."""
 
     @classmethod
-    def over(cls, source: RowSource, *, requires_grad: bool = True) -> TableParameter:
+    def over(
+        cls, source: RowSource, *, requires_grad: bool = True, is_data: bool = False
+    ) -> TableParameter:
         """Return a table over rows of a source."""
         # Shape and dtype without memory: torch raises an error in code that bypasses `__torch_function__`
-        # (torch.func wraps the tensor in C++).
-        stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        # (torch.func wraps the tensor in C++). Code that groups tensors by device sees that of ``table.data``, of which
+        # one element has memory: such code reads NaN, and torch refuses its writes.
+        if is_data:
+            stand_in = torch.full((1,), torch.nan, dtype=source.dtype).expand(source.shape)
+        else:
+            stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
         with private_api.WithoutSubclasses():
             table: TableParameter = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
         table.source = source
         table.gradient = RowGradient(source)
+        table.is_data = is_data
         return table
 
     @property
@@ -81,13 +91,15 @@ class TableParameter(nn.Parameter):
     @override
     def __deepcopy__(self, memo: Any) -> Any:
         del memo
-        return self.__reduce_ex__(2)
+        return self.source.whole().detach().clone() if self.is_data else self.__reduce_ex__(2)
 
     @override
     def __reduce_ex__(self, proto: Any) -> Any:
+        if self.is_data:
+            return make_tensor, (self.source.whole().detach(),)
         raise TypeError(
             f"{self!r} cannot be copied or pickled: its rows are on parameter servers. Use "
-            "state_dict() on the coordinator, or table.detach() for a copy of all rows."
+            "state_dict() on the coordinator, or table.detach().clone() for a copy of all rows."
         )
 
     def whole_leaf(self) -> Tensor:
@@ -147,6 +159,12 @@ class TableParameter(nn.Parameter):
         with private_api.WithoutSubclasses():
             return self.requires_grad and torch.is_grad_enabled()
 
+    def _refuse_if_trained(self) -> None:
+        if self._wants_gradient():
+            raise RuntimeError(  # in torch's own words
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
+
 
 @eagerly
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,11 +178,18 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name == "backward" and func is not Tensor.backward:
         return _backward_to(*args, **kwargs)  # torch.autograd's, wrapped or not
+    target = args[0] if args else next(iter(kwargs.values()), None)
     if writes_first(func):
-        target = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(target, TableParameter) and isinstance(target.source, WritableRows):
+        if isinstance(target, TableParameter):
             return _write(func, target, args[1:], kwargs)
-        _refuse_writing(target, name)
+        if isinstance(target, (list, tuple)):  # torch._foreach_mul_
+            args, target = ([_to_write(one) for one in target], *args[1:]), None
+    elif isinstance(target, TableParameter) and not target._wants_gradient():
+        views = part_of(func, target, target.source, args[1:], kwargs)
+        if views is not None:
+            return views
+    if isinstance(out := kwargs.get("out"), TableParameter):
+        kwargs = {**kwargs, "out": _to_write(out)}
     with private_api.WithoutSubclasses():
         return func(
             *[_materialise(arg) for arg in args],
@@ -285,6 +310,10 @@ def _index_select(input: Any, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _getitem(table: TableParameter, key: Any) -> Tensor:
+    if not table._wants_gradient():
+        view: Tensor | None = part_of(Tensor.__getitem__, table, table.source, (key,), {})
+        if view is not None:
+            return view
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
     ids = row_ids(first, table.source.shape[0])
     if ids is None or any(isinstance(part, (Tensor, list)) for part in rest):
@@ -393,56 +422,51 @@ def _set_grad(table: TableParameter, value: Tensor | None) -> None:
 
 def _get_data(table: TableParameter) -> TableParameter:
     """Return ``table.data``: a table without gradients, so that writes into it are noticed."""
-    return TableParameter.over(table.source, requires_grad=False)
+    return TableParameter.over(table.source, requires_grad=False, is_data=True)
 
 
 def _set_data(table: TableParameter, value: Tensor) -> None:
-    if not isinstance(table.source, WritableRows):
-        _refuse_writing(table, "table.data = …")
-    else:
+    if isinstance(table.source, WritableRows):
         table.source.replace(_materialise(value))
+    else:
+        writable_rows(table.source)  # raises the error
+
+
+def _to_write(value: Any) -> Any:
+    """Return the tensor that an operator writes in place of a table or view."""
+    if isinstance(value, TableParameter):
+        value._refuse_if_trained()
+        return writable_rows(value.source)
+    return value.writable() if isinstance(value, TablePart) else value
 
 
 def _write(func: Any, table: TableParameter, args: Sequence[Any], kwargs: Any) -> TableParameter:
     """Run an in-place operator on a table that functions may write."""
-    if table._wants_gradient():
-        raise RuntimeError(  # in torch's own words
-            "a leaf Variable that requires grad is being used in an in-place operation."
-        )
-    assert isinstance(table.source, WritableRows)
-    change = args[0] if args else kwargs.get("other")
-    if isinstance(change, TableGradient) and table.source.add_rows(
+    table._refuse_if_trained()
+    source, change = table.source, args[0] if args else kwargs.get("other")
+    rows = writable_rows(source)
+    assert isinstance(source, WritableRows)
+    if not isinstance(change, TableGradient) or not source.add_rows(
         func, change, kwargs.get("alpha", 1)
     ):
-        return table
-    with private_api.WithoutSubclasses():
-        given = {key: _materialise(value) for key, value in kwargs.items()}
-        table.source.write(func, [_materialise(arg) for arg in args], given)
+        with private_api.WithoutSubclasses():
+            given = {key: _materialise(value) for key, value in kwargs.items()}
+            func(rows, *[_materialise(arg) for arg in args], **given)
     return table
 
 
 def _materialise(value: Any) -> Any:
     if isinstance(value, TableParameter):
         return value.whole_leaf()
+    if isinstance(value, TablePart):
+        return value.read()
     if isinstance(value, TableGradient):
         return value.whole()
     if isinstance(value, (list, tuple)) and any(
-        isinstance(one, (TableParameter, TableGradient)) for one in value
+        isinstance(one, (TableParameter, TableGradient, TablePart)) for one in value
     ):
         return type(value)(_materialise(one) for one in value)
     return value
-
-
-def _refuse_writing(target: Any, name: str) -> None:
-    targets = target if isinstance(target, (list, tuple)) else (target,)
-    for one in targets:
-        if isinstance(one, TableParameter):
-            raise ForeignParameterError(
-                f"{name} would write into a copy of table {one.source.name!r}, whose rows are on "
-                "parameter servers. Change it by optimizer.step() (torch.optim.SGD for an update by hand), "
-                "by a sg.Variable's assign and scatter methods, on the coordinator, or with one worker of one replica by "
-                "an operator on this table alone."
-            )
 
 
 # The descriptors of the class; type checkers see the types of an instance's attributes.
@@ -461,6 +485,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     cast("Any", Tensor.device).__get__: lambda table: torch.device("cpu"),
     cast("Any", Tensor.is_meta).__get__: lambda table: False,
     Tensor.get_device: lambda table: -1,
+    Tensor.detach: _get_data,
+    torch.detach: _get_data,
     _DATA.__get__: _get_data,
     _DATA.__set__: _set_data,
     _GRAD.__get__: _get_grad,

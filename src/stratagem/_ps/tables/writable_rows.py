@@ -6,7 +6,6 @@ servers: before the next step of an optimizer, or at the function's end (`worker
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -74,19 +73,16 @@ class WritableRows:
             )
         self._local = value.detach().clone()
 
-    def write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run an in-place operator on the table."""
-        func(self._copy(), *args, **kwargs)
-
     def add_rows(self, func: Any, change: TableGradient, alpha: float = 1) -> bool:
         """Add or subtract rows; return False if `func` does something else or `change` holds all rows."""
         sign = _SIGNS.get(getattr(func, "__name__", ""))
         if sign is None or change.ids is None:
             return False
-        self._copy().index_add_(0, change.ids, change.rows.detach(), alpha=sign * alpha)
+        self.local().index_add_(0, change.ids, change.rows.detach(), alpha=sign * alpha)
         return True
 
-    def _copy(self) -> Tensor:
+    def local(self) -> Tensor:
+        """Return the local copy of all rows, to be written."""
         if self._local is None:
             self._local = self._source.whole().detach().clone()
         return self._local.data  # counts no version: a graph may hold the copy
